@@ -27,6 +27,9 @@ from penstock.schemas.weights.reading import WeightReader
 
 log = logging.getLogger(__name__)
 
+ALONE_FROM = 3
+"""The attempt from which on a prompt runs with nothing beside it. The first producer that ended with it may have been
+killed: what it had in flight goes on together."""
 GRACE_S = 3.0
 """How long a producer that is told to stop lets groups finish before it hands the rest back."""
 LAST_SAVE_S = 2.0
@@ -250,10 +253,15 @@ class Producer:
             await self._begin(groups, await self._passed_on.get())
 
     async def _begin(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
-        if claim.attempt == 1:
-            self._start(groups, claim)
-        else:
-            await self._run_alone(groups, claim)
+        """Starts a claim. From attempt `ALONE_FROM` on, and at the last of several, nothing runs beside it and all that
+        is finished is appended before: it may be what ended its producers, and costs no other prompt an attempt."""
+        max_attempts = self._config.producers.max_attempts
+        is_alone = max(2, min(ALONE_FROM, max_attempts)) <= claim.attempt <= max_attempts
+        if is_alone:
+            await self._wait_until_appended()
+        self._start(groups, claim)
+        if is_alone:
+            await self._wait_until_appended()
 
     def _start(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
         task = groups.create_task(self._run(claim))
@@ -261,11 +269,9 @@ class Producer:
         task.add_done_callback(self._running.discard)
         self._context.metrics.in_flight.set(len(self.table))
 
-    async def _run_alone(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
-        """Runs a prompt that was given up before with nothing beside it: it may be what ended its producer."""
+    async def _wait_until_appended(self) -> None:
         await self._wait_until_idle()
-        self._start(groups, claim)
-        await self._wait_until_idle()
+        await self.writer.drain()
 
     async def _wait_until_idle(self) -> None:
         while self._running:
@@ -279,6 +285,7 @@ class Producer:
         """
         max_attempts = self._config.producers.max_attempts
         if claim.attempt > max_attempts:
+            claim.has_progress = claim.evaluation_id is None  # it may be what kills its producers
             self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
             return
         await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)

@@ -303,6 +303,7 @@ class Agents:
 
     async def _pose(self, claim: Claim) -> None:
         if claim.attempt > self._max_attempts:
+            claim.has_progress = True  # it may be what kills its producers
             self._writer.put(claim, Dead(f"attempts: handed out {self._max_attempts} times without a result"))
             return
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import itertools
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -12,6 +13,8 @@ from penstock.schemas.config import EnvironmentConfig, RunConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
 from penstock.schemas.segments import joined_masks
+
+log = logging.getLogger(__name__)
 
 RESUMES_WITHOUT_A_TOKEN = 3
 
@@ -73,6 +76,8 @@ class Siblings:
         """Of each sibling, what ended requests have sampled; empty before the first request has ended."""
         self._running: dict[str, int] = {}
         """The running requests, and the first sibling that each samples."""
+        self._is_unclear = False
+        """The engine could not say what is sampled so far, which is logged once."""
 
     async def sample(self) -> list[Completion]:
         """Samples what is missing; returns the whole completions.
@@ -98,7 +103,13 @@ class Siblings:
         engine cannot say it."""
         parts: dict[int, list[Completion]] = dict(enumerate(self._parts))
         for request_id, first in self._running.items():
-            found = self._engine.sampled(request_id)
+            try:
+                found = self._engine.sampled(request_id)
+            except EngineError as error:  # its answer at the end counts
+                if not self._is_unclear:
+                    log.warning("progress of a rollout is not kept: %s", error)
+                self._is_unclear = True
+                return None
             if not found:
                 return None
             for n, one in enumerate(found, first):

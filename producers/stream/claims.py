@@ -199,12 +199,14 @@ class Claims:
             version, _, n = entry_id.partition(b"-")
             before = {**fields, Field.INDEX: n, Field.VERSION: version, Field.ATTEMPT: b"0"}
         try:
+            released = _number(Field.ATTEMPT, before.get(Field.ATTEMPT, b"0"))
             claim = Claim(
                 stream=stream,
                 entry_id=entry_id,
                 index=_number(Field.INDEX, before.get(Field.INDEX)),
                 version=_number(Field.VERSION, before.get(Field.VERSION)),
-                attempt=_number(Field.ATTEMPT, before.get(Field.ATTEMPT, b"0")) + num_deliveries,
+                attempt=released + num_deliveries,
+                attempt_released=released,
                 evaluation_id=entry_id.decode() if is_evaluation else None,
                 environment=before.get(Field.ENVIRONMENT, b"").decode(errors="replace"),
                 task=_number(Field.TASK, before.get(Field.TASK, b"0")),
@@ -224,7 +226,7 @@ class Claims:
     async def _take_over(self, stream: str) -> Claim | None:
         """One entry whose producer has not refreshed it for `claim_idle_s`, or None.
 
-        One at a time: it runs alone, and the other producers take the next ones meanwhile.
+        One at a time: it may have to run alone, and the other producers take the next ones meanwhile.
         """
         redis, idle_ms = self._connection.commands, int(self._config.claim_idle_s * 1000)
         # Idle entries of our own are groups past their deadline, about to be settled here.
@@ -288,7 +290,7 @@ class Claims:
 
     async def _free_former_claims(self) -> None:
         # A process of this id died holding these. They count as one attempt and are free for every producer, so that
-        # one restarted producer does not run all of them alone one after another.
+        # a restarted one does not begin with those that have to run alone, one after another.
         pipeline = self._connection.commands.pipeline(transaction=False)
         former = await self._own_pending()
         for stream, entry_id, _ in former:
@@ -343,8 +345,9 @@ class Claims:
             else:
                 whose = self._consumer
                 ids: Any = [entry_id]
+                num = before - claim.attempt_released  # the entry stays, and what it was released with counts again
                 pipeline.xclaim(
-                    stream, PRODUCERS_GROUP, whose, 0, ids, idle=FREE_AT_ONCE_MS, retrycount=before, justid=True
+                    stream, PRODUCERS_GROUP, whose, 0, ids, idle=FREE_AT_ONCE_MS, retrycount=num, justid=True
                 )
         try:
             await pipeline.execute()

@@ -37,6 +37,7 @@ class Claim:
     version: the policy version announced when it was released.
     attempt: how often it was delivered, this time included; being handed back is no attempt.
     num_handed_back: how often it was handed back by a producer that had begun to sample.
+    attempt_released: `attempt` of the claim that this entry took the place of, less one; 0 for a first entry.
     evaluation_id: `<version>-<n>`; None for a training prompt.
     """
 
@@ -45,6 +46,7 @@ class Claim:
     index: int
     version: int
     attempt: int = 1
+    attempt_released: int = 0
     evaluation_id: str | None = None
     environment: str = ""
     task: int = 0

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ANSWER_S, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
+from penstock.producers.stream.timed_steps import TimedSteps
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.producer_parity import quarantine_in
@@ -22,10 +23,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LARGEST_SHARE = 0.01
-"""Of a producer's time that encoding may take."""
+LARGEST_SHARE = 0.008
+"""Of a processor's time that the steps of saving may take: with what the event loop sends for them it is below 1%."""
 SHORTEST_TTL_S = 3600.0
 """Progress that nobody has taken over, renewed or dropped with its claim is gone after this long."""
+BATCH_BYTES = 1024 * 1024
+"""Groups are written together until they have so many: a write of its own costs more than the encoding of a short
+one."""
 FULL_PAUSE_S = 60.0
 """Nothing is saved for so long after Redis was at its memory limit."""
 
@@ -86,7 +90,7 @@ class RolloutProgress:
         self._instance = instance
         self._ttl_s = int(max(SHORTEST_TTL_S, 2 * config.generation_deadline_s))
         self._saved: dict[Claim, tuple[int, int]] = {}
-        """Tokens and bytes of the progress that Redis has of this table's claims."""
+        """Of this table's claims the tokens that Redis has, and the bytes that it has or is to have."""
         self._kept: dict[Claim, _KeptParts] = {}
         self._saving = asyncio.Lock()
         self._full_until = 0.0
@@ -94,70 +98,74 @@ class RolloutProgress:
         """The reasons that were logged; `size` once, the others again after a write."""
 
     async def run(self) -> None:
-        """Waits `progress_s`, or longer if encoding would take more than its share of the processor's time, and saves;
-        runs until cancelled."""
-        encode_s = 0.0
+        """Waits `progress_s`, or longer if saving would take more than its share of the processor's time, and saves;
+        runs until cancelled. What is saved is written as a whole: without the wait the cost of long rollouts would grow
+        with the square of their length."""
+        saving_s = 0.0
         while self._config.progress_s:
-            await asyncio.sleep(max(self._config.progress_s, encode_s / LARGEST_SHARE))
-            encode_s = await self.save(self._config.progress_s / 2)
+            await asyncio.sleep(max(self._config.progress_s, saving_s / LARGEST_SHARE))
+            saving = TimedSteps(self.save(self._config.progress_s / 2))
+            await saving
+            saving_s = (saving_s + saving.cpu_s) / 2  # a single slow one puts the next off by half of its time
 
-    async def save(self, min_age_s: float = 0.0) -> float:
-        """Saves what has grown, the oldest groups first; returns the processor seconds that encoding took.
+    async def save(self, min_age_s: float = 0.0) -> None:
+        """Saves what has grown, the oldest groups first.
 
         min_age_s: younger groups are left out: most short ones are done before the next time.
         """
         if not self._config.progress_s:
-            return 0.0
+            return
         async with self._saving:
-            encode_s, started = 0.0, time.monotonic()
+            started = time.monotonic()
             self._saved = {claim: size for claim, size in self._saved.items() if self._holds(claim)}
             self._kept = {claim: kept for claim, kept in self._kept.items() if self._holds(claim)}
             if self._connection.is_full:
                 await self._make_room()
+            batch: dict[Claim, tuple[int, bytes]] = {}
+            num_bytes = 0
             for claim in self._table:
                 if time.monotonic() < self._full_until:
                     break
-                if time.monotonic() - (claim.generating_since or 0.0) < min_age_s:
+                # The key is that of the prompt of an evaluation's index, which is asked for again as a whole.
+                if claim.evaluation_id is not None or time.monotonic() - (claim.generating_since or 0.0) < min_age_s:
                     continue
                 if claim.converses:
-                    encode_s += await self.save_parts(claim)
-                    continue
-                began = time.thread_time()
-                payload = self._payload(claim)
-                encode_s += time.thread_time() - began
-                if payload is not None:
-                    await self._write(claim, *payload)
+                    await self.save_parts(claim)
+                elif (payload := self._payload(claim)) is not None:
+                    batch[claim] = payload
+                    num_bytes += len(payload[1])
+                    if num_bytes >= BATCH_BYTES:
+                        await self._write(batch)
+                        batch, num_bytes = {}, 0
+            await self._write(batch)
             self._metrics.progress_write_s.observe(time.monotonic() - started)
-            return encode_s
 
-    async def save_parts(self, claim: Claim, *, running: bool = True) -> float:
-        """Saves the parts of one group that have changed, all of them the first time; returns the seconds of
-        the processor that encoding took. Without room for all of them none is kept: the rest would not be the group.
+    async def save_parts(self, claim: Claim, *, running: bool = True) -> None:
+        """Saves the parts of one group that have changed, all of them the first time. Without room for all of them none
+        is kept: the rest would not be the group.
 
         running: also what calls that are still answered have come to.
         """
         if claim.parts is None or not self._config.progress_s:
-            return 0.0
+            return
         kept = self._kept.setdefault(claim, _KeptParts())
         async with kept.lock:
             if kept.is_given_up or time.monotonic() < self._full_until or claim.parts is None or not self._holds(claim):
-                return 0.0
+                return
             if kept.num_recoveries != self._connection.num_recoveries:
                 kept.clear()
                 kept.num_recoveries = self._connection.num_recoveries
             if kept.has_begun and not kept.marks:  # written as a whole again, if it is still this producer's
                 await self.find_moved([claim])
                 if claim.has_moved:
-                    return 0.0
-            began = time.thread_time()
+                    return
             try:
                 parts = [(part, part.encode and part.encode()) for part in claim.parts(kept.marks, running)]
             except (TypeError, ValueError, OverflowError) as error:  # a prompt's or a reward's values are the user's
                 await self._give_up(claim, kept, "%s: %s", claim, error)
-                return 0.0
-            encode_s = time.thread_time() - began
+                return
             if not parts:
-                return encode_s
+                return
             num_tokens, num_bytes = kept.num_tokens, kept.num_bytes
             for part, data in parts:
                 tokens_before, bytes_before = kept.sizes.get(part.name, (0, 0))
@@ -166,7 +174,7 @@ class RolloutProgress:
             if num_bytes > self._room(claim):
                 limit = self._config.progress_mb
                 await self._give_up(claim, kept, "%s: no room left (producers.progress_mb = %d)", claim, limit)
-                return encode_s
+                return
             key, prefix = self._keys.progress(claim.index), f"{self._instance}/"
             fields: dict[Any, Any] = {prefix + part.name: data for part, data in parts if data is not None}
             gone = [prefix + part.name for part, data in parts if data is None]
@@ -183,14 +191,14 @@ class RolloutProgress:
             pipeline.expire(key, self._ttl_s)
             marks = kept.marks
             if (answers := await self._tried(pipeline.execute)) is None:
-                return encode_s
+                return
             if marks is not kept.marks:  # all was dropped meanwhile
                 await self._delete(claim)
-                return encode_s
+                return
             if marks and answers[0] != self._instance.encode():
                 kept.clear()  # lost by Redis: the next time as a whole
                 claim.has_moved = answers[0] is not None
-                return encode_s
+                return
             kept.has_begun = True
             for part, data in parts:
                 if data is None:
@@ -199,7 +207,6 @@ class RolloutProgress:
                     marks[part.name], kept.sizes[part.name] = part.mark, (part.num_tokens, len(data))
             kept.num_tokens, kept.num_bytes = num_tokens, num_bytes
             await self._has_written(claim, num_tokens, num_bytes, sum(len(data or b"") for _, data in parts))
-            return encode_s
 
     async def find_moved(self, claims: Iterable[Claim] | None = None) -> None:
         """Asks of claims, by default all that converse, whether another producer has begun to go on with them."""
@@ -308,12 +315,13 @@ class RolloutProgress:
         log.warning("%s begins anew, its progress cannot be read: %s", claim, why)
 
     def _payload(self, claim: Claim) -> tuple[int, bytes] | None:
-        """Tokens and encoding of a claim's group; None if there is nothing new, or no room for it."""
+        """Tokens and encoding of a claim's group, for which room is kept; None if there is nothing new, or no room."""
         group = claim.so_far()
         if group is None:
             return None
         num_tokens = sum(rollout.num_sampled_tokens for rollout in group.rollouts)
-        if num_tokens <= self._saved.get(claim, (0, 0))[0]:
+        num_saved, _ = self._saved.get(claim, (0, 0))
+        if num_tokens <= num_saved:
             return None
         try:
             payload = encode_group(group.finished_by(self._instance), dead=True)
@@ -323,12 +331,20 @@ class RolloutProgress:
         if len(payload) > self._room(claim):
             self._fail("size", "%s: no room left (producers.progress_mb = %d)", claim, self._config.progress_mb)
             return None
+        self._saved[claim] = num_saved, len(payload)
         return num_tokens, payload
 
-    async def _write(self, claim: Claim, num_tokens: int, payload: bytes) -> None:
-        commands, key = self._connection.commands, self._keys.progress(claim.index)
-        if await self._tried(lambda: commands.set(key, payload, ex=self._ttl_s)):
-            await self._has_written(claim, num_tokens, len(payload), len(payload))
+    async def _write(self, batch: Mapping[Claim, tuple[int, bytes]]) -> None:
+        """Writes the tokens and encodings of claims' groups."""
+        if not batch or time.monotonic() < self._full_until:
+            return
+        pipeline = self._connection.commands.pipeline(transaction=False)
+        for claim, (_, payload) in batch.items():
+            pipeline.set(self._keys.progress(claim.index), payload, ex=self._ttl_s)
+            claim.has_progress = True  # of a batch that fails Redis may have a part
+        if await self._tried(pipeline.execute) is not None:
+            for claim, (num_tokens, payload) in batch.items():
+                await self._has_written(claim, num_tokens, len(payload), len(payload))
 
     async def _has_written(self, claim: Claim, num_tokens: int, num_bytes: int, num_written: int) -> None:
         """Records what Redis has of a claim, and how many bytes of it were written now."""

@@ -21,7 +21,7 @@ class AgentClient:
 
     def __init__(self, url: str, key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._session = aiohttp.ClientSession(url, headers=headers, timeout=aiohttp.ClientTimeout(60))
+        self._session = aiohttp.ClientSession(url, headers=headers, timeout=aiohttp.ClientTimeout(300))
 
     async def close(self) -> None:
         await self._session.close()
@@ -38,14 +38,17 @@ class AgentClient:
             return reply.status, reply.content_type, await reply.text()
 
     async def open(self, *, timeout_s: float = 30.0) -> dict[str, Any]:
-        """A rollout; waits for credit as an agent would."""
+        """A rollout; waits for credit as an agent would, ever longer: hundreds that ask all the time leave the
+        producer no time to claim."""
+        pause_s = 0.02
         async with asyncio.timeout(timeout_s):
             while True:
                 status, body = await self.request("POST", "/r")
                 if status == 200:
                     return body
                 assert status == 429, body
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.5)
 
     async def chat(self, rollout: dict[str, Any], messages: list[dict], **fields: Any) -> dict[str, Any]:
         """The assistant's message."""

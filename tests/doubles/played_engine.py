@@ -1,8 +1,10 @@
 """An engine played by transformers: it samples token by token with a KV cache, takes weights in flight, and can be told
 to be wrong."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ class PlayedAnswer:
     siblings: list[PlayedCompletion]
 
 
+@lru_cache(maxsize=4)
+def _model(folder: Path, dtype: str) -> Any:
+    """Loaded once, by the first engine: transformers changes classes of its own while it loads, so that two threads
+    that do so at a time leave them changed, and faults make engines in a producer's thread."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
 class PlayedEngine:
     """folder: a transformers model. files: published weights by version.
 
@@ -54,7 +63,7 @@ class PlayedEngine:
     def __init__(
         self, folder: Path, files: Mapping[int, Path], *, dtype: str = "float32", head: str = "float32"
     ) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self._model: Any = copy.deepcopy(_model(folder, dtype))
         self._files = files
         self._head = head
         self.convention: Callable[[Tensor, SamplingSettings, Tensor], Tensor] | None = None

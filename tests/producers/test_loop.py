@@ -1,6 +1,7 @@
 """A whole producer in the test's own event loop, on a real server, with the engine scripted."""
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -92,36 +93,63 @@ async def test_a_prompt_of_newer_weights_waits_for_them(run) -> None:
         assert group.rollouts[0].segments[0].version_spans[0].version == 1
 
 
-async def test_from_the_second_attempt_on_a_prompt_runs_alone(run) -> None:
-    one = run()
-    one.trainer.release(1, 3)
-    one.client.xgroup_create(KEYS.prompts, PRODUCERS_GROUP, "0")
-    one.client.xreadgroup(PRODUCERS_GROUP, "killed", {KEYS.prompts: ">"}, count=3)
-    await asyncio.sleep(0.5)
-    one.trainer.release(4, 9)
+def release_again(one, first: int, last: int, attempt: int) -> None:
+    """Prompts that are about to be handed out for the `attempt`-th time."""
+    for index in range(first, last + 1):
+        one.client.xadd(KEYS.prompts, {Field.INDEX: index, Field.VERSION: 0, Field.ATTEMPT: attempt - 1})
+
+
+@pytest.mark.parametrize(("max_attempts", "alone_from"), [(4, 3), (3, 3), (2, 2), (1, None)])
+async def test_from_the_third_attempt_on_or_at_the_last_a_prompt_runs_alone(run, max_attempts, alone_from) -> None:
+    one = run(producers=ProducersConfig(groups_in_flight=8, max_attempts=max_attempts))
+    for attempt in range(1, max_attempts + 1):
+        release_again(one, 3 * attempt - 2, 3 * attempt, attempt)
     engine = ScriptedEngine(token_s=0.005)
-    active: dict[str, int] = {}
-    sample = engine._sample
+    most_active: dict[int, int] = {}
 
-    async def watched(prompt_ids, *rest):
-        completions = await sample(prompt_ids, *rest)
-        active["".join("0123456789"[token - 2] for token in prompt_ids)] = engine.num_active
-        return completions
+    def stepped(request_id: str, num_sampled: int) -> None:
+        attempt = int(request_id.split(":")[-2])
+        most_active[attempt] = max(most_active.get(attempt, 0), engine.num_active)
 
-    engine._sample = watched  # type: ignore[method-assign]
+    engine.stepped = stepped  # type: ignore[method-assign]
     await one.producer(engine)
-    assert len(await one.read(9)) == 9
-    assert [active[n] for n in "123"] == [1, 1, 1]
-    assert engine.most_active > 1
+    entries = await one.read(3 * max_attempts)
+    assert {fields[Field.KIND] for fields in entries} == {Kind.GROUP}
+    assert {attempt for attempt, most in most_active.items() if most == 1} == set(
+        range(alone_from, max_attempts + 1) if alone_from else ()
+    )
+
+
+async def test_what_is_finished_is_appended_before_a_prompt_runs_alone_and_after(run) -> None:
+    """Else a prompt that kills its producer would cost what is finished an attempt, its last one perhaps."""
+    one = run(producers=ProducersConfig(groups_in_flight=8, max_attempts=3))
+    engine = ScriptedEngine()
+    producer, _ = await one.producer(engine)
+    append, num_begun, begun = producer.writer._append, [], asyncio.Event()
+    engine.stepped = lambda *_: begun.set()  # type: ignore[method-assign]
+
+    async def slow(batch) -> None:
+        begun.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(begun.wait(), 0.3)
+        num_begun.append(len(engine.requests))
+        await append(batch)
+
+    producer.writer._append = slow  # type: ignore[method-assign]
+    for index, attempt in enumerate((1, 3, 1), 1):
+        release_again(one, index, index, attempt)
+    await one.read(3)
+    assert num_begun == [1, 2, 3]
 
 
 async def test_a_prompt_handed_out_too_often_is_dead(run) -> None:
     one = run(producers=ProducersConfig(max_attempts=2, claim_idle_s=0.4, claim_refresh_s=0.1))
+    one.client.set(KEYS.progress(5), b"what an earlier holder sampled")
     one.client.xadd(KEYS.prompts, {Field.INDEX: 5, Field.VERSION: 0, Field.ATTEMPT: 2})
     engine = ScriptedEngine()
     await one.producer(engine)
     (fields,) = await one.read(1)
-    assert fields[Field.KIND] == Kind.DEAD
+    assert fields[Field.KIND] == Kind.DEAD and not one.client.exists(KEYS.progress(5))
     assert fields[Field.REASON] == b"attempts: handed out 2 times without a result"
     assert engine.requests == [] and one.num_open() == 0
 
@@ -308,6 +336,28 @@ async def test_a_restarted_producer_goes_on_with_what_it_had_sampled(run) -> Non
     again = ScriptedEngine(script=lambda prompt, sibling: [9] * 3)
     await one.producer(again, "b")
     check_continued((await one.read(1))[0], before, again)
+
+
+async def test_all_groups_of_a_killed_producer_go_on_together(run) -> None:
+    one = run(producers=SAVING)
+    indexes = range(1, SAVING.groups_in_flight + 1)
+    first = ScriptedEngine(token_s=0.02, script=lambda prompt, sibling: [5] * 200)
+    _, task = await one.producer(first, "a")
+    one.trainer.release(indexes[0], indexes[-1])
+    await until(lambda: all(len(rows := saved(one, n)) == 4 and len(rows[0]) >= 4 for n in indexes))
+    first.may_sample.clear()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    before = {n: saved(one, n) for n in indexes}
+    second = ScriptedEngine(script=lambda prompt, sibling: [9] * 3)
+    second.may_sample.clear()
+    await one.producer(second, "b")
+    await until(lambda: second.num_active == 4 * len(indexes))
+    second.may_sample.set()
+    groups = {(g := decode_group(fields[Field.PAYLOAD])).index: g for fields in await one.read(len(indexes))}
+    for n in indexes:
+        assert [sampled(rollout) for rollout in groups[n].rollouts] == [[*tokens, 9, 9, 9] for tokens in before[n]]
+        assert groups[n].producer_id == "b" and groups[n].num_tries_lost == 0
 
 
 async def test_of_two_holders_of_a_claim_both_may_save_and_none_of_it_stays(run) -> None:

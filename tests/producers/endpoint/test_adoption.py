@@ -117,7 +117,7 @@ def resumable(prompt_ids: list[int], sibling: int) -> list[int]:
 
 
 def sampled(group: RolloutGroup) -> list[list[list[int]]]:
-    """Of each rollout the runs of sampled tokens, of all segments."""
+    """The runs of sampled tokens of each rollout, in all segments."""
     return [
         [unpack_ids(part.token_ids)[start:end].tolist() for part in one.segments for start, end in part.loss_mask]
         for one in group.rollouts
@@ -679,11 +679,11 @@ async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_
     await until(lambda: next(iter(one.producer.table)).has_progress)
     save, reached, stopped = one.producer._progress.save_parts, asyncio.Event(), asyncio.Event()
 
-    async def late(claim: Claim, *, running: bool = True) -> float:
+    async def late(claim: Claim, *, running: bool = True) -> None:
         if not running:
             reached.set()
             await stopped.wait()
-        return await save(claim, running=running)
+        await save(claim, running=running)
 
     monkeypatch.setattr(one.producer._progress, "save_parts", late)
     asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
@@ -699,9 +699,8 @@ async def test_an_agent_does_not_wait_for_a_redis_that_is_slow(serve, monkeypatc
     one = await serve(group_size=1)
     one.trainer.release(1, 1)
 
-    async def hangs(claim: Claim, *, running: bool = True) -> float:
+    async def hangs(claim: Claim, *, running: bool = True) -> None:
         await asyncio.Event().wait()
-        return 0.0
 
     monkeypatch.setattr(one.producer._progress, "save_parts", hangs)
     rollout = await one.client.open()

@@ -18,11 +18,11 @@ from producer_run import KEYS
 from scripted_engine import ScriptedEngine
 from waiting import until
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_AGENTS, NUM_TURNS, GROUP_SIZE = 200, 10, 4
-IDLE_S = 350.0
-SETTLED_S = 120.0
+NUM_AGENTS, NUM_TURNS, GROUP_SIZE = 200, 5, 4
+IDLE_S = 1300.0
+SETTLED_S = 300.0
 
 
 def num_alive() -> int:
@@ -38,30 +38,37 @@ def no_agent_is_left(one) -> bool:
     return not agents.num_open
 
 
-async def hang_up_or_chat(one, rollout: dict, messages: list[dict], chance: random.Random) -> dict:
-    """An answer; before it, one time in seven, a call whose answer nobody waits for, or looks at."""
+async def hang_up_or_chat(one, rollout: dict, messages: list[dict], chance: random.Random, took: list[float]) -> dict:
+    """An answer; before it, one time in seven, a call whose answer nobody waits for, or looks at.
+
+    took: seconds that answers took; clients hang up within the time of the last one, whatever the machine does
+    meanwhile.
+    """
     if chance.random() < 1 / 7:
         hasty = AgentClient(one.url)
         call = asyncio.create_task(hasty.chat(rollout, messages, tools=[ADD]))
         if chance.random() < 0.9:
-            await asyncio.sleep(chance.random() * 0.02)
+            await asyncio.sleep(chance.random() * took[-1])
             call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         await hasty.close()
-    return await one.client.chat(rollout, messages, tools=[ADD])
+    began = time.monotonic()
+    answer = await one.client.chat(rollout, messages, tools=[ADD])
+    took.append(time.monotonic() - began)
+    return answer
 
 
-async def agent(one, seed: int, ends: Counter[str]) -> None:
+async def agent(one, seed: int, ends: Counter[str], took: list[float]) -> None:
     """A conversation of NUM_TURNS turns; one agent in ten dies in the middle of it."""
     chance = random.Random(seed)
-    rollout = await one.client.open(timeout_s=120)
+    rollout = await one.client.open(timeout_s=SETTLED_S)
     dies_at = chance.randrange(1, NUM_TURNS) if chance.random() < 0.1 else None
     messages: list[dict] = [{"role": "user", "content": f"task {rollout['index']}"}]
     for turn in range(NUM_TURNS):
         if turn == dies_at:
             ends["died"] += 1
             return
-        reply = await hang_up_or_chat(one, rollout, messages, chance)
+        reply = await hang_up_or_chat(one, rollout, messages, chance, took)
         ends["answers"] += 1
         messages.append(reply if chance.random() < 0.5 else as_plain_client(reply))
         calls = reply.get("tool_calls")
@@ -77,14 +84,17 @@ async def wave(one, first_index: int, ends: Counter[str]) -> None:
     """All agents at once, on released indexes from `first_index` on, until every index is settled."""
     num_groups = NUM_AGENTS // GROUP_SIZE
     one.trainer.release(first_index, first_index + num_groups - 1)
+    took = [0.02]
     async with asyncio.TaskGroup() as agents:
         for n in range(NUM_AGENTS):
-            agents.create_task(agent(one, first_index + n, ends))
+            agents.create_task(agent(one, first_index + n, ends, took))
     await until(lambda: no_agent_is_left(one), SETTLED_S)
     entries = await one.entries(num_groups)
     assert sorted(int(fields[Field.INDEX]) for fields in entries) == list(range(first_index, first_index + num_groups))
     for fields in entries:
-        assert fields[Field.KIND] == Kind.GROUP
+        if fields[Field.KIND] == Kind.DEAD:  # one group in ten thousand loses all its agents
+            assert f"no rollout of {GROUP_SIZE} finished".encode() in fields[Field.REASON]
+            continue
         for rollout in decode_group(fields[Field.PAYLOAD]).rollouts:
             ends["delivered"] += 1
             # An answer that had gone out when its client hung up was asked for again, and is trained once.

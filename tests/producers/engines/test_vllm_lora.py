@@ -193,6 +193,7 @@ async def test_the_parity_check_finds_nothing_and_layers_agree(adapted: AdaptedE
     assert not [layer for layer in compare_layers(trainer, tmp_path / "states.safetensors") if layer.is_off]
 
 
+@pytest.mark.parametrize("adapted", [1], ids=["one rank"], indirect=True)
 @pytest.mark.parametrize("fault", ["adapter-off", "adapter-scale", "weights-1"])
 async def test_a_fault_of_the_adapter_is_named(adapted: AdaptedEngine, fault: str):
     rpc = adapted.engine._llm.collective_rpc

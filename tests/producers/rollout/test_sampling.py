@@ -1,10 +1,14 @@
 """A completion that the engine breaks off is taken up again."""
 
+import asyncio
+
 import pytest
 
 from penstock.producers.interfaces import Completion, EngineError
 from penstock.producers.rollout.sampling import Siblings
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids, unpack_floats, unpack_ids
+from scripted_engine import ScriptedEngine
+from waiting import until
 
 
 class BreakingEngine:
@@ -73,6 +77,23 @@ async def test_a_budget_used_up_in_parts_ends_by_length() -> None:
         BreakingEngine((2, 1, "abort"), (2, 1, "abort")), [1], SamplingSettings(max_tokens=4), 1, "c"
     ).sample()
     assert completion.finish_reason == "length" and len(completion.token_ids) == 16
+
+
+async def test_an_engine_that_cannot_say_how_far_it_is_goes_on_to_its_answer(caplog) -> None:
+    engine = ScriptedEngine()
+    engine.may_sample.clear()
+
+    def sampled(request_id: str) -> list[Completion]:
+        raise EngineError("3 tokens, but logprobs of 2")
+
+    engine.sampled = sampled  # type: ignore[method-assign]
+    siblings = Siblings(engine, [1], SamplingSettings(max_tokens=8), 2, "a")
+    sampling = asyncio.create_task(siblings.sample())
+    await until(lambda: engine.num_active == 1)
+    assert siblings.so_far() is None and siblings.so_far() is None
+    engine.may_sample.set()
+    assert [len(one.token_ids) // 4 for one in await sampling] == [5, 5]
+    assert caplog.messages == ["progress of a rollout is not kept: 3 tokens, but logprobs of 2"]
 
 
 async def test_an_engine_that_gets_nowhere_is_given_up() -> None:

@@ -234,6 +234,17 @@ async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(stre
     assert [claim.num_tries_lost for claim in claims] == [2, 3], "of the second, something was sampled"
 
 
+async def test_a_conversation_that_is_handed_back_again_and_again_keeps_its_attempts(streams) -> None:
+    """Its entry stays, with the attempts that it was released with."""
+    holders = [await Holder(streams.connection, name).opened() for name in "ab"]
+    streams.client.xadd(KEYS.prompts, {Field.INDEX: 1, Field.VERSION: 0, Field.ATTEMPT: 1})
+    for n in range(4):
+        (claim,) = await (holders[n % 2].claims.take_lost() if n else holders[0].claims.take())
+        assert claim.attempt == 2
+        claim.converses = claim.has_progress = True
+        assert await holders[n % 2].claims.hand_back() == 1
+
+
 async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, monkeypatch) -> None:
     """A conversation that can be gone on with is free at once, though its claim was just about to be refreshed."""
     holder = await Holder(streams.connection).opened()

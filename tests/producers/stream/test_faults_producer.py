@@ -85,8 +85,9 @@ def test_a_producer_killed_between_generation_and_append_costs_one_attempt_at_mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("max_attempts", [2, 3])
 def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_no_other(
-    redis_server, make_config, hand_trainer, start_producer, tmp_path
+    redis_server, make_config, hand_trainer, start_producer, tmp_path, max_attempts: int
 ) -> None:
     poison = "9" * 4
     (tmp_path / "poisoned.py").write_text(
@@ -100,7 +101,7 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
     )
     server = redis_server()
     config = make_config(
-        producers=ProducersConfig(claim_idle_s=0.5, claim_refresh_s=0.1, max_attempts=2),
+        producers=ProducersConfig(claim_idle_s=0.5, claim_refresh_s=0.1, max_attempts=max_attempts),
         environment=EnvironmentConfig(path="poisoned:Poisoned"),
     )
     trainer = hand_trainer(server.client, config, tmp_path)
@@ -110,17 +111,24 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
     lives = 0
     while server.client.xlen(KEYS.prompts):
         lives += 1
-        assert lives <= 3, "more lives than attempts"
+        assert lives <= max_attempts + 1, "more lives than attempts"
         process = start_producer(
-            config, server.url, f"producer-{lives}", environment={"PYTHONPATH": path}, kill_on_prompt=ids(poison)
+            config,
+            server.url,
+            f"producer-{lives}",
+            environment={"PYTHONPATH": path},
+            kill_on_prompt=ids(poison),
+            token_s=0.05,
         )
         wait_for(lambda process=process: process.poll() is not None or not server.client.xlen(KEYS.prompts))
     entries = {int(fields[Field.INDEX]): fields for fields in trainer.read(4)}
     assert set(entries) == {1, 2, 3, 4}
     assert {n for n, fields in entries.items() if fields[Field.KIND] == Kind.DEAD} == {2}
-    assert entries[2][Field.REASON] == b"attempts: handed out 2 times without a result"
-    # Two lives for the poison's two attempts. What was in flight beside it the first time ran alone later on.
-    assert lives == 3
+    assert entries[2][Field.REASON] == b"attempts: handed out %d times without a result" % max_attempts
+    # A life for each of the poison's attempts. What was in flight beside it until it ran alone is answered later on.
+    assert lives == max_attempts + 1
+    tries_lost = {n: decode_group(entries[n][Field.PAYLOAD]).num_tries_lost for n in (1, 3, 4)}
+    assert tries_lost[1] == max_attempts - 1 and max(tries_lost.values()) < max_attempts
 
 
 async def test_two_producers_that_start_at_once_under_one_name_become_one(run, monkeypatch) -> None:

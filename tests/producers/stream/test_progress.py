@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Hashable, Mapping
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -11,6 +13,7 @@ from redis.exceptions import ConnectionError
 
 from penstock.producers.rollout.episode import UNSCORED
 from penstock.producers.stream import progress as module
+from penstock.producers.stream import timed_steps
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable, ProgressPart
 from penstock.producers.stream.progress import RolloutProgress
@@ -50,6 +53,21 @@ def so_far(index: int, num_tokens: int) -> RolloutGroup:
         fingerprint=FINGERPRINT,
         sampling=SamplingSettings(),
     )
+
+
+def writing(connection, how):
+    """A connection whose writes are done by `how`, which is given what executes them."""
+
+    class Commands:
+        def __getattr__(self, name):
+            return getattr(connection.commands, name)
+
+        def pipeline(self, **settings):
+            pipeline = connection.commands.pipeline(**settings)
+            pipeline.execute = partial(how, pipeline.execute)
+            return pipeline
+
+    return SimpleNamespace(commands=Commands(), is_full=False)
 
 
 class Desk:
@@ -123,6 +141,37 @@ async def test_only_what_has_grown_is_written_again(desk) -> None:
     assert one.saved() == []
 
 
+async def test_groups_are_written_together_up_to_a_size(desk, streams) -> None:
+    one, num_keys = desk(), []
+
+    async def write(execute) -> object:
+        answers = await execute()
+        num_keys.append(len(answers))
+        return answers
+
+    one.progress._connection = writing(streams.connection, write)
+    for n, num_tokens in enumerate((5, 5, 100_000, 100_000, 5), 1):  # 8 bytes a token
+        one.claim(n, num_tokens)
+    await one.progress.save()
+    assert one.saved() == [1, 2, 3, 4, 5] and num_keys == [4, 1]
+
+
+async def test_what_a_write_without_an_answer_may_have_left_goes_with_the_append(desk, streams) -> None:
+    one = desk()
+
+    async def cut_off(execute) -> object:
+        await execute()
+        raise ConnectionError("reset")
+
+    one.progress._connection = writing(streams.connection, cut_off)
+    claim = one.claim(1, 5)
+    await one.progress.save()
+    assert one.saved() == [1] and one.tokens("saved") == 0
+    one.writer.put(claim, Dead("why"))
+    await one.writer._append([one.writer._waiting[0]])
+    assert one.saved() == []
+
+
 async def test_a_claims_progress_goes_with_its_append_whoever_saved_it(desk) -> None:
     one, other = desk(), desk()
     one.claim(1, 5), one.claim(2, 5)
@@ -185,17 +234,13 @@ async def test_progress_on_its_way_when_the_run_ends_does_not_stay(desk, streams
     one.claim(1, 5)
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    class Slow:
+    async def late(execute) -> object:
         """What is to be set reaches Redis after the end."""
+        begun.set()
+        await ended.wait()
+        return await execute()
 
-        delete = streams.connection.commands.delete
-
-        async def set(self, *arguments, **settings):
-            begun.set()
-            await ended.wait()
-            return await streams.connection.commands.set(*arguments, **settings)
-
-    one.progress._connection = type("Connection", (), {"commands": Slow(), "is_full": False})()
+    one.progress._connection = writing(streams.connection, late)
     saving = asyncio.create_task(one.progress.save())
     await begun.wait()
     await one.progress.end()
@@ -243,6 +288,11 @@ async def test_evaluations_have_no_progress_and_with_an_interval_of_0_nothing_ha
     await one.progress.save()
     evaluation = Claim(stream=KEYS.evaluations, entry_id=b"0-1", index=1, version=0, evaluation_id="0-1")
     assert await one.progress.find(evaluation) is None
+    evaluation.so_far = lambda: so_far(1, 7)
+    one.table.add(evaluation)
+    await one.progress.save()
+    found = await one.progress.find(one.claim(1, attempt=2))
+    assert found is not None and len(found.rollouts[0].segments[0].behavior_logprobs) == 5 * 4
     off = desk(progress_s=0.0)
     off.claim(2, 5)
     await off.progress.run()
@@ -429,21 +479,41 @@ async def test_groups_that_may_be_done_before_the_next_time_are_left_out_unless_
     assert one.saved() == [1, 2]
 
 
-async def test_writing_waits_until_its_encoding_is_a_hundredth_of_the_time(desk, monkeypatch) -> None:
-    one, waits = desk(progress_s=5.0), []
+async def test_the_next_saving_waits_until_the_last_was_a_small_share_of_the_time(desk, streams, monkeypatch) -> None:
+    """What the client of Redis takes is part of it, the wait for its answer and what others do meanwhile are not."""
+    one, waits, clock = desk(progress_s=5.0), [], [0.0]
     took = iter([0.01, 0.2, 0.0])
+    claim = one.claim(1)
+    claim.generating_since = time.monotonic() - 60
+    monkeypatch.setattr(timed_steps.time, "thread_time", lambda: clock[0])
 
-    async def sleep(seconds: float) -> None:
+    def takes(seconds: float) -> None:
+        clock[0] += seconds
+
+    async def write(execute) -> object:
+        takes(next(took))
+        asyncio.get_running_loop().call_soon(takes, 100.0)
+        return await execute()
+
+    one.progress._connection = writing(streams.connection, write)
+
+    def encoded() -> RolloutGroup:
+        takes(0.3)
+        return so_far(1, len(waits))
+
+    claim.so_far = encoded
+    sleep = asyncio.sleep
+
+    async def waited(seconds: float) -> None:
+        if not seconds:  # of the fake server
+            await sleep(0)
+            return
         waits.append(seconds)
         if len(waits) == 4:
             raise asyncio.CancelledError
 
-    async def save(min_age_s: float) -> float:
-        assert min_age_s == 2.5
-        return next(took)
-
-    monkeypatch.setattr(module.asyncio, "sleep", sleep)
-    monkeypatch.setattr(one.progress, "save", save)
+    monkeypatch.setattr(module.asyncio, "sleep", waited)
     with pytest.raises(asyncio.CancelledError):
         await one.progress.run()
-    assert waits == pytest.approx([5.0, 5.0, 20.0, 5.0])
+    averages = 0.31 / 2, 0.31 / 4 + 0.5 / 2, 0.31 / 8 + 0.5 / 4 + 0.3 / 2
+    assert waits == pytest.approx([5.0, *(average / module.LARGEST_SHARE for average in averages)])
