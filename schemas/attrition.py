@@ -5,7 +5,7 @@ lost, what is trained is not what was sampled: policy and figures lean towards s
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -53,6 +53,22 @@ class Rollouts(msgspec.Struct):
             reasons,
         )
 
+    def __sub__(self, before: "Rollouts") -> "Rollouts":
+        """What has come to these counts since."""
+        reasons = {reason: num - before.finish_reasons.get(reason, 0) for reason, num in self.finish_reasons.items()}
+        return Rollouts(
+            self.num - before.num,
+            self.num_tokens - before.num_tokens,
+            self.num_tokens_masked - before.num_tokens_masked,
+            self.num_scored - before.num_scored,
+            self.reward_sum - before.reward_sum,
+            {reason: num for reason, num in reasons.items() if num},
+        )
+
+
+Counts = dict[str, dict[str, dict[str, Rollouts]]]
+"""By environment, outcome and length: the power of 2 that the sampled tokens do not exceed, 0, or `UNKNOWN`."""
+
 
 class LengthTest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the longest quarter of a window's groups is lost more often than the others: Fisher's exact test,
@@ -89,8 +105,7 @@ class LengthTest(msgspec.Struct, frozen=True, kw_only=True):
 class Attrition(msgspec.Struct):
     """The counts of a run, those of the trainers before this one included: part of every checkpoint."""
 
-    rollouts: dict[str, dict[str, dict[str, Rollouts]]] = {}
-    """By environment, outcome and length: the power of 2 that the sampled tokens do not exceed, 0, or `UNKNOWN`."""
+    rollouts: Counts = {}
     num_tries_lost: int = 0
     """Tries at groups that ended with their producer, killed or stopped, and were not gone on from. Whole groups of
     rollouts, of unknown lengths."""
@@ -154,13 +169,25 @@ class Attrition(msgspec.Struct):
                 for length, counts in outcomes.get(outcome, {}).items():
                     yield environment, outcome, length, counts
 
-    def totals(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """By outcome and length, rollouts and their tokens."""
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        for _, outcome, length, counts in self.counts():
-            num, num_tokens = found.setdefault(outcome, {}).get(length, (0, 0))
-            found[outcome][length] = num + counts.num, num_tokens + counts.num_tokens
+    def copied(self) -> dict[tuple[str, str, str], Rollouts]:
+        """The counts as they are now."""
+        return {(name, outcome, length): counts + Rollouts() for name, outcome, length, counts in self.counts()}
+
+    def since(self, before: Mapping[tuple[str, str, str], Rollouts]) -> Counts:
+        """What has come to the counts since they were `copied`."""
+        found: Counts = {}
+        for environment, outcome, length, counts in self.counts():
+            new = counts - before.get((environment, outcome, length), Rollouts())
+            if new.num:
+                found.setdefault(environment, {}).setdefault(outcome, {})[length] = new
         return found
+
+    def by_environment(self) -> dict[str, dict[str, Rollouts]]:
+        """By environment and outcome, the rollouts of all lengths."""
+        return {
+            environment: {outcome: sum(by_length.values(), Rollouts()) for outcome, by_length in outcomes.items()}
+            for environment, outcomes in self.rollouts.items()
+        }
 
 
 def length_bucket(num_tokens: int) -> str:

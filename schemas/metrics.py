@@ -293,12 +293,30 @@ class TrainerMetric:
         values=("trained", "skipped", "stale", "quarantined", "dead", "duplicate"),
         unit="tokens",
     )
-    ROLLOUTS_UNMEASURED = Metric(
-        "penstock_rollouts_unmeasured_total",
-        "Rollouts without a record, so of unknown length: of dead groups, or missing from a group that went on",
-        ("outcome",),
-        values=("dead", "missing", "duplicate"),
+    ROLLOUTS = Metric(
+        "penstock_rollouts_total",
+        "Rollouts, by what became of them and why their sampling ended; unknown of those without a record: of dead "
+        "groups, or missing from a group that went on",
+        ("outcome", "environment", "finish_reason"),
         unit="rollouts",
+    )
+    ROLLOUT_TOKENS_MASKED = Metric(
+        "penstock_rollout_tokens_masked_total",
+        "Sampled tokens of rollouts that were beyond the lag bound when they were trained",
+        ("outcome", "environment"),
+        unit="tokens",
+    )
+    ROLLOUTS_SCORED = Metric(
+        "penstock_rollouts_scored",
+        "Rollouts with a reward since the run began, by what became of them",
+        ("outcome", "environment"),
+        unit="rollouts",
+    )
+    ROLLOUTS_REWARD = Metric(
+        "penstock_rollouts_reward",
+        "Sum of the rewards of rollouts since the run began, by what became of them",
+        ("outcome", "environment"),
+        unit="none",
     )
     TRIES_LOST = Metric(
         "penstock_tries_lost_total",

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ class TrainerMetrics:
         self._groups_released_again = make(Counter, M.GROUPS_RELEASED_AGAIN)
         self._duplicates = make(Counter, M.DUPLICATES)
         self._rollout_tokens = make(Histogram, M.ROLLOUT_TOKENS)
-        self._rollouts_unmeasured = make(Counter, M.ROLLOUTS_UNMEASURED)
+        self._rollouts = make(Counter, M.ROLLOUTS)
+        self._rollout_tokens_masked = make(Counter, M.ROLLOUT_TOKENS_MASKED)
+        self._rollouts_scored = make(Gauge, M.ROLLOUTS_SCORED)
+        self._rollouts_reward = make(Gauge, M.ROLLOUTS_REWARD)
         self._tries_lost = make(Counter, M.TRIES_LOST)
         self._lost = make(Gauge, M.LOST)
         self._long_lost = make(Gauge, M.LONG_LOST)
@@ -99,6 +103,7 @@ class TrainerMetrics:
     def begin(self, config: RunConfig, ledger: Ledger) -> None:
         """Sets what the run file fixes, and starts to count from here: groups, and the time to the next update."""
         self._counted = self._totals(ledger)
+        self._set_rewards(ledger.attrition)
         self.test_lengths(ledger.attrition.last)
         self._credit.set(config.credit)
         self._lag_bound.set(config.lag_bound)
@@ -111,6 +116,7 @@ class TrainerMetrics:
         for counter, total in totals.items():
             counter.inc(total - self._counted.get(counter, 0))
         self._counted = totals
+        self._set_rewards(ledger.attrition)
 
     def _totals(self, ledger: Ledger) -> dict[Any, int]:
         settled = {outcome: ledger.count(outcome) for outcome in OUTCOMES}
@@ -125,17 +131,26 @@ class TrainerMetrics:
         }
 
     def _rollout_totals(self, attrition: Attrition) -> dict[Any, int]:
-        """By a part of the histogram, or by the counter of those that it cannot take."""
-        found: dict[Any, int] = {}
-        for outcome, by_length in attrition.totals().items():
-            for length, (num, num_tokens) in by_length.items():
-                if length == UNKNOWN:
-                    found[self._rollouts_unmeasured.labels(outcome)] = num
-                    continue
-                histogram = self._rollout_tokens.labels(outcome)
-                found[histogram._buckets[histogram._upper_bounds.index(float(length))]] = num
-                found[histogram._sum] = found.get(histogram._sum, 0) + num_tokens
+        """By counter, or by a part of the histogram."""
+        found: dict[Any, int] = defaultdict(int)
+        for environment, outcome, length, counts in attrition.counts():
+            found[self._rollout_tokens_masked.labels(outcome, environment)] += counts.num_tokens_masked
+            for reason, num in counts.finish_reasons.items():
+                found[self._rollouts.labels(outcome, environment, reason)] += num
+            if length == UNKNOWN:
+                found[self._rollouts.labels(outcome, environment, UNKNOWN)] += counts.num
+                continue
+            histogram = self._rollout_tokens.labels(outcome)
+            found[histogram._buckets[histogram._upper_bounds.index(float(length))]] += counts.num
+            found[histogram._sum] += counts.num_tokens
         return found
+
+    def _set_rewards(self, attrition: Attrition) -> None:
+        """Rewards may be negative: gauges, and of the whole run, so that a resume is no jump."""
+        for environment, outcomes in attrition.by_environment().items():
+            for outcome, total in outcomes.items():
+                self._rollouts_scored.labels(outcome, environment).set(total.num_scored)
+                self._rollouts_reward.labels(outcome, environment).set(total.reward_sum)
 
     def test_lengths(self, found: LengthTest | None) -> None:
         """Sets what the last window of groups says of the lost ones."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.ledger_file import LedgerFile
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 def by_environment(
     groups: Sequence[RolloutGroup], report: StepReport, passed: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
-    """Of each environment the `outcome` of its groups in the batch and its `StepReport.environments`, if it has any,
+    """For each environment, the `outcome` of its groups in the batch and its `StepReport.environments`, if it has any,
     and how many of them taught something. passed: how many groups of each were skipped while the batch was filled; they
     count as such."""
     own: dict[str, list[RolloutGroup]] = {name: [] for name in passed}
@@ -70,7 +72,7 @@ class RunLog:
         """No batch of this trainer was logged yet."""
         self._told: set[str] = set()
         """Settings that name a figure which no evaluation has."""
-        self._rollouts = ledger.attrition.totals()
+        self._rollouts = ledger.attrition.copied()
         """As of the last line."""
         self._length_test = ledger.attrition.last
         self._published: dict[str, float] = {}
@@ -149,16 +151,11 @@ class RunLog:
         self.metrics.mismatch_mean.set(self.alert.gap)
         self.metrics.mismatch_band.set(self.alert.band)
 
-    def _take_rollouts(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """By outcome and length, the rollouts counted since the last line, and their tokens."""
-        before, self._rollouts = self._rollouts, self._ledger.attrition.totals()
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        for name, by_length in self._rollouts.items():
-            for length, (num, num_tokens) in by_length.items():
-                num_before, tokens_before = before.get(name, {}).get(length, (0, 0))
-                if num > num_before:
-                    found.setdefault(name, {})[length] = num - num_before, num_tokens - tokens_before
-        return found
+    def _take_rollouts(self) -> Any:
+        """`penstock.schemas.attrition.Counts` of the rollouts counted since the last line, as builtins."""
+        attrition = self._ledger.attrition
+        before, self._rollouts = self._rollouts, attrition.copied()
+        return msgspec.to_builtins(attrition.since(before))
 
     def _watch_lengths(self) -> None:
         found, before = self._ledger.attrition.last, self._length_test

@@ -1,7 +1,7 @@
 """Off-policy: how old the data are, and what that and the engine do to them."""
 
 from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.panels import by_lag, dashboard, heatmap, last, of_run, quantiles, timeseries
+from penstock.deploy.grafana.panels import by_lag, dashboard, heatmap, last, of_run, quantiles, rate, timeseries
 
 LAG = [
     heatmap(
@@ -53,6 +53,25 @@ LOST = [
         "the longest quarter, and of the others. A difference that is no chance raises the alert.",
         {"{{length}}": last("penstock_lost_by_length_frac", by="length")},
         unit="percentunit",
+        width=12,
+    ),
+    timeseries(
+        "Rollouts, by outcome and end",
+        "Why the sampling of each ended. Another mix of reasons among stale or dead ones than among the trained ones: "
+        "what is trained is not what was sampled.",
+        {"{{outcome}}, {{finish_reason}}": rate("penstock_rollouts_total", by="outcome, finish_reason")},
+        unit="suffix: rollouts/s",
+        width=12,
+    ),
+    timeseries(
+        "Reward, by what became of the rollout",
+        "Mean over ten minutes. Stale or dead far from trained: what is lost is not like what is trained.",
+        {
+            "{{outcome}}": 'sum by (outcome) (delta(penstock_rollouts_reward{run="$run"}[10m])) / '
+            'sum by (outcome) (delta(penstock_rollouts_scored{run="$run"}[10m]))'
+        },
+        unit="short",
+        minimum=None,
         width=12,
     ),
 ]

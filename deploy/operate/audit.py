@@ -18,7 +18,8 @@ from penstock.deploy.operate.ledger_check import (
 )
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.operate.saved_ledger import FoundLedger, UnreadableError, read_saved_ledger
-from penstock.deploy.report.telemetry import EvaluationPoint, read_lines
+from penstock.deploy.report.attrition import AttritionWindow, windows_of
+from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, read_lines
 from penstock.schemas.attrition import Attrition
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
@@ -62,6 +63,8 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     attrition: Attrition
     """What became of the rollouts, as of the checkpoint."""
+    windows: tuple[AttritionWindow, ...]
+    """The same by part of the run; none without its `updates.jsonl`."""
 
     @property
     def balanced(self) -> bool:
@@ -246,7 +249,8 @@ def _all_dead(found: FoundLedger) -> list[int]:
 def _result(
     run: OpenRun, folder: Path, found: FoundLedger, finished: bool, ledger: LedgerCheck, num_readings: int
 ) -> Audit:
-    lines = folder / "evaluations.jsonl"
+    lines, of_updates = folder / "evaluations.jsonl", folder / "updates.jsonl"
+    updates = current_line(read_lines(of_updates, Update)[0]) if of_updates.is_file() else []
     client = run.client
     return Audit(
         run=run.name,
@@ -261,4 +265,5 @@ def _result(
         num_readings=num_readings,
         warnings=found.warnings,
         attrition=found.saved.ledger.attrition,
+        windows=tuple(windows_of([line for line in updates if line.update <= found.saved.num_batches])),
     )

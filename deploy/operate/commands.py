@@ -8,21 +8,17 @@ from typing import Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import Command, add_run, add_runs
+from penstock.deploy.launch.command_line import Command, add_json, add_run, add_runs
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
-    _add_json(parser)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON for a machine")
+    add_json(parser)
 
 
 def _add_show_arguments(parser: argparse.ArgumentParser) -> None:

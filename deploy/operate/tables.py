@@ -37,7 +37,7 @@ def print_audit(audit: Audit, console: Console | None = None) -> None:
     console.print(_counts(_ledger_rows(ledger)))
     _say(console, "Beside the ledger")
     console.print(_counts(_rows_beside(audit)))
-    if tables := attrition_tables(audit.attrition):
+    if tables := attrition_tables(audit.attrition, audit.windows):
         _say(console, "What was sampled and what was trained")
     for _, (header, *rows) in tables:
         table = _bare_table(*header)

@@ -1,6 +1,6 @@
 """What was sampled and what was trained, as tables for the report and `penstock audit`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,6 +11,12 @@ from penstock.schemas.attrition import OUTCOMES, UNKNOWN, Attrition, Rollouts
 NUM_WINDOWS = 4
 """Parts of the run, of as many updates each, that the report compares."""
 Cells = list[str]
+_COMPARED = (
+    "sampled",
+    *OUTCOMES,
+    "masked for lag",
+    *(f"{what}, sampled → trained" for what in ("length", "reward", "ended by")),
+)
 
 
 class CountTable(NamedTuple):
@@ -20,9 +26,31 @@ class CountTable(NamedTuple):
     rows: list[Cells]
 
 
-def attrition_tables(attrition: Attrition, updates: Sequence[Update] = ()) -> list[CountTable]:
-    """Rollouts by outcome, by length, by environment if there are several, and by window of updates; without rollouts
-    none."""
+class AttritionWindow(NamedTuple):
+    """A part of the run. first, last: its updates. rollouts: counted in it, by environment and outcome."""
+
+    first: int
+    last: int
+    rollouts: dict[str, dict[str, Rollouts]]
+
+
+def windows_of(updates: Sequence[Update]) -> list[AttritionWindow]:
+    """`NUM_WINDOWS` of as many updates each; fewer of fewer updates."""
+    size = -(-len(updates) // NUM_WINDOWS)
+    found = []
+    for start in range(0, len(updates), size or 1):
+        part = updates[start : start + size]
+        rollouts: dict[str, dict[str, Rollouts]] = {}
+        for environment, outcome, _, counts in (one for line in part for one in Attrition(line.rollouts).counts()):
+            own = rollouts.setdefault(environment, {})
+            own[outcome] = own.get(outcome, Rollouts()) + counts
+        found.append(AttritionWindow(part[0].update, part[-1].update, rollouts))
+    return found
+
+
+def attrition_tables(attrition: Attrition, windows: Sequence[AttritionWindow] = ()) -> list[CountTable]:
+    """Rollouts by outcome, by length, by environment if there are several, and by window and environment; without
+    rollouts none."""
     if not attrition.rollouts:
         return []
     every = _by_outcome(attrition)
@@ -38,12 +66,10 @@ def attrition_tables(attrition: Attrition, updates: Sequence[Update] = ()) -> li
         CountTable("By length", [["tokens, up to", "sampled", *OUTCOMES, "masked for lag"], *_length_rows(attrition)]),
     ]
     if len(attrition.rollouts) > 1:
-        header = ["environment", "sampled", *OUTCOMES, "length, sampled → trained", "reward, sampled → trained"]
-        rows = [_environment_row(name, attrition) for name in sorted(attrition.rollouts)]
-        tables.append(CountTable("By environment", [header, *rows]))
-    if any(line.rollouts for line in updates):
-        header = ["updates", "sampled", *OUTCOMES, "length, sampled → trained"]
-        tables.append(CountTable("By window", [header, *_window_rows(updates)]))
+        rows = [_compared_row(name, outcomes) for name, outcomes in sorted(attrition.by_environment().items())]
+        tables.append(CountTable("By environment", [["environment", *_COMPARED], *rows]))
+    if any(window.rollouts for window in windows):
+        tables.append(CountTable("By window", [["updates", *_COMPARED], *_window_rows(windows)]))
     return tables
 
 
@@ -85,7 +111,7 @@ def attrition_figures(attrition: Attrition) -> dict[str, Any]:
 
 
 def mean_length(counts: Rollouts) -> float | None:
-    """Of the rollouts of known length, which are those that ended for a reason."""
+    """The mean length of the rollouts of known length, which are those that ended for a reason."""
     return counts.num_tokens / num if (num := sum(counts.finish_reasons.values())) else None
 
 
@@ -105,7 +131,6 @@ def _by_outcome(attrition: Attrition) -> dict[str, Rollouts]:
 
 
 def _outcome_row(name: str, counts: Rollouts, every: Rollouts) -> Cells:
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.finish_reasons.items()))
     return [
         name,
         f"{counts.num:,}",
@@ -114,7 +139,7 @@ def _outcome_row(name: str, counts: Rollouts, every: Rollouts) -> Cells:
         _share(counts.num_tokens_masked, counts.num_tokens),
         _shown(mean_length(counts), ",.1f"),
         _shown(mean_reward(counts), ".3f"),
-        reasons,
+        ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.finish_reasons.items())),
     ]
 
 
@@ -132,45 +157,39 @@ def _length_rows(attrition: Attrition) -> list[Cells]:
     return rows
 
 
-def _environment_row(name: str, attrition: Attrition) -> Cells:
-    outcomes = {outcome: _sum(by_length.values()) for outcome, by_length in attrition.rollouts[name].items()}
+def _compared_row(label: str, outcomes: Mapping[str, Rollouts]) -> Cells:
     total, trained = _sum(outcomes.values()), outcomes.get("trained", Rollouts())
     return [
-        name,
+        label,
         f"{total.num:,}",
         *_shares(outcomes, total),
+        _share(total.num_tokens_masked, total.num_tokens),
         f"{_shown(mean_length(total), ',.1f')} → {_shown(mean_length(trained), ',.1f')}",
         f"{_shown(mean_reward(total), '.3f')} → {_shown(mean_reward(trained), '.3f')}",
+        f"{_ends(total)} → {_ends(trained)}",
     ]
 
 
-def _window_rows(updates: Sequence[Update]) -> list[Cells]:
-    size = -(-len(updates) // NUM_WINDOWS)
+def _window_rows(windows: Sequence[AttritionWindow]) -> list[Cells]:
+    """A row of each window, and where it has several environments one of each."""
     rows = []
-    for start in range(0, len(updates), size):
-        part = updates[start : start + size]
-        num, known, tokens = (dict.fromkeys(OUTCOMES, 0) for _ in range(3))
-        for line in part:
-            for outcome, by_length in line.rollouts.items():
-                for length, (count, num_tokens) in by_length.items():
-                    num[outcome] += count
-                    known[outcome] += count * (length != UNKNOWN)
-                    tokens[outcome] += num_tokens
-        total, num_known = sum(num.values()), sum(known.values())
-        sampled = sum(tokens.values()) / num_known if num_known else None
-        trained = tokens["trained"] / known["trained"] if known["trained"] else None
-        rows.append(
-            [
-                f"{part[0].update:,} to {part[-1].update:,}",
-                f"{total:,}",
-                *(_share(num[name], total) for name in OUTCOMES),
-                f"{_shown(sampled, ',.1f')} → {_shown(trained, ',.1f')}",
-            ]
-        )
+    for first, last, rollouts in windows:
+        label = f"{first:,} to {last:,}"
+        names = {name for outcomes in rollouts.values() for name in outcomes}
+        every = {name: _sum(own[name] for own in rollouts.values() if name in own) for name in names}
+        rows.append(_compared_row(label, every))
+        if len(rollouts) > 1:
+            rows += [_compared_row(f"{label}: {name}", own) for name, own in sorted(rollouts.items())]
     return rows
 
 
-def _shares(outcomes: dict[str, Rollouts], total: Rollouts) -> Cells:
+def _ends(counts: Rollouts) -> str:
+    """The share of each finish reason among those that have one."""
+    num = sum(counts.finish_reasons.values())
+    return ", ".join(f"{reason} {_share(count, num)}" for reason, count in sorted(counts.finish_reasons.items()))
+
+
+def _shares(outcomes: Mapping[str, Rollouts], total: Rollouts) -> Cells:
     return [_share(outcomes[name].num if name in outcomes else 0, total.num) for name in OUTCOMES]
 
 

@@ -2,7 +2,6 @@
 
 import io
 import re
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -75,8 +74,6 @@ FIGURES = (
     panels.queue_depth,
     panels.trainer_time,
 )
-PICTURE = ("learning-by-update", "lag-by-update", "ess-chi2", "tokens-per-s")
-"""The figures of the README's picture, row by row."""
 
 
 def figure_svg(spec: FigureSpec, telemetry: RunTelemetry) -> str:
@@ -88,19 +85,6 @@ def figure_svg(spec: FigureSpec, telemetry: RunTelemetry) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _embeddable(buffer.getvalue(), spec)
-
-
-def write_png(telemetry: RunTelemetry, file: Path) -> None:
-    """Draws the figures of `PICTURE` two in a row, 160 dots per inch."""
-    specs = [next(spec for spec in FIGURES if spec.name == name) for name in PICTURE]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(2 * WIDTH_IN, 3.4 * ((len(specs) + 1) // 2)), layout="constrained")
-        parts = figure.subfigures((len(specs) + 1) // 2, 2, squeeze=False, wspace=0.03, hspace=0.04).flat
-        for spec, part in zip(specs, parts, strict=False):
-            part.suptitle(spec.title, x=0.02, ha="left", fontweight="bold", fontsize=11.5)
-            draw(spec, part, telemetry)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, format="png", dpi=160, metadata={"Software": None})
 
 
 def draw(spec: FigureSpec, figure: Any, telemetry: RunTelemetry) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.deploy.report.attrition import attrition_lines, attrition_tables
+from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
 from penstock.deploy.report.summary import NOTHING, not_over, shown, summarize
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
@@ -160,7 +160,7 @@ def _attrition(telemetry: RunTelemetry) -> str:
     attrition = telemetry.ledger.attrition
     num_open = telemetry.ledger.num_groups_cancelled + telemetry.ledger.num_groups_open
     parts = [f"<p>{html.escape(line)}.</p>" for line in attrition_lines(attrition, num_open)]
-    for title, rows in attrition_tables(attrition, telemetry.updates):
+    for title, rows in attrition_tables(attrition, windows_of(telemetry.updates)):
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
         lines = "".join(f"<tr>{row}</tr>" for row in cells)
         parts.append(f"<h2>{html.escape(title)}</h2><table>{lines}</table>")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.schemas.attrition import Attrition
+from penstock.schemas.attrition import Attrition, Counts
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.metrics import REWARD, figures_of, lag_key, parts_of
 from penstock.schemas.policy import make_version, split_version
@@ -43,8 +43,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float | None = None
     step_s: float | None = None
     publish_s: float | None = None
-    rollouts: dict[str, dict[str, tuple[int, int]]] = {}
-    """By outcome and length (`penstock.schemas.attrition`), those counted since the update before, and their tokens."""
+    rollouts: Counts = {}
+    """Those counted since the update before."""
     environments: dict[str, dict[str, float]] = {}
     """By name: reward, its parts, and what else is measured of an environment's groups."""
     metrics: dict[str, float] = {}

@@ -6,6 +6,7 @@ import random
 import msgspec
 import pytest
 
+from attrition_totals import totals
 from penstock.schemas.attrition import (
     BEYOND,
     FALSE_ALARM,
@@ -84,8 +85,22 @@ def test_groups_are_counted_by_environment_outcome_and_length() -> None:
             },
         }
     }
-    assert found.totals() == {"trained": {"4": (1, 3), "8": (1, 5)}, "stale": {"512": (1, 300), "8": (1, 5)}}
+    assert totals(found) == {"trained": {"4": (1, 3), "8": (1, 5)}, "stale": {"512": (1, 300), "8": (1, 5)}}
     assert found.window == [(5, False), (300, True)]
+
+
+def test_what_was_counted_since_a_copy_is_told_apart_by_environment_outcome_and_length() -> None:
+    found = Attrition()
+    found.add("sums", "trained", group_of_lengths(3, 5, reward=1.0), 2, [1, 0])
+    found.add("sums", "dead", None, 2)
+    before = found.copied()
+    assert found.since(before) == {} and found.since({}) == found.rollouts
+    found.add("sums", "trained", group_of_lengths(4, reward=-0.5), 1, [2])
+    found.add("essays", "trained", group_of_lengths(9), 1)
+    assert found.since(before) == {
+        "sums": {"trained": {"4": Rollouts(1, 4, 2, 1, -0.5, {"stop": 1})}},
+        "essays": {"trained": {"16": Rollouts(1, 9, 0, 1, 0.0, {"stop": 1})}},
+    }
 
 
 def test_a_group_that_is_mostly_masked_counts_as_lost() -> None:
@@ -100,7 +115,7 @@ def test_rollouts_in_no_record_are_of_unknown_length_and_a_deadline_is_longer_th
     found.add("sums", "dead", None, 4)
     found.add("sums", "dead", group_of_lengths(), 4, is_overdue=True)
     found.add("sums", "trained", group_of_lengths(9, 9, 9), 4)
-    assert found.totals() == {
+    assert totals(found) == {
         "dead": {UNKNOWN: (8, 0)},
         "trained": {"16": (3, 27)},
         "missing": {UNKNOWN: (1, 0)},

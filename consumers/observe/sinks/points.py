@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-_ON_THE_AXES = frozenset(("update", "time_s"))
+_LEFT_OUT = frozenset(("update", "time_s", "rollouts"))
+"""The two axes, and counts that would be hundreds of curves."""
 
 
 class SinkPoint(NamedTuple):
@@ -27,11 +28,13 @@ class Sink(Protocol):
 
 
 def numbers_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a line by name, without the two axes."""
+    """The numbers of a line by name, without those of `_LEFT_OUT`."""
     found: dict[str, float] = {}
     for name, value in line.items():
+        if prefix + name in _LEFT_OUT:
+            continue
         if isinstance(value, Mapping):
             found |= numbers_of(value, f"{prefix}{name}/")
-        elif type(value) in (int, float) and prefix + name not in _ON_THE_AXES:
+        elif type(value) in (int, float):
             found[prefix + name] = float(value)
     return found

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client import generate_latest
 from penstock.consumers.learning.diagnostics import MismatchSums
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.ledger import Ledger
+from penstock.schemas.attrition import UNKNOWN
 from penstock.schemas.config import EnvironmentConfig, MetricsConfig, ModelConfig, RunConfig
 from penstock.schemas.metrics import (
     LAG_LABELS,
@@ -25,6 +27,7 @@ from penstock.schemas.metrics import (
     TrainerMetric,
     prometheus_name,
 )
+from wire_examples import group, group_of_lengths
 
 PROMTOOL = shutil.which("promtool")
 
@@ -226,17 +229,61 @@ def test_a_counter_is_there_from_the_start_for_each_value_known_beforehand(metri
     assert value("penstock_step_seconds_count", {"phase": "wait"}) == 0
 
 
-def test_the_time_of_the_last_update_is_at_first_that_of_the_start(metrics: TrainerMetrics, model_folder: Path) -> None:
-    config = RunConfig(
+def test_what_became_of_rollouts_is_what_the_ledger_says_counted_from_the_start_of_this_trainer(
+    metrics: TrainerMetrics, model_folder: Path
+) -> None:
+    ledger = Ledger()
+    ledger.attrition.add("sums", "trained", group_of_lengths(4, 9, reward=1.0), 2, [4, 0])
+    before = ledger.attrition.copied()
+    metrics.begin(config_of(model_folder), ledger)
+    assert sum(served(metrics, "penstock_rollouts_total").values()) == 0
+    assert served(metrics, "penstock_rollouts_scored") == {("trained", "sums"): 2}
+    ledger.attrition.add("sums", "trained", group_of_lengths(4, 90, reward=-2.5), 2, [0, 30])
+    ledger.attrition.add("essays", "trained", group_of_lengths(7, reward=0.5), 2)
+    ledger.attrition.add("sums", "dead", None, 2)
+    ledger.attrition.add("essays", "stale", group(), 2)
+    for _ in range(2):
+        metrics.count_groups(ledger)
+    ends, masked, tokens, scored, reward = (Counter() for _ in range(5))
+    for environment, outcomes in ledger.attrition.since(before).items():
+        for outcome, by_length in outcomes.items():
+            for length, counts in by_length.items():
+                masked[outcome, environment] += counts.num_tokens_masked
+                tokens[outcome,] += counts.num_tokens
+                ends[outcome, environment, UNKNOWN] += counts.num if length == UNKNOWN else 0
+                for reason, num in counts.finish_reasons.items():
+                    ends[outcome, environment, reason] += num
+    for environment, outcome, _, counts in ledger.attrition.counts():
+        scored[outcome, environment] += counts.num_scored
+        reward[outcome, environment] += counts.reward_sum
+    assert {reason for *_, reason in +ends} == {"stop", "length", "unknown"} and reward["trained", "sums"] < 0
+    assert +Counter(served(metrics, "penstock_rollouts_total")) == +ends
+    assert +Counter(served(metrics, "penstock_rollout_tokens_masked_total")) == +masked
+    assert +Counter(served(metrics, "penstock_rollout_tokens_sum")) == +tokens
+    assert served(metrics, "penstock_rollouts_scored") == scored
+    assert served(metrics, "penstock_rollouts_reward") == reward
+
+
+def served(metrics: TrainerMetrics, name: str) -> dict[tuple[str, ...], float]:
+    """The values of a sample by its labels."""
+    samples = (sample for family in metrics.registry.collect() for sample in family.samples)
+    return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name == name}
+
+
+def config_of(model_folder: Path) -> RunConfig:
+    return RunConfig(
         name="demo",
         model=ModelConfig(path=str(model_folder)),
         environment=EnvironmentConfig(path="a:B"),
         groups_per_batch=4,
         max_lag=1,
     )
+
+
+def test_the_time_of_the_last_update_is_at_first_that_of_the_start(metrics: TrainerMetrics, model_folder: Path) -> None:
     value = metrics.registry.get_sample_value
     before_s = time.time()
-    metrics.begin(config, Ledger())
+    metrics.begin(config_of(model_folder), Ledger())
     assert before_s <= value("penstock_last_update_timestamp_seconds") <= time.time()
     assert (value("penstock_lag_bound_steps"), value("penstock_credit_groups")) == (1, 8)
     metrics.record(line(time_s=1e9))

@@ -120,7 +120,9 @@ def _sessions(folder: Path) -> list[tuple[str, list[tuple[int, dict[str, Any]]],
 
 
 def test_the_numbers_of_a_line_keep_their_names_and_are_nothing_else():
-    assert numbers_of({**line(3, 0.5), "queue": True, "name": "x"}) == {
+    assert numbers_of(
+        {**line(3, 0.5), "queue": True, "name": "x", "rollouts": {"main": {"dead": {"16": {"num": 2}}}}}
+    ) == {
         "reward": 0.5,
         "num_tokens_trained": 7.0,
         "phase_s/forward": 0.5,

@@ -148,7 +148,7 @@ class Learner(ScriptedLearner):
             disk.drain()
         return super().step(batch)
 
-entry._load_learner = Learner
+entry.load_learner = Learner
 status = main(sys.argv[1:])
 shutil.copytree(folder, os.environ["COPY"])
 sys.exit(status)

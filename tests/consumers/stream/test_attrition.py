@@ -6,10 +6,12 @@ from collections import Counter
 import msgspec
 import pytest
 
+from attrition_totals import totals
 from mini_producer import dead_fields
 from penstock.consumers.stream.ledger import Ledger
+from penstock.deploy.report.attrition import windows_of
 from penstock.deploy.report.telemetry import read_telemetry
-from penstock.schemas.attrition import UNKNOWN, WINDOW
+from penstock.schemas.attrition import UNKNOWN, WINDOW, Rollouts
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import encode_group
 from scripted_learner import KilledError
@@ -58,7 +60,7 @@ def test_every_rollout_is_counted_once_through_a_kill_and_a_resume(bench, redis_
     num_stale = sum(producer.answers.values()) - 48 - 1
     assert num_stale >= 2, "those of the lost policies too"
     assert counts(ledger) == {"trained": 2 * 48, "dead": 2, "stale": 2 * num_stale}
-    (by_outcome,) = ledger["attrition"]["rollouts"].values()
+    by_outcome = ledger["attrition"]["rollouts"]["main"]
     assert by_outcome["dead"][UNKNOWN]["num"] == 2
     assert by_outcome["trained"]["64"] | {"reward_sum": 0.0} == {
         "num": 48,
@@ -70,8 +72,9 @@ def test_every_rollout_is_counted_once_through_a_kill_and_a_resume(bench, redis_
     }
     assert ledger["attrition"]["num_tries_lost"] == 1
     updates = read_telemetry(bench.folder).updates
-    trained = sum(num for line in updates for num, _ in line.rollouts.get("trained", {}).values())
-    assert trained == 2 * 48, "by update, on the line of the final policy"
+    trained = sum((window.rollouts["main"]["trained"] for window in windows_of(updates)), Rollouts())
+    told = by_outcome["trained"]["64"]["reward_sum"] + by_outcome["trained"]["4"]["reward_sum"]
+    assert trained == Rollouts(2 * 48, 43 * 48, 0, 2 * 48, told, {"stop": 2 * 48}), "of the final policy's updates"
 
 
 def test_a_stale_group_that_is_read_again_is_counted_once(bench, redis_client):
@@ -88,7 +91,7 @@ def test_a_stale_group_that_is_read_again_is_counted_once(bench, redis_client):
         intake.ledger = intake.reader._ledger = Ledger.from_state(
             msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state()))
         )
-    assert intake.ledger.attrition.totals() == {"stale": {"16": (2, 18)}}
+    assert totals(intake.ledger.attrition) == {"stale": {"16": (2, 18)}}
     assert intake.ledger.stale == {1: entry_id.decode()}
     redis_client.xadd(bench.keys.rollouts, fields_of(1, 3, 9, 9))
     intake.reader.rewind()
@@ -116,7 +119,7 @@ def test_groups_of_an_index_that_another_came_first_for_are_counted_once(bench, 
         )
     found = intake.ledger.attrition
     assert intake.ledger.num_duplicates_dropped == 3
-    assert found.totals() == {"duplicate": {"64": (2, 80), "4": (2, 6), UNKNOWN: (2, 0)}}
+    assert totals(found) == {"duplicate": {"64": (2, 80), "4": (2, 6), UNKNOWN: (2, 0)}}
     assert "nobody's" not in found.rollouts
     assert found.window == [] and found.num_tries_lost == 0, "the group that came first stands for its index"
 

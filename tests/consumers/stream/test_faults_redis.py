@@ -143,11 +143,13 @@ def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis
     seen = {}
 
     def compare() -> None:
+        second.policy.wait()  # policies are announced, and announced again, beside the training
         seen["before"] = redis_client.hgetall(bench.keys.commit)
         redis_client.flushall()
         second.recovery.check()
         second.leadership._checked_at = 0.0
         second.recovery.check()
+        second.policy.wait()
         seen["after"] = redis_client.hgetall(bench.keys.commit)
 
     at_step(second, 9, compare)

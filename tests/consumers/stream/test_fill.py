@@ -22,7 +22,7 @@ pytestmark = pytest.mark.redis
 
 
 def varied(index: int) -> bool:
-    """Of one index in three."""
+    """True of one index in three."""
     return index % 3 == 0
 
 

@@ -322,7 +322,7 @@ def test_whatever_a_replaced_trainer_meets_in_its_checkpoint_it_is_told_that_it_
 
     def load(self, pointer, learner):
         monkeypatch.undo()
-        monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+        monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
         bench.trainer(resume=True)
         raise what_it_meets("the checkpoint is gone")
 

@@ -26,6 +26,8 @@ NEITHER_GOOD_NOR_BAD = {
     # What counts is the difference of the lines, which the trainer tests and an alert names.
     ("off_policy.json", "Length, by what became of the rollout"),
     ("off_policy.json", "Groups lost, by length"),
+    ("off_policy.json", "Rollouts, by outcome and end"),
+    ("off_policy.json", "Reward, by what became of the rollout"),
     # How much of a thing there is depends on machines, model and task.
     ("flow.json", "Admission"),
     ("flow.json", "Tokens per second"),
@@ -70,6 +72,7 @@ WITHOUT_UNIT = {
     # Pure numbers, and ratios that are no shares.
     "Reward and held-out reward": "short",
     "Parts of the reward": "short",
+    "Reward, by what became of the rollout": "short",
     "Spread of the reward": "short",
     "Gradient norm": "short",
     "Learning rate": "sci",

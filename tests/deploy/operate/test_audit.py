@@ -6,6 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from penstock.deploy.operate import audit as audit_module
 from penstock.deploy.operate import run_access
 from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger, name_indexes
 from penstock.deploy.operate.saved_ledger import LedgerState, SavedLedger
+from penstock.deploy.report.attrition import AttritionWindow
+from penstock.schemas.attrition import Rollouts
 from penstock.schemas.config import CheckpointConfig, EvaluationConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.process.redis_url import connection_file
@@ -183,6 +186,10 @@ def test_a_killed_run_balances_by_its_last_checkpoint_and_what_redis_holds(run, 
     assert found["balanced"] and not found["finished"]
     ledger = found["ledger"]
     assert ledger["trained"] == at // 4 * 16, "what was trained after the checkpoint is not saved, and on the stream"
+    windows = [msgspec.convert(window, AttritionWindow) for window in found["windows"]]
+    assert (windows[-1].last if windows else 0) == found["update"] == at // 4 * 4
+    trained = sum((outcomes["trained"] for window in windows for outcomes in window.rollouts.values()), Rollouts())
+    assert (trained.num, trained.num_scored) == (2 * ledger["trained"],) * 2
     assert ledger["released"] == ledger["trained"] + ledger["on_stream"] + ledger["queued"] + ledger["claimed"]
 
 

@@ -12,6 +12,7 @@ from penstock.schemas.policy import make_version
 from short_run import ShortRun
 from waiting import wait_for
 from wire_examples import FINGERPRINT
+from written_parity import INSTANCES, SAYS, write_parity
 
 pytestmark = pytest.mark.redis
 
@@ -129,6 +130,24 @@ def test_the_last_error_of_a_producer_is_shown_and_cannot_steer_the_terminal(run
     send(redis_client, run, heartbeat("p", last_error="v9: checksum differs \x1b[2J"))
     out = run.command(capsys, "producers", "test")[1]
     assert "p: last error: v9: checksum differs \\x1b[2J" in out and "\x1b" not in out
+
+
+def test_a_quarantined_producer_is_told_from_sound_ones_and_cannot_steer_the_terminal(run, redis_client, capsys):
+    for name, instance in INSTANCES.items():
+        send(redis_client, run, heartbeat(name, instance=instance))
+    write_parity(redis_client, run.keys)
+    found = {each["producer_id"]: each for each in run.json(capsys, "producers", "test")["alive"]}
+    assert {name: (each["mismatch"], each["quarantine"]) for name, each in found.items()} == {
+        "sound": (2e-4, ""), "bad": (0.31, SAYS), "again": (None, ""), "torn": (None, ""), "deep": (None, ""),
+    }  # fmt: skip
+    out = run.command(capsys, "producers", "test")[1]
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0] in found}
+    assert {name: row[5] for name, row in rows.items()} == {
+        "sound": "2.0e-04", "bad": "3.1e-01", "again": "-", "torn": "-", "deep": "-",
+    }  # fmt: skip
+    said = [line for line in out.splitlines() if "quarantined" in line]
+    assert said == [r"bad: quarantined, nothing of it is trained: engine and trainer differ \x1b[2J[bold] by 0.31 nats"]
+    assert "\x1b" not in out
 
 
 def test_a_heartbeat_of_another_release_counts_as_alive(run, redis_client, capsys):

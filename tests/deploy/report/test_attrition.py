@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,11 @@ from penstock.deploy.operate.audit import Audit
 from penstock.deploy.operate.ledger_check import Reading, check_ledger
 from penstock.deploy.operate.saved_ledger import SavedLedger
 from penstock.deploy.operate.tables import print_audit
-from penstock.deploy.report.attrition import attrition_lines, attrition_tables
+from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary import table_rows, warnings_of, write_summary
-from penstock.schemas.attrition import Attrition, LengthTest
+from penstock.deploy.report.telemetry import read_telemetry
+from penstock.schemas.attrition import UNKNOWN, Attrition, LengthTest, Rollouts, length_bucket
 from wire_examples import group_of_lengths
 
 ALARM = LengthTest(cut=900, num_long=64, num_long_lost=20, num_other=192, num_other_lost=1, p_value=1e-12)
@@ -30,17 +32,30 @@ def attrition() -> Attrition:
     return found
 
 
+def counted(outcome: str, *lengths: int, reward: float = 0.0, reason: str = "stop", num_masked: int = 0) -> dict:
+    num, length = len(lengths), length_bucket(max(lengths))
+    return {outcome: {length: Rollouts(num, sum(lengths), num_masked, num, reward * num, {reason: num})}}
+
+
+COUNTED = (
+    {"sums": counted("trained", 10, reward=1.0)},
+    {"sums": counted("stale", 1000)},
+    {"sums": counted("trained", 30, reward=1.0, num_masked=20)},
+    {"sums": counted("stale", 1400, reason="length"), "essays": counted("trained", 70, reward=-0.5)},
+    {"essays": {"dead": {UNKNOWN: Rollouts(2)}}},
+)
+"""In each update, by environment."""
+
+
 def update_line(k: int, rollouts: dict) -> dict:
     counts = dict.fromkeys(("num_tokens_trained", "num_tokens_masked_lag", "num_groups_trained"), 8)
     line = {"update": k, "policy_version": k, "time_s": 1000.0 + k, "lag_histogram": {"0": 8}}
-    return line | counts | {"num_groups_skipped": 0, "rollouts": rollouts}
+    return line | counts | {"num_groups_skipped": 0, "rollouts": msgspec.to_builtins(rollouts)}
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path, attrition: Attrition) -> Path:
-    lines = [update_line(1, {"trained": {"16": (1, 10)}}), update_line(2, {"stale": {"1024": (1, 1000)}})]
-    lines += [update_line(3, {"trained": {"32": (1, 30)}}), update_line(4, {"stale": {"2048": [1, 1400]}})]
-    lines += [update_line(5, {"dead": {"unknown": [2, 0]}})]
+    lines = [update_line(k, counted) for k, counted in enumerate(COUNTED, start=1)]
     (tmp_path / "updates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     counts = ("released", "trained", "skipped", "dead", "cancelled")
     ledger = {f"num_groups_{name}": 1 for name in counts} | {"num_updates": 5, "num_tokens_trained": 20}
@@ -66,7 +81,7 @@ def test_the_tables_add_up_by_outcome_length_and_environment(attrition: Attritio
     ]
     assert [row[-1] for row in lengths] == ["0.0%", "66.7%", "0.0%", "0.0%", ""]
     assert [row[0] for row in environments] == ["essays", "sums"]
-    assert environments[1][-2:] == ["610.0 → 20.0", "0.500 → 1.000"]
+    assert environments[1][-4:] == ["0.8%", "610.0 → 20.0", "0.500 → 1.000", "stop 100.0% → stop 100.0%"]
     assert attrition_tables(Attrition()) == []
 
 
@@ -81,14 +96,23 @@ def test_what_stands_beside_the_tables(attrition: Attrition) -> None:
     )
 
 
+WINDOWS = (
+    "1 to 2|2|50.0%|0.0%|50.0%|0.0%|0.0%|0.0%|0.0%|0.0%|505.0 → 10.0|0.500 → 1.000|stop 100.0% → stop 100.0%",
+    "3 to 4|3|66.7%|0.0%|33.3%|0.0%|0.0%|0.0%|0.0%|1.3%|500.0 → 50.0|0.167 → 0.250"
+    "|length 33.3%, stop 66.7% → stop 100.0%",
+    "3 to 4: essays|1|100.0%|0.0%|0.0%|0.0%|0.0%|0.0%|0.0%|0.0%|70.0 → 70.0|-0.500 → -0.500|stop 100.0% → stop 100.0%",
+    "5 to 5|2|0.0%|0.0%|0.0%|0.0%|100.0%|0.0%|0.0%|| → | → | → ",
+)
+"""Rows of the table by window."""
+
+
 def test_the_report_has_the_section_with_windows_of_updates(run_folder: Path) -> None:
     page = write_report(run_folder).read_text()
     section = page[page.index("What was sampled and what was trained") :]
     assert "20 of the 64 longest groups" in section
     assert "1 groups are not settled" in section
-    cells = "</td><td>".join(["1 to 2", "2", "50.0%", "0.0%", "50.0%", "0.0%", "0.0%", "0.0%", "0.0%", "505.0 → 10.0"])
-    assert cells in section
-    assert "5 to 5</td><td>2</td><td>0.0%" in section
+    for cells in WINDOWS:
+        assert "".join(f"<td>{cell}</td>" for cell in cells.split("|")) in section
 
 
 def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
@@ -106,7 +130,7 @@ def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
     assert not any(line.startswith("long rollouts are lost") for line in warnings_of(summary))
 
 
-def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition) -> None:
+def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition, run_folder: Path) -> None:
     ledger = check_ledger(Reading(SavedLedger(), 0, [], [], {}, set(), finished=True))
     found = Audit(
         run="demo",
@@ -121,11 +145,14 @@ def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition) -> None
         num_readings=1,
         warnings=(),
         attrition=attrition,
+        windows=tuple(windows_of(read_telemetry(run_folder).updates)),
     )
-    print_audit(found, console := Console(file=io.StringIO(), width=160))
+    print_audit(found, console := Console(file=io.StringIO(), width=400))
     text = console.file.getvalue()
     assert "What was sampled and what was trained" in text
-    assert text.index("1,200.0") < text.index("610.0 → 20.0")
+    assert text.index("1,200.0") < text.index("610.0 → 20.0") < text.index("1 to 2")
+    rows = [re.sub(r"  +", "|", line.strip()) for line in text.splitlines()]
+    assert set(WINDOWS[:3]) <= set(rows)
     assert "20 of the 64 longest groups (900 tokens or more) were lost" in text
     print_audit(msgspec.structs.replace(found, attrition=Attrition()), console := Console(file=io.StringIO()))
     assert "What was sampled" not in console.file.getvalue()
