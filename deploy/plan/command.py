@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import Command, add_runs, standard_output
+from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, standard_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +22,10 @@ _NUMBERS = {
     "--weights-s": (float, "S", "from the end of an update until engines sample with its policy (default: 1)"),
     "--flat": (float, "SHARE", "of tasks whose rewards do not differ (default: 0)"),
 }
+_NEEDED = (
+    "A run file needs --tokens-per-s, --trainer-tokens-per-s and --lengths; a run that has been knows them. A seat is "
+    "for one sequence: a producer has as many as producers.groups_in_flight groups have, engine.max_num_seqs at most."
+)
 _ROWS = (
     ("updates/s", "updates_per_s"),
     ("tokens/s trained", "tokens_per_s"),
@@ -41,6 +45,7 @@ _SHARES = {"trainer_waits", "seats_taken", "engines_paused", "masked", "stale", 
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _NEEDED
     parser.add_argument(
         "run",
         metavar="RUN.toml|RUN",
@@ -55,10 +60,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "log-normal:800:1.2, or a run",
     )
     add_runs(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON for a machine")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field, as in max_lag=4"
-    )
+    add_json(parser)
+    add_set(parser, "override a field, as in max_lag=4")
 
 
 def _plan(arguments: argparse.Namespace) -> int:

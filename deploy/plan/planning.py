@@ -14,13 +14,18 @@ from penstock.deploy.plan.producer import ALONE, EngineSpeed, seats
 from penstock.deploy.plan.recorded import PacedRun, read_run
 from penstock.deploy.plan.simulation import Course, RunPace, Simulation
 from penstock.deploy.plan.workload import Lengths, lengths_of
+from penstock.deploy.report.telemetry import TelemetryError
 from penstock.deploy.watch.flow import waited_for
 from penstock.schemas.config import ConfigError, Overrides, RunConfig, load_config
 
 MOST_UPDATES = 200
 """Simulated at most; rates and shares change little after."""
+MOST_PRODUCERS = 4096
+"""Simulated at most: every one of them is asked at every event."""
 WEIGHTS_S = 1.0
-_ABOVE_ZERO = ("tokens-per-s", "alone-per-s", "trainer-tokens-per-s")
+_NEEDED = ("tokens-per-s", "trainer-tokens-per-s")
+"""With a run file; the lengths beside them."""
+_ABOVE_ZERO = (*_NEEDED, "alone-per-s")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +61,8 @@ def plan(
     """A run in simulated time, by the rules of the real one: release, credit, claims, lag, staleness, batches.
 
     run: a run file, the name of a shipped one, or a run, which says how fast everything is and how long completions
-        are, as far as the arguments do not: by its record of rollouts, or with less detail by its logs.
+        are, as far as the arguments do not: by its record of rollouts, or with less detail by its logs. A name that
+        both have is the run's, unless the arguments are all that a run file needs.
     producers: how many; by default those of the run file, or of the recorded run.
     tokens_per_s: sampled by one producer with all its seats taken; a seat is for one sequence, and there are
         `engine.max_num_seqs` of them or as many as `producers.groups_in_flight` groups have, if these are fewer.
@@ -74,10 +80,6 @@ def plan(
         TelemetryError: a run's file cannot be read.
     """
     runs = Path(runs)
-    found = _recorded(run, runs)
-    if found is not None and (parts := -(-found.course.num_updates // MOST_UPDATES)) > 1:
-        found = found.thinned(parts)
-    config = load_config(find_run_folder(str(run), runs) / RUN_FILE if found else find_run_file(Path(run)), set)
     numbers = {
         "tokens-per-s": tokens_per_s,
         "alone-per-s": alone_per_s,
@@ -87,6 +89,11 @@ def plan(
         "flat": flat,
     }
     _check(producers, numbers)
+    needs_no_run = lengths is not None and None not in (numbers[name] for name in _NEEDED)
+    found = None if needs_no_run and str(run) in shipped_run_files() else _recorded(run, runs)
+    if found is not None and (parts := -(-found.course.num_updates // MOST_UPDATES)) > 1:
+        found = found.thinned(parts)
+    config = load_config(find_run_folder(str(run), runs) / RUN_FILE if found else find_run_file(Path(run)), set)
     pace = _pace(config, found, numbers)
     if lengths is not None:
         draw = _lengths(str(lengths), runs)
@@ -95,6 +102,8 @@ def plan(
     else:
         raise ConfigError(f"--lengths is not given: expected it with {run}, which has no record of completions")
     num_producers = producers or (found.num_producers if found else config.producers.count)
+    if num_producers > MOST_PRODUCERS:
+        raise ConfigError(f"producers.count = {num_producers}: a plan has {MOST_PRODUCERS} producers at most")
     num_updates = min(MOST_UPDATES, found.course.num_updates if found else config.num_updates)
     if found is not None and num_producers != found.num_producers:
         pace = msgspec.structs.replace(pace, joins_s=())
@@ -161,10 +170,17 @@ def _shown(pace: RunPace, num_seats: int) -> dict[str, Any]:
 
 def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
     """The run of this name, if it is one and no run file."""
-    given = Path(run)
+    if not str(run):
+        raise ConfigError("RUN is '': expected a run file, the name of a shipped one, or a run")
+    given, shipped = Path(run), shipped_run_files()
     if given.is_dir() or (runs / given).is_dir():
-        return read_run(find_run_folder(str(run), runs))
-    names = [*shipped_run_files(), *(folder.name for folder in runs.glob("*") if folder.is_dir())]
+        try:
+            return read_run(find_run_folder(str(run), runs))
+        except (ConfigError, TelemetryError) as error:
+            if (file := shipped.get(str(run))) is None:
+                raise
+            raise type(error)(f"{error}; to plan the shipped run file, give its path: {file}") from None
+    names = [*shipped, *(folder.name for folder in runs.glob("*") if folder.is_dir())]
     if given.is_file() or given.suffix == ".toml" or str(run) in names:
         return None
     similar = difflib.get_close_matches(str(run), names, n=1)
@@ -173,14 +189,14 @@ def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
 
 
 def _lengths(given: str, runs: Path) -> Lengths:
-    if not Path(given).is_file() and (Path(given).is_dir() or (runs / given).is_dir()):
+    if given and not Path(given).is_file() and (Path(given).is_dir() or (runs / given).is_dir()):
         return read_run(find_run_folder(given, runs)).lengths
     return lengths_of(given)
 
 
 def _check(producers: int | None, numbers: Mapping[str, float | None]) -> None:
-    if producers is not None and producers < 1:
-        raise ConfigError(f"--producers {producers}: expected 1 or more")
+    if producers is not None and not 1 <= producers <= MOST_PRODUCERS:
+        raise ConfigError(f"--producers {producers}: expected 1 to {MOST_PRODUCERS}")
     for name, value in numbers.items():
         if value is None:
             continue
@@ -192,7 +208,7 @@ def _check(producers: int | None, numbers: Mapping[str, float | None]) -> None:
 
 def _pace(config: RunConfig, found: PacedRun | None, numbers: Mapping[str, float | None]) -> RunPace:
     given = {name.replace("-", "_"): value for name, value in numbers.items() if value is not None}
-    needed = ("tokens-per-s", "trainer-tokens-per-s") if found is None else ()
+    needed = _NEEDED if found is None else ()
     if missing := [f"--{name}" for name in needed if numbers[name] is None]:
         raise ConfigError(f"{', '.join(missing)}: missing; a run file does not say how fast the parts of a run are")
     full, alone = given.pop("tokens_per_s", None), given.pop("alone_per_s", None)

@@ -54,7 +54,7 @@ class EngineSpeed(NamedTuple):
         return cls(1 / alone_per_s - each_s, each_s)
 
     def tokens_per_s(self, num_sequences: float) -> float:
-        """Of each sequence."""
+        """Tokens per second of each of so many sequences."""
         return 1 / (self.base_s + num_sequences * self.sequence_s)
 
 

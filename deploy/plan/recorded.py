@@ -25,6 +25,7 @@ from penstock.deploy.report.telemetry import (
     WeightsLoaded,
     read_telemetry,
 )
+from penstock.schemas.attrition import Attrition
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.metrics import LENGTH_BUCKETS
 from penstock.schemas.policy import split_version
@@ -69,7 +70,9 @@ class PacedRun(NamedTuple):
     def thinned(self, parts: int) -> "PacedRun":
         """With the pace of every so-manieth update, as if it had been as much shorter."""
         factors, joins_s = self.pace.update_factors[::parts], tuple(at_s / parts for at_s in self.pace.joins_s)
-        return self._replace(pace=msgspec.structs.replace(self.pace, update_factors=factors, joins_s=joins_s))
+        courses = tuple(course._replace(each_s=course.each_s / parts) for course in self.pace.speed_courses)
+        changed = {"update_factors": factors, "joins_s": joins_s, "speed_courses": courses}
+        return self._replace(pace=msgspec.structs.replace(self.pace, **changed))
 
 
 def read_run(folder: Path) -> PacedRun:
@@ -358,11 +361,10 @@ def _buckets(telemetry: RunTelemetry) -> list[tuple[int, int, int]]:
     found: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for update in telemetry.updates:
-        for outcome, by_length in update.rollouts.items():
-            for bucket, (num, num_tokens) in by_length.items():
-                if outcome != "duplicate" and num_tokens:
-                    found[bucket] += num
-                    tokens[bucket] += num_tokens
+        for _, outcome, bucket, counts in Attrition(update.rollouts).counts():
+            if outcome != "duplicate" and counts.num_tokens:
+                found[bucket] += counts.num
+                tokens[bucket] += counts.num_tokens
     return [(found[bucket], tokens[bucket], int(bucket) if bucket.isdigit() else _BEYOND) for bucket in found]
 
 

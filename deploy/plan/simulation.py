@@ -215,7 +215,7 @@ class Simulation:
         else:
             how = config.held_out[name]
             num, most = how.num_samples or 1, how.max_tokens or config.sampling.max_tokens
-        return [max(1, min(most, round(length))) for length in self._lengths(self._random, num)]
+        return [max(1, round(min(most, length))) for length in self._lengths(self._random, num)]
 
     def _finish(self, producer: SimulatedProducer, job: EngineJob) -> None:
         delay_s = 0.0 if job.is_given_up else self._random.choice(self._pace.reward_s)

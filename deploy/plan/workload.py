@@ -13,13 +13,18 @@ from penstock.schemas.config import ConfigError
 from penstock.schemas.rollout import one_line
 
 Lengths = Callable[[Random, int], Sequence[float]]
-"""Draws the lengths of so many siblings, in tokens, as if there were no limit."""
+"""Draws the lengths of so many siblings, in tokens, as if there were no limit; they may be infinite."""
 
+_MOST_EXPONENT = 700.0
+"""e to the power of more is no float; lengths are cut long before."""
 DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "constant": (("TOKENS",), lambda random, tokens: tokens),
     "uniform": (("LEAST", "MOST"), lambda random, least, most: random.uniform(least, most)),
     "exponential": (("MEAN",), lambda random, mean: random.expovariate(1 / mean)),
-    "log-normal": (("MEDIAN", "SIGMA"), lambda random, median, sigma: median * random.lognormvariate(0, sigma)),
+    "log-normal": (
+        ("MEDIAN", "SIGMA"),
+        lambda random, median, sigma: median * math.exp(min(_MOST_EXPONENT, random.normalvariate(0, sigma))),
+    ),
 }
 """By name the parameters, numbers above 0, and a draw."""
 _SPELT = ", ".join(":".join((name, *parameters)) for name, (parameters, _) in DISTRIBUTIONS.items())
@@ -31,6 +36,8 @@ def lengths_of(given: str) -> Lengths:
     Raises:
         ConfigError: neither, a parameter that is no number above 0, or a line of the file that is no length.
     """
+    if not given:
+        raise ConfigError(f"--lengths '': expected a file, a run, or one of {_SPELT}")
     file = Path(given)
     if file.is_file():
         return _lengths_in(file)
@@ -90,14 +97,16 @@ def _lengths_in(file: Path) -> Lengths:
 def _rows_of_text(file: Path) -> Iterator[tuple[int, Any]]:
     """Lines that are not empty, by number: what they mean as JSON, or themselves."""
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--lengths {file}: {error}; expected lines of text, or a name ending in .parquet") from None
+    except OSError as error:
+        raise ConfigError(f"--lengths {file}: cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # no JSON, an integer of thousands of digits, arrays that deep
                 yield number, line.strip()
 
 
@@ -134,7 +143,7 @@ def _group(found: Any, where: str) -> list[float]:
     group = found if isinstance(found, list) else [found]
     if not group or not all(type(each) in (int, float) and 0 < each < math.inf for each in group):
         shown = found if isinstance(found, str) else json.dumps(found, default=str)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        shown = one_line(shown if len(shown) <= 60 else f"{shown[:57]}...")
         raise ConfigError(f"{where}: {shown}: expected a number of tokens above 0, or an array of them, as [812, 1440]")
     return group
 

@@ -1,7 +1,7 @@
 """A simulated run that leaves a run's folder behind: telemetry and a record, as real parts would have written them."""
 
-from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,7 +11,7 @@ from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.plan.producer import EngineJob, SimulatedProducer
 from penstock.deploy.plan.simulation import Course, Simulation
 from penstock.producers.stream.heartbeat import HEARTBEAT_S
-from penstock.schemas.attrition import length_bucket
+from penstock.schemas.attrition import Attrition
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, RecordHeader, encode_batch
@@ -58,7 +58,7 @@ class WrittenSimulation(Simulation):
                 "num_groups_skipped": 0,
                 "queue_depth": self._queue[-1],
                 "wait_s": waited_s,
-                "rollouts": {"trained": _by_length(groups)},
+                "rollouts": _counts(groups),
             }
         )
 
@@ -67,7 +67,7 @@ class WrittenSimulation(Simulation):
         super()._claim()
 
     def _note(self) -> None:
-        """Of producers that are new, and of those that have loaded weights."""
+        """Notes the producers that are new, and those that have loaded weights."""
         for producer in self.producers:
             name = self._names.setdefault(producer, f"producer-{len(self._names)}")
             events = self._events.setdefault(name, [])
@@ -119,13 +119,11 @@ class WrittenSimulation(Simulation):
         return course
 
 
-def _by_length(groups: Sequence[RolloutGroup]) -> dict[str, tuple[int, int]]:
-    lengths = [rollout.num_sampled_tokens for group in groups for rollout in group.rollouts]
-    num: Counter[str] = Counter(map(length_bucket, lengths))
-    tokens: Counter[str] = Counter()
-    for length in lengths:
-        tokens[length_bucket(length)] += length
-    return {bucket: (num[bucket], tokens[bucket]) for bucket in num}
+def _counts(groups: Sequence[RolloutGroup]) -> Any:
+    found = Attrition()
+    for group in groups:
+        found.add(group.environment, "trained", group, len(group.rollouts))
+    return msgspec.to_builtins(found.rollouts)
 
 
 def _encoded(group: RolloutGroup) -> bytes:

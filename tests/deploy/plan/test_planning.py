@@ -4,6 +4,9 @@ import copy
 import json
 import math
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -94,7 +97,7 @@ def test_a_pace_is_read_back_from_the_record_of_a_run_that_had_it(runs):
 
 
 def test_engines_are_as_fast_where_much_is_sampled_that_is_not_trained_any_more(tmp_path):
-    """Of a run that was stopped so many groups as the credit has are sampled and left, and their tokens are counted."""
+    """A run that was stopped leaves as many sampled groups as the credit has, and their tokens are counted."""
     found = read_back(tmp_path, {"max_lag": 12, "num_updates": 1000}, PACE, producers=4)
     assert_speed(found, PACE.speed, 8, 32)
 
@@ -224,8 +227,10 @@ def test_a_run_file_needs_the_speeds_and_lengths(run_file):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"producers": 0}, "--producers 0: expected 1 or more"),
-        ({"producers": -2}, "--producers -2: expected 1 or more"),
+        ({"producers": 0}, "--producers 0: expected 1 to 4096"),
+        ({"producers": -2}, "--producers -2: expected 1 to 4096"),
+        ({"producers": 100_000_000}, "--producers 100000000: expected 1 to 4096"),
+        ({"set": ["producers.count=5000"]}, "producers.count = 5000: a plan has 4096 producers at most"),
         ({"tokens_per_s": 0.0}, "--tokens-per-s 0: expected a number above 0"),
         ({"tokens_per_s": math.nan}, "--tokens-per-s nan: expected a number above 0"),
         ({"trainer_tokens_per_s": math.inf}, "--trainer-tokens-per-s inf: expected a number above 0"),
@@ -235,6 +240,7 @@ def test_a_run_file_needs_the_speeds_and_lengths(run_file):
         ({"alone_per_s": 10.0}, "--alone-per-s 10: expected 20 to 640: a sequence is as fast by itself as among 32"),
         ({"alone_per_s": 700.0}, "--alone-per-s 700: expected 20 to 640"),
         ({"lengths": "lognormal:20:1"}, "--lengths lognormal:20:1: neither a file, .*did you mean log-normal?"),
+        ({"lengths": ""}, "--lengths '': expected a file, a run, or one of constant:TOKENS"),
         ({"set": ["max_lags=3"]}, r"max_lags: unknown field \(did you mean max_lag\?\)"),
     ],
     ids=str,
@@ -242,6 +248,44 @@ def test_a_run_file_needs_the_speeds_and_lengths(run_file):
 def test_a_number_that_cannot_be_is_refused_by_its_name(run_file, changed, said):
     with pytest.raises(ConfigError, match=said):
         plan(run_file, **NUMBERS | changed)
+
+
+@pytest.mark.parametrize(
+    "lengths", ["log-normal:800:1000", "log-normal:1:1e300", "log-normal:1e300:300", "exponential:1e308", "long.txt"]
+)
+def test_longer_than_any_number_is_cut_where_completions_are(run_file, tmp_path, monkeypatch, lengths):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.txt").write_text(4_000 * "9")
+    sets = ["sampling.max_tokens=50"]
+    tokens = plan(run_file, **NUMBERS | {"lengths": lengths, "set": sets}).planned
+    per_update = tokens["tokens_per_s"] / tokens["updates_per_s"]
+    assert 16 < per_update <= 16 * 50
+
+
+def test_a_shipped_run_file_is_planned_where_a_run_of_its_name_says_nothing(tmp_path):
+    (tmp_path / "demo").mkdir()
+    found = plan("demo", runs=tmp_path, **NUMBERS)
+    assert found.recorded is None and found.num_producers == 2
+    given = {"tokens_per_s": 640.0, "lengths": "constant:20"}
+    with pytest.raises(ConfigError, match=r"; to plan the shipped run file, give its path: .*runs/demo\.toml"):
+        plan("demo", runs=tmp_path, **given)
+
+
+def test_a_run_of_a_shipped_name_is_planned_by_its_record(runs, tmp_path):
+    shutil.copytree(runs / "small", tmp_path / "demo")
+    assert plan("demo", runs=tmp_path, producers=4).recorded["num_updates"] == 40
+
+
+def test_a_plan_needs_no_torch(run_file):
+    """Imported in seconds, before a wrong number would be refused."""
+    command = ["plan", str(run_file), "--lengths", "constant:20", "--tokens-per-s", "640"]
+    program = (
+        "import sys; from penstock.deploy import cli\n"
+        f"assert cli.main([*{command}, '--trainer-tokens-per-s', '1000']) == 0\n"
+        "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_run_that_is_not_there_is_told_from_a_misspelt_one(runs):
@@ -288,6 +332,14 @@ def test_the_command_prints_json(run_file, capsys):
     assert found["planned"]["waited_for"] in ("trainer", "nobody", "producers")
 
 
+def test_the_command_s_help_says_what_a_run_file_needs_and_what_a_seat_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "A run file needs --tokens-per-s, --trainer-tokens-per-s and --lengths" in shown
+    assert "A seat is for one sequence" in shown
+
+
 def test_a_plan_that_fails_says_why(run_file, capsys):
     command = ["plan", str(run_file), "--lengths", "constant:200", "--tokens-per-s", "32"]
     changed = ["producers.generation_deadline_s=5", "trainer.max_dead_in_a_row=4"]
@@ -303,3 +355,13 @@ def test_the_page_s_example_prints_what_the_page_shows(capsys, monkeypatch):
     command, shown = (block.strip("\n") for block in page.split("```")[1:4:2])
     assert main(shlex.split(command)[1:]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
+
+
+def test_a_run_too_long_to_be_simulated_whole_has_its_pace_in_less_time(runs: Path):
+    """From its beginning to its end: engines that were slower in its second half are so here."""
+    courses = (SpeedCourse((1.0, 0.5), 1000.0), SpeedCourse((1.0,), math.inf))
+    factors = tuple(1.0 + n for n in range(8))
+    pace = msgspec.structs.replace(PACE, speed_courses=courses, update_factors=factors, joins_s=(0.0, 400.0))
+    found = read_run(runs / "small")._replace(pace=pace).thinned(4).pace
+    assert found.speed_courses == (SpeedCourse((1.0, 0.5), 250.0), courses[1])
+    assert (found.update_factors, found.joins_s) == ((1.0, 5.0), (0.0, 100.0))

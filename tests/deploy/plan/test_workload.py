@@ -50,15 +50,37 @@ def test_fewer_siblings_than_a_group_has_are_different_ones():
         ("true\n", "line 1: true: expected"),
         ("NaN\n", "line 1: NaN: expected"),
         ("[]\n", r"line 1: \[\]: expected"),
+        ("12\n" + 100_000 * "[", r"line 2: \[{57}\.\.\.: expected a number of tokens above 0"),
+        (6_000 * "1", r"line 1: 1{57}\.\.\.: expected a number of tokens above 0"),
+        ("1e999\n", "line 1: Infinity: expected a number of tokens above 0"),
+        ("\x1b[2J\n", r"line 1: \\x1b\[2J: expected"),
         ("\n \n", "no length in it, expected a number of tokens a line"),
         ("", "no length in it, expected a number of tokens a line"),
     ],
+    ids=lambda given: given[:20],
 )
 def test_a_file_that_holds_no_lengths_is_refused_by_its_line(tmp_path, text, said):
     file = tmp_path / "lengths.txt"
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"--lengths {file}: {said}"):
         lengths_of(str(file))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file_s_first_length(tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("7\n7\n", encoding="utf-8-sig")
+    assert lengths_of(str(file))(Random(1), 3) == [7, 7, 7]
+
+
+def test_a_file_that_cannot_be_read_is_refused():
+    with pytest.raises(ConfigError, match="--lengths /proc/self/mem: cannot be read: Input/output error"):
+        lengths_of("/proc/self/mem")
+
+
+@pytest.mark.parametrize("given", ["log-normal:800:1000", "log-normal:1:1e300", "log-normal:1e300:300"])
+def test_a_distribution_may_be_as_wide_as_it_likes(given):
+    drawn = lengths_of(given)(Random(1), 50)
+    assert min(drawn) >= 0 and max(drawn) > 1e300
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
@@ -152,3 +174,8 @@ def test_counts_by_length_keep_their_mean_and_bounds():
 def test_a_name_that_is_no_distribution_is_refused(given, said):
     with pytest.raises(ConfigError, match=f"--lengths {given}: {said}"):
         lengths_of(given)
+
+
+def test_no_name_at_all_is_no_folder():
+    with pytest.raises(ConfigError, match="--lengths '': expected a file, a run, or one of constant:TOKENS"):
+        lengths_of("")
