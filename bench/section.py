@@ -20,6 +20,8 @@ from penstock.deploy.launch.child import Child, describe_status
 from penstock.producers.weights.host_copy import default_folder
 
 PART_LIMIT_S = 900.0
+TOLD = "bench: "
+"""Begins the lines of a part's log that are printed: how far it is."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 REDIS_ERRORS = (
     redis.RedisError,
@@ -151,12 +153,17 @@ def wait_for(children: Sequence[Child]) -> None:
         BenchError: one failed, or took longer than `PART_LIMIT_S`.
     """
     deadline = time.monotonic() + PART_LIMIT_S
+    told = dict.fromkeys(children, 0)
     try:
         while None in (found := [child.poll() for child in children]) and not any(found):
+            for child in children:
+                told[child] += _tell(child.log, told[child])
             if time.monotonic() > deadline:
                 late = children[found.index(None)]
                 raise BenchError(f"{late.name}: not done after {PART_LIMIT_S:g} s; {_end_of_log(late)}")
             time.sleep(0.05)
+        for child in children:
+            _tell(child.log, told[child])
         for child, status in zip(children, found, strict=True):
             if status:
                 raise BenchError(f"{child.name} {describe_status(status)}; {_end_of_log(child)}")
@@ -165,6 +172,17 @@ def wait_for(children: Sequence[Child]) -> None:
             child.kill()
         while None in [child.poll() for child in children]:
             time.sleep(0.01)
+
+
+def _tell(log: Path, start: int) -> int:
+    """Prints the lines from `start` on that say how far a part is; returns the bytes of all whole lines there."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines, _, _ = file.read().rpartition(b"\n")
+    for line in lines.splitlines():
+        if line.startswith(TOLD.encode()):
+            print(line.decode(errors="replace"), flush=True)
+    return len(lines) + bool(lines)
 
 
 def _end_of_log(child: Child) -> str:

@@ -43,7 +43,7 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def seconds(self, work: Callable[[], object], rounds: int) -> list[float]:
-        """Of each round, after one that does not count."""
+        """Times each of `rounds` rounds, after one that does not count."""
         found = []
         for _ in range(rounds + 1):
             self.synchronize()

@@ -184,8 +184,9 @@ def measure_trainer(job: TrainerJob) -> TrainerFound:
 
 
 def update_flops(shape: ModelShape, row_tokens: int, num_rows: int) -> float:
-    """Of forward and backward passes, without what checkpointing computes again: 6 for a token and a weight that it is
-    multiplied with, 12 for a layer, an element of the query, and a pair of tokens of which one sees the other."""
+    """The operations of forward and backward passes, without what checkpointing computes again: 6 for a token and a
+    weight that it is multiplied with, 12 for a layer, an element of the query, and a pair of tokens of which one sees
+    the other."""
     block = 2 * shape.hidden * (shape.query_width + shape.key_width) + 3 * shape.hidden * shape.intermediate
     weights = shape.layers * block * row_tokens + shape.vocabulary * shape.hidden * (row_tokens - 1)
     pairs = row_tokens * (row_tokens + 1) / 2

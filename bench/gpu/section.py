@@ -150,7 +150,7 @@ def _tests(bench: Bench, name: str, arguments: Sequence[str]) -> Figure:
 
 
 def passed_figure(name: str, junit: Path) -> Figure:
-    """Of those that ran, the share that passed. junit: pytest's report."""
+    """The share of tests that passed, among those that ran. junit: pytest's report."""
     suites = list(ElementTree.parse(junit).iter("testsuite"))
     total, skipped, failures, errors = (
         sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped", "failures", "errors")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.deploy.launch.command_line import add_set
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -83,9 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, default=1, help="compute threads of torch (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: bench/results/peers-<date>.json")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field of the run file"
-    )
+    add_set(parser, "override a field of the run file")
     return parser
 
 

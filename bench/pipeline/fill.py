@@ -52,7 +52,8 @@ def samples_to_accuracy(run: ModeRun, config: RunConfig) -> int | None:
 def fill_figures(
     workload: str, config: RunConfig, with_variance: Sequence[ModeRun], any_: Sequence[ModeRun]
 ) -> Iterator[Figure]:
-    """Of one run of each kind for each seed. One cut off before `ACCURACY` counts as slower than the others."""
+    """The figures of one run of each kind for each seed. One cut off before `ACCURACY` counts as slower than the
+    others."""
     runs = {"with_variance": with_variance, "any": any_}
     num_updates = {fill: [run.num_updates for run in found] for fill, found in runs.items()}
     measures: tuple[tuple[str, str, Callable[[ModeRun], float | None]], ...] = (

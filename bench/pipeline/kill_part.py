@@ -3,16 +3,15 @@ those that are killed with `--victim` before the same arguments."""
 
 import asyncio
 import itertools
-import operator
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -21,9 +20,11 @@ from vllm import SamplingParams
 import penstock.producers.__main__ as producer_entry
 from bench.feeder import make_manifest
 from bench.pipeline.bare import Meter
-from bench.pipeline.kills import GROUPS, Kill, Killed, KillJob, Spell
-from bench.pipeline.pinned import children_cpu_s
+from bench.pipeline.kills import GROUPS, LENGTHS, Kill, Killed, KillJob, Spell
+from bench.pipeline.long_rollouts import LongRollouts
+from bench.pipeline.saving import SavingMeter, SocketClock, until
 from bench.result import BenchError
+from bench.section import TOLD
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import Scripts
@@ -44,8 +45,6 @@ from penstock.schemas.weights.stores import RedisChunks
 
 LOOK_S = 0.05
 """How often the victim looks how far it has come."""
-TICK_S = 0.01
-LIMIT_S = 600.0
 MANY_GROUPS = 1000
 """More than are sampled while nothing fails."""
 
@@ -59,13 +58,15 @@ class EndlessEngine(VllmEngine):
         return params
 
 
-class Counting(Meter):
-    """Counts tokens while they are sampled. is_mute: it tells its producer of none, which has no progress to save."""
+class Victim(Meter):
+    """Kills its own process once it has sampled so many tokens, and leaves in `tally` how many they are by then."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: VllmEngine, tally: Path, num_tokens: int) -> None:
         super().__init__(engine)
-        self.is_mute = False
+        self._tally = tally
+        self._num_tokens = num_tokens
         self._running: set[str] = set()
+        self._watching = asyncio.create_task(self._watch())
 
     async def generate(
         self,
@@ -82,10 +83,7 @@ class Counting(Meter):
         finally:
             self._running.discard(request_id)
 
-    def sampled(self, request_id: str) -> list[Completion]:
-        return [] if self.is_mute else super().sampled(request_id)
-
-    def num_sampled(self) -> int | None:
+    def _num_sampled(self) -> int | None:
         """Tokens since the start; None while a request begins or ends, when vLLM tells of none."""
         running = [self._engine.sampled(request_id) for request_id in self._running]
         if not all(running):
@@ -93,28 +91,10 @@ class Counting(Meter):
         ended = sum(num_tokens for _, _, num_tokens in self.requests)
         return ended + sum(len(one.token_ids) for found in running for one in found) // 4
 
-    async def count(self) -> tuple[int, float, float]:
-        """Tokens sampled, monotonic seconds, and processor seconds of this process and its engine's."""
-        async with asyncio.timeout(LIMIT_S):
-            while True:
-                if (num_tokens := self.num_sampled()) is not None:
-                    return num_tokens, time.monotonic(), time.process_time() + children_cpu_s()
-                await asyncio.sleep(TICK_S)
-
-
-class Victim(Counting):
-    """Kills its own process once it has sampled so many tokens, and leaves in `tally` how many they are by then."""
-
-    def __init__(self, engine: VllmEngine, tally: Path, num_tokens: int) -> None:
-        super().__init__(engine)
-        self._tally = tally
-        self._num_tokens = num_tokens
-        self._watching = asyncio.create_task(self._watch())
-
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            if (num_sampled := self.num_sampled() or 0) >= self._num_tokens:
+            if (num_sampled := self._num_sampled() or 0) >= self._num_tokens:
                 self._tally.write_text(str(num_sampled))
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -124,18 +104,18 @@ async def measure(job: KillJob) -> Killed:
     config = load_config(Path(job.run_file))
     engine = await EndlessEngine.start(config, seed=1)
     off = replace(config, producers=replace(config.producers, progress_s=0.0))
+    say("the engine serves")
     ways = _Ways(job, engine, {"with": config, "without": off})
     try:
         return Killed(
             progress_s=config.producers.progress_s,
-            spells=await ways.spells(config),
-            kills=await ways.in_turns(job.kills, ways.kill),
+            num_rollouts=GROUPS * config.group_size,
+            spells=await ways.spells(),
+            lengths=await ways.lengths(),
+            kills=await ways.kills(),
         )
     finally:
         await engine.close()
-
-
-T = TypeVar("T")
 
 
 class _Ways:
@@ -146,37 +126,45 @@ class _Ways:
         self._engine = engine
         self._configs = configs
         self._numbers = itertools.count()
+        self._sockets = SocketClock(asyncio.get_running_loop())
         config = configs["with"]
         self._environments = open_environments(config)
         self._tokenizer = load_tokenizer(config)
 
-    async def in_turns(self, rounds: int, measure: Callable[[RunConfig], Awaitable[T]]) -> dict[str, list[T]]:
-        found: dict[str, list[T]] = {name: [] for name in self._configs}
-        for n in range(rounds):
+    async def spells(self) -> list[Spell]:
+        async with self._alone(Meter(self._engine), MANY_GROUPS) as saving:
+            found = [await saving.spell(self._job.spell_s) for _ in range(self._job.spells)]
+        say(f"{len(found)} spells of {self._job.spell_s:g} s")
+        return found
+
+    async def lengths(self) -> dict[int, Spell]:
+        found: dict[int, Spell] = {}
+        for num_tokens in LENGTHS:
+            async with self._alone(LongRollouts(self._engine, num_tokens, self._job.length_s)) as saving:
+                found[num_tokens] = await saving.spell(self._job.length_s)
+            say(f"rollouts of {num_tokens:,} tokens")
+        return found
+
+    async def kills(self) -> dict[str, list[Kill]]:
+        found: dict[str, list[Kill]] = {name: [] for name in self._configs}
+        for n in range(self._job.kills):
             for name in list(self._configs)[:: -1 if n % 2 else 1]:
-                found[name].append(await measure(replace(self._configs[name], name=f"kills-{next(self._numbers)}")))
+                found[name].append(await self._kill(self._named(name)))
+                say(f"kill {n + 1} {name} progress: the last group after {found[name][-1].arrival_s:.1f} s")
         return found
 
-    async def spells(self, config: RunConfig) -> dict[str, list[Spell]]:
-        """One producer that is mute half of the time."""
-        meter = Counting(self._engine)
-        found: dict[str, list[Spell]] = {name: [] for name in self._configs}
+    def _named(self, name: str) -> RunConfig:
+        return replace(self._configs[name], name=f"kills-{next(self._numbers)}")
 
-        async def spell(name: str) -> None:
-            meter.is_mute = name == "without"
-            before = await meter.count()
-            await asyncio.sleep(self._job.spell_s)
-            num_tokens, wall_s, cpu_s = map(operator.sub, await meter.count(), before)
-            found[name].append(Spell(num_tokens=num_tokens, wall_s=wall_s, cpu_s=cpu_s))
+    @asynccontextmanager
+    async def _alone(self, engine: Meter, num_groups: int = GROUPS) -> AsyncIterator[SavingMeter]:
+        """A producer that saves progress, once the time between has settled."""
+        config = self._named("with")
+        async with self._released(config, num_groups), self._served(config, engine) as saving:
+            await until(lambda: saving.num_saves > 4)
+            yield saving
 
-        async with self._released(config, MANY_GROUPS), self._served(config, meter):
-            await until(lambda: (meter.num_sampled() or 0) > 0)
-            for n in range(self._job.spells):
-                for name in list(found)[:: -1 if n % 2 else 1]:
-                    await spell(name)
-        return found
-
-    async def kill(self, config: RunConfig) -> Kill:
+    async def _kill(self, config: RunConfig) -> Kill:
         folder = config.folder(Path(self._job.runs))
         folder.mkdir(parents=True)
         run_file, tally = folder / "run.toml", folder / "tally"
@@ -216,7 +204,7 @@ class _Ways:
             connection.close()
 
     @asynccontextmanager
-    async def _served(self, config: RunConfig, meter: Meter) -> AsyncIterator[None]:
+    async def _served(self, config: RunConfig, meter: Meter) -> AsyncIterator[SavingMeter]:
         metrics = ProducerMetrics()
         connection = ProducerConnection.open(os.environ["REDIS_URL"], outage_s=10.0, metrics=metrics)
         try:
@@ -224,10 +212,11 @@ class _Ways:
                 config, runs=Path(self._job.runs), producer_id="other", connection=connection, metrics=metrics
             )
             producer = Producer(context, meter, self._environments, self._tokenizer)
+            saving = SavingMeter(producer, metrics, self._sockets)
             await producer.open()
             async with asyncio.TaskGroup() as serving:
                 serving.create_task(producer.serve())
-                yield
+                yield saving
                 producer.stop.set()
         finally:
             await connection.close()
@@ -236,13 +225,8 @@ class _Ways:
         await until(lambda: client.xlen(Keys(config.name).rollouts) == GROUPS)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Raises TimeoutError after `LIMIT_S`."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(TICK_S)
+def say(line: str) -> None:
+    print(f"{TOLD}{line}", flush=True)
 
 
 def be_the_victim(run_file: Path, tally: Path) -> int:

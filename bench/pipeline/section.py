@@ -34,9 +34,10 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_limit_s: float = 100.0
     """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
     fill_seeds: tuple[int, ...] = (1, 2, 3)
-    kills: int = 2
-    kill_spells: int = 16
-    kill_spell_s: float = 2.0
+    kills: int = 1
+    saving_spells: int = 6
+    saving_spell_s: float = 5.0
+    saving_length_s: float = 15.0
 
 
 QUICK = PipelineSettings(
@@ -45,8 +46,8 @@ QUICK = PipelineSettings(
     rate_limit_s=6.0,
     learning_limit_s=12.0,
     fill_seeds=(1,),
-    kills=1,
-    kill_spells=1,
+    saving_spells=1,
+    saving_length_s=1.0,
 )
 """Shows that everything runs. Its figures mean nothing."""
 
@@ -119,7 +120,8 @@ def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
-    """Producers killed at half of their rollouts, and one that nothing happens to, with progress and without."""
+    """Producers killed at half of their rollouts, with progress and without, and what saving it takes of one that is
+    not."""
     model = random_model(bench, "kills", max_tokens=2 * NUM_TOKENS, num_layers=NUM_LAYERS)
     own = {
         "sampling.max_tokens": NUM_TOKENS,
@@ -137,8 +139,9 @@ def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
                 run_file=str(save(bench, config)),
                 runs=str(bench.folder / "runs"),
                 kills=bench.settings.kills,
-                spells=bench.settings.kill_spells,
-                spell_s=bench.settings.kill_spell_s,
+                spells=bench.settings.saving_spells,
+                spell_s=bench.settings.saving_spell_s,
+                length_s=bench.settings.saving_length_s,
             )
             url = {"REDIS_URL": server.url}
             found = measure_apart("kills", KILL_PART, job, Killed, bench.folder, environment=url)

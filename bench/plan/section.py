@@ -1,6 +1,7 @@
 """The plan section: runs in real time, each planned from its own record, and each from the record of another one."""
 
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,8 @@ class _Quiet(View):
 
 def measure_plans(scenarios: Mapping[str, Scenario], pace: PartPace, bench: Bench) -> list[Figure | Breakdown]:
     """Each scenario in real time; then planned from its own record, and from that of the first one."""
-    model, runs = bench.folder / "model", bench.folder / "runs"
+    # Each table has runs of its own, under the same names.
+    model, runs = bench.folder / "model", Path(tempfile.mkdtemp(prefix="runs-", dir=bench.folder))
     make_model(model, train=False)
     figures: list[Figure | Breakdown] = []
     first: RunConfig | None = None

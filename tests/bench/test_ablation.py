@@ -431,7 +431,8 @@ def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: 
     plan_file.write_text(
         SHORT.replace('set = ["num_updates=3"]', f"set = {list(common)!r}").replace(
             '"trainer.learning_rate=2e-5"',
-            '\'engine={logprobs_mode="raw_logprobs", head_dtype="model", update="drained"}\'',
+            '\'engine={logprobs_mode="raw_logprobs", head_dtype="model", update="drained", '
+            "args={enforce_eager=true}}'",
         )
     )
     folders = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]

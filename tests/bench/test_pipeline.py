@@ -1,12 +1,14 @@
+import asyncio
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-import redis
+import redis.asyncio
 import torch
 from safetensors.torch import save_file
 
@@ -24,6 +26,7 @@ from bench.pipeline.modes import (
 )
 from bench.pipeline.pinned import KINDS, CpuSnapshot, children_cpu_s, classify
 from bench.pipeline.records import make_group, record_figures
+from bench.pipeline.saving import SocketClock
 from bench.pipeline.section import streaming_figures
 from bench.pipeline.streaming import Streamed, Window, summarize
 from bench.result import (
@@ -32,6 +35,7 @@ from bench.result import (
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.deploy.report.telemetry import EvaluationPoint, RunTelemetry, Update
+from penstock.producers.stream.timed_steps import TimedSteps
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.policy import WeightManifest
@@ -209,20 +213,42 @@ async def test_a_long_tail_s_reward_is_the_same_after_its_delay(monkeypatch: pyt
     assert np.median(delays) == pytest.approx(0.2, rel=0.1) and np.quantile(delays, 0.99) > 2
 
 
-def test_kills_are_compared_by_the_shares_lost_and_spells_pair_by_pair():
+def test_kills_are_compared_by_the_shares_lost_and_saving_by_its_share_of_the_processor():
     kills = {
         "with": [Kill(num_sampled=200, num_lost=2, arrival_s=3.0), Kill(num_sampled=100, num_lost=9, arrival_s=5.0)],
         "without": [Kill(num_sampled=200, num_lost=200, arrival_s=8.0)] * 2,
     }
-    spells = {
-        "with": [Spell(num_tokens=n, wall_s=2.0, cpu_s=cpu_s) for n, cpu_s in ((198, 4.0), (100, 2.01), (396, 16.0))],
-        "without": [Spell(num_tokens=n, wall_s=2.0, cpu_s=cpu_s) for n, cpu_s in ((200, 4.1), (200, 4.0), (400, 8.0))],
-    }
-    lost, arrival, cpu, rate = kill_figures(Killed(progress_s=0.25, kills=kills, spells=spells))
+    spells = [Spell(5.0, 8.0, 0.05, 0.01, 20.0, 1e6), Spell(5.0, 4.0, 0.02, 0.0, 20.0, 3e6)]
+    lengths = {512: spells[1], 32_768: Spell(8.0, 1.0, 0.07, 0.02, 2.0, 16e6)}
+    found = Killed(progress_s=0.25, num_rollouts=32, kills=kills, spells=spells, lengths=lengths)
+    lost, arrival, sampling, short, long = kill_figures(found)
     assert lost.measured == pytest.approx(5.0) and lost.reference == 100.0 and lost.reached
     assert arrival.ratio == 0.5
-    assert cpu.ratio == pytest.approx(1.005) and cpu.reached and cpu.details["ratio_by_pair"][2] > 2
-    assert rate.ratio == 0.99 and rate.reached
+    assert sampling.ratio == pytest.approx(0.08 / 12) and sampling.reached
+    assert sampling.details["bytes_per_save"] == 1e5 and sampling.details["seconds_between_saves"] == 0.25
+    assert short.ratio == pytest.approx(0.004) and short.reached
+    assert long.ratio == pytest.approx(0.09 / 8) and not long.reached and long.details["bytes_per_s"] == 2e6
+
+
+@pytest.mark.redis
+async def test_sockets_are_timed_apart_from_the_steps_of_those_who_wait_for_them(redis_url, monkeypatch):
+    """On a clock that only an answer's reading moves."""
+    clock, reads = [0.0], []
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+    sockets = SocketClock(asyncio.get_running_loop())
+    feed = asyncio.StreamReader.feed_data
+
+    def slowly(reader: asyncio.StreamReader, data: bytes) -> None:
+        clock[0] += 1.0
+        reads.append(data)
+        feed(reader, data)
+
+    monkeypatch.setattr(asyncio.StreamReader, "feed_data", slowly)
+    client = redis.asyncio.Redis.from_url(redis_url)
+    timed = TimedSteps(client.set("key", b"value"))
+    assert await timed
+    assert sockets.cpu_s == len(reads) > 0 and timed.cpu_s == 0.0
+    await client.aclose()
 
 
 def test_the_trainers_packing_is_what_its_step_takes_beyond_its_phases():

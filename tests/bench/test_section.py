@@ -1,13 +1,15 @@
 """The sections share the choice of rows, their measurement, and the treatment of failures."""
 
 import json
+import sys
 
 import pytest
 import redis
 
 from bench import __main__ as command
 from bench.result import BenchError, Figure
-from bench.section import Bench, measure_apart
+from bench.section import Bench, measure_apart, wait_for
+from penstock.deploy.launch.child import Child
 
 
 def test_rows_choose_their_sections():
@@ -69,3 +71,9 @@ def test_a_process_that_dies_is_named_with_the_end_of_its_log(tmp_path):
     python.chmod(0o755)
     with pytest.raises(BenchError, match=r"head ended with status 3; its log ends:\nno torch here"):
         measure_apart("head", "bench.head.part", {}, dict, tmp_path, python=str(python))
+
+
+def test_lines_of_a_part_that_say_how_far_it_is_are_printed_once(tmp_path, capsys):
+    code = "import time\nfor n in range(3): print(f'bench: {n}\\nloaded', flush=True); time.sleep(0.1)"
+    wait_for([Child("part", [sys.executable, "-c", code], log=tmp_path / "part.log")])
+    assert capsys.readouterr().out == "bench: 0\nbench: 1\nbench: 2\n"
