@@ -25,6 +25,7 @@ from penstock.deploy.launch.command_line import (
     Command,
     add_run,
     add_runs,
+    add_set,
     limit_threads,
     run_as_ranks,
     shipped_run_files,
@@ -148,7 +149,7 @@ def _add_try_arguments(parser: argparse.ArgumentParser) -> None:
         "given", metavar="RUN.toml|ENVIRONMENT", help="a run file, or an environment's import path (my_lab:Capitals)"
     )
     parser.add_argument("-n", type=int, default=4, metavar="N", help="training tasks to show (default: 4)")
-    _add_overrides(parser)
+    add_set(parser)
 
 
 def _add_producer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,13 +189,7 @@ def _add_make_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="addition, as in the demo (the default), or an agent that may call a calculator",
     )
     parser.add_argument("--seed", type=int, help="of the initial weights and the warm start (default: 0)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another field of the recipe, as in num_layers=3",
-    )
+    add_set(parser, "another field of the recipe, as in num_layers=3", "NAME=VALUE")
 
 
 def _add_run_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -207,17 +202,7 @@ def _add_run_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> 
     )
     parser.add_argument("--name", help="name of the run, in place of the run file's")
     add_runs(parser)
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="override a field, as in trainer.learning_rate=1e-5",
-    )
+    add_set(parser)
 
 
 def _load(arguments: argparse.Namespace, *, resume: bool = False) -> RunConfig:
@@ -308,7 +293,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return _lead(arguments, config, signals)
-    from penstock.consumers.distributed.follower import follow
+    from penstock.consumers.distributed.led_rank import follow
     from penstock.consumers.distributed.start import check_alike, join
 
     ranks, lookout = join(config)

@@ -70,7 +70,7 @@ def load_updates(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[di
         ConfigError: no such run, or its `run.toml` is no run file.
         TelemetryError: a malformed line (named with its file and number).
     """
-    rows = map(msgspec.structs.asdict, read_telemetry(_folder(run, runs)).updates)
+    rows = map(msgspec.to_builtins, read_telemetry(_folder(run, runs)).updates)
     return [row | row.pop("metrics") for row in rows]
 
 

@@ -33,7 +33,7 @@ megabytes, `_gib` gibibytes, `_tokens` tokens, `_steps` optimizer steps.
 """
 
 
-class Field(NamedTuple):
+class FieldRow(NamedTuple):
     """One row of the page."""
 
     path: str
@@ -109,13 +109,13 @@ def default_of(field: Any, table: Any) -> str:
     return "not set" if value is None else f"`{json.dumps(msgspec.to_builtins(value))}`"
 
 
-def fields(struct: type[msgspec.Struct], prefix: str, table: Any) -> Iterator[Field]:
+def fields(struct: type[msgspec.Struct], prefix: str, table: Any) -> Iterator[FieldRow]:
     """The fields of one table; a table inside it has rows of its own."""
     hints, texts = get_type_hints(struct, include_extras=True), helps(struct)
     for field in msgspec.structs.fields(struct):
         kind = hints[field.name]
         if struct_in(kind) is None:
-            yield Field(prefix + field.name, shown(kind), default_of(field, table), texts.get(field.name, ""))
+            yield FieldRow(prefix + field.name, shown(kind), default_of(field, table), texts.get(field.name, ""))
 
 
 def section(title: str, struct: type[msgspec.Struct], intro: str, prefix: str = "", table: Any = None) -> str:

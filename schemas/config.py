@@ -251,7 +251,8 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     claim_refresh_s: PositiveFloat = 10.0
     """A producer refreshes its claims this often; less than claim_idle_s."""
     max_attempts: Positive = 8
-    """A prompt delivered this often without a result is settled as dead."""
+    """A prompt delivered this often without a result is settled as dead. From the third time on, and the last, it is
+    sampled with nothing beside it."""
     progress_s: NonNegativeFloat = 0.25
     """How often Redis is told what the rollouts in flight have sampled, so that whoever takes one over goes on from
     there; also when a producer is told to stop. Less often where it would take 1% of a producer's time. 0: never, and
@@ -622,8 +623,9 @@ class ParityConfig(Section, frozen=True, kw_only=True):
     trained, or quarantines the producers at fault where others are sound; `warn` logs it and goes on; `off` does not
     look, and lets settings through that cannot pass."""
     recheck: Fraction = 0.0
-    """Share of the groups without a row of lag 0 that the trainer, while it waits for rollouts, recomputes under the
-    versions that sampled them, with a second model beside its own. Above 0 the trainer has to be one process."""
+    """Share of the groups without a row of lag 0 that are drawn to be recomputed under the versions that sampled them,
+    with a second model beside the trainer's own: each while the trainer waits for rollouts, some also if it never
+    does, in at most 3% of its time. Above 0 the trainer has to be one process."""
 
 
 class RecordingConfig(Section, frozen=True, kw_only=True):

@@ -189,6 +189,13 @@ def test_what_a_reader_of_the_architecture_is_sent_to_is_there() -> None:
     assert [(file, name) for file, name in named if name not in defined(tree_of(ROOT / file))] == []
 
 
+def test_a_word_in_brackets_behind_a_folder_of_the_architecture_is_a_module_in_it() -> None:
+    places = re.findall(r"`([\w/]+)/` \(([\w, ]+)\)", text_of(DOCS / "architecture.md"))
+    modules = [f"{folder}/{word}.py" for folder, words in places for word in words.split(", ")]
+    assert len(modules) >= 8
+    assert [module for module in modules if not (ROOT / module).is_file()] == []
+
+
 def test_every_folder_of_the_house_is_on_the_page_of_the_architecture() -> None:
     page = text_of(DOCS / "architecture.md")
     rooms = ("schemas", "producers", "consumers", "deploy")

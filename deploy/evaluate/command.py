@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.deploy.evaluate.aside import evaluate_aside
-from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, standard_output
+from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, find_run_file, standard_output
 from penstock.schemas.config import load_config
 from penstock.schemas.metrics import REWARD, error_key, pass_key
 
@@ -25,14 +25,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_file", type=Path, metavar="RUN.toml", help="a run file: whose held-out prompts, and how they are answered"
     )
     add_runs(parser)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON for a machine")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="override a field, as in evaluation.num_samples=8",
-    )
+    add_json(parser, "print the results as JSON for a machine")
+    add_set(parser, "override a field, as in evaluation.num_samples=8")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -59,6 +59,7 @@ def hand_out(run: str, passwords: Path, to: Path, redis: str) -> None:
 
 
 def _write(file: Path, text: str, mode: int) -> None:
+    """As `penstock.schemas.process.files.write_whole`, which the image of this program lacks: it needs msgspec."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)

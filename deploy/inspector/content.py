@@ -84,7 +84,7 @@ def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
 
 
 def beginning(group: RolloutGroup | None) -> str:
-    """Of the prompt, or of its last message: `_BEGINNING` characters, in one line."""
+    """The first `_BEGINNING` characters of the prompt, or of its last message, in one line."""
     if group is None:
         return ""
     text = group.prompt.messages[-1].content if group.prompt.messages else group.prompt.text or ""

@@ -45,6 +45,19 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_set(
+    parser: argparse.ArgumentParser,
+    help: str = "override a field, as in trainer.learning_rate=1e-5",
+    metavar: str = "PATH=VALUE",
+) -> None:
+    """Adds `--set`, which may be repeated."""
+    parser.add_argument("--set", action="append", default=[], metavar=metavar, help=help)
+
+
+def add_json(parser: argparse.ArgumentParser, help: str = "print JSON for a machine") -> None:
+    parser.add_argument("--json", action="store_true", help=help)
+
+
 def find_run_file(given: Path) -> Path:
     """`given` itself, or the run file that ships with Penstock under this name, as `demo`.
 

@@ -35,8 +35,6 @@ _TRAINER_STOP_S = 120.0
 _PRODUCER_STOP_S = 30.0
 _STOP_WITHOUT_REDIS_S = 5.0
 
-CommandFor = Callable[[str, RunConfig, Path, bool], Sequence[str]]
-
 
 class Interrupted(Exception):
     """The signal `number` ends the run."""

@@ -78,7 +78,7 @@ class RankSetting(NamedTuple):
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
-    """Of the targets that decoders of this shape call so."""
+    """The parameters of an adapter, for the targets that decoders of this shape call so."""
     attention, mlp = {"q_proj": 1, "o_proj": 1, "k_proj": 2, "v_proj": 2}, ("gate_proj", "up_proj", "down_proj")
     widths = (0, shape.query_width, shape.key_width)
     sizes = {name: shape.hidden + widths[which] for name, which in attention.items()}

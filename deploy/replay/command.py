@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.deploy.launch.command_line import Command, add_runs, limit_threads, run_as_ranks, standard_output
+from penstock.deploy.launch.command_line import Command, add_runs, add_set, limit_threads, run_as_ranks, standard_output
 from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import RecordReadError
@@ -31,13 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a variant with this objective, as in penstock.consumers.learning.objectives.gspo:Gspo; may be repeated",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="another setting for every variant, as in correction.mode=token_mask",
-    )
+    add_set(parser, "another setting for every variant, as in correction.mode=token_mask", "FIELD=VALUE")
     parser.add_argument(
         "--variant",
         action="append",
@@ -93,7 +87,7 @@ def _start(
             said = f"on {size} ranks, as the run; --set {RANKS}=1 needs one only, and compares within a tolerance"
             print(f"penstock: {said}", file=sys.stderr)
         return run_as_ranks(size)
-    from penstock.consumers.distributed.follower import follow
+    from penstock.consumers.distributed.led_rank import follow
     from penstock.consumers.distributed.start import check_alike, join
 
     config = next(iter(configs.values()))

@@ -29,6 +29,8 @@ FULL = 0.8
 """A queue filled to this share of the credit keeps producers waiting."""
 _NAME = 48
 """Characters of a producer's name, folded where the columns beside it need the room."""
+_ROOMY = 100
+"""Columns of a terminal in which those of producers stand two apart; in 80 all of them are whole one apart."""
 _WEIGHT_FIGURES = (
     "weight_changed_frac",
     "weight_chunk_bytes",
@@ -123,9 +125,10 @@ def _weights(seen: RunSnapshot) -> list[RenderableType]:
 
 
 def _producers(seen: RunSnapshot, width: int) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    gap = 2 if width >= _ROOMY else 1
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0))
     table.add_column("producer", overflow="fold", min_width=len("producer-0"))
-    for name in ("policy", "lag", "tokens/s", "in flight", "mismatch", "pauses", "p50", "longest", "paused"):
+    for name in ("policy", "lag", "tokens/s", "groups", "mismatch", "pauses", "p50", "longest", "paused"):
         table.add_column(name, justify="right", no_wrap=True)
     heartbeats = seen.redis.heartbeats if seen.redis is not None else {}
     lags = seen.redis.lags if seen.redis is not None else {}

@@ -17,7 +17,7 @@ from wire_examples import FINGERPRINT
 
 @pytest.fixture
 def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerBench]:
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     bench = TrainerBench(redis_url, tmp_path)
     yield bench
     bench.close()

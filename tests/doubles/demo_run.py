@@ -76,7 +76,8 @@ class DemoRun:
         return self._output.read_text() + logs
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        wait_for(condition, timeout_s=BOOT_S, process=self.process, log=self.output)
+        # Conditions read whole files, and the processors are wanted elsewhere.
+        wait_for(condition, timeout_s=BOOT_S, poll_s=0.2, process=self.process, log=self.output)
 
     def wait_for_update(self, update: int) -> None:
         self.wait_for(lambda: any(line["update"] >= update for line in self.updates()[-1:]))

@@ -27,7 +27,8 @@ PRELOADED += ["penstock.consumers.learning.learner", "transformers.models.qwen3.
 
 
 class _Server(forkserver.ForkServer):
-    """Of its own: that of multiprocessing forks the engines. A program that was forked itself asks the same server."""
+    """A server of its own: that of multiprocessing forks the engines. A program that was forked itself asks the same
+    server."""
 
     def __init__(self, preloaded: list[str]) -> None:
         super().__init__()

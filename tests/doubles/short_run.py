@@ -32,7 +32,7 @@ class ShortRun:
     """A run named `test` of 12 updates of 4 groups, max_lag 2, a checkpoint every 4 updates."""
 
     def __init__(self, url: str, runs: Path, monkeypatch: Any, **changes: Any) -> None:
-        monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+        monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
         monkeypatch.setenv("REDIS_URL", url)
         fields: dict[str, Any] = {
             "name": "test",

@@ -24,7 +24,7 @@ from scripted_learner import ScriptedLearner
 import penstock.consumers.__main__ as entry
 from penstock.deploy.cli import main
 {learner}
-entry._load_learner = Learner
+entry.load_learner = Learner
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -15,6 +15,19 @@ from penstock.schemas.process.redis_url import connection_file
 from prometheus_server import PrometheusServer, free_port, has_prometheus, wait_until_served
 
 EXPORTER = shutil.which("prometheus-redis-exporter") or shutil.which("redis_exporter")
+GROUPS_PER_BATCH = 8
+PACED = """
+import asyncio
+
+from penstock.producers.environments.arithmetic import Arithmetic
+
+
+class Paced(Arithmetic):
+    async def reward(self, prompt, completion):
+        await asyncio.sleep(2)
+        return super().reward(prompt, completion)
+"""
+"""The module `paced`: an environment for about one update a second."""
 
 
 class WatchedRun(DemoRun):
@@ -56,7 +69,7 @@ class WatchedRun(DemoRun):
         with redis.Redis.from_url(json.loads(connection_file(self.folder).read_text())["url"]) as client:
             try:
                 self.wait_for(lambda: self._cut_connections(client))
-                self.wait_for_update(self.updates()[-1]["update"] + 40)
+                self.wait_for_update(self.updates()[-1]["update"] + 25)
             finally:  # also where that fails: the other tests need the processors
                 self.ended_s = time.time()
                 self.stop()

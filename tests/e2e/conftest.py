@@ -10,7 +10,7 @@ import pytest
 from demo_run import DemoRun
 from penstock.schemas.config import DEFAULT_OBJECTIVE
 from waiting import wait_for
-from watched_run import WatchedRun
+from watched_run import GROUPS_PER_BATCH, PACED, WatchedRun
 
 NUM_UPDATES = 40
 
@@ -19,11 +19,14 @@ NUM_UPDATES = 40
 def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRun]:
     """A recorded run of the demo that trains until a test asks for its end; a Prometheus scrapes it all along.
 
-    It has a term for a reference model: there are panels for it.
+    It has a term for a reference model: there are panels for it. Its batches are small and its rewards take their time,
+    as a judge's do: at its own pace it would keep all processors busy while it is looked at.
     """
     settings = {"objective.path": DEFAULT_OBJECTIVE, "objective.kwargs.kl_coefficient": 0.001}
+    settings |= {"environment.path": "paced:Paced", "groups_per_batch": GROUPS_PER_BATCH}
     settings |= {"model.path": demo_model, "num_updates": 5000, "record": "true", "metrics.port": 0}
     run = WatchedRun(tmp_path_factory.mktemp("live"), "live", **settings, **{"evaluation.num_prompts": 16})
+    (run.project / "paced.py").write_text(PACED)
     try:
         run.begin()
         run.wait_for_update(25)

@@ -13,7 +13,7 @@ import pytest
 from browser import Browser, needs_browser
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
-from watched_run import WatchedRun
+from watched_run import GROUPS_PER_BATCH, WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -64,7 +64,8 @@ def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: WatchedRun) -> No
     group = recorded.decode()
     with inspected(ended_run) as url:
         head = ask(url, "/api/run")
-        assert (head["kind"], head["num_groups"], head["notes"]) == ("record", 32 * len(ended_run.updates()), [])
+        num_groups = GROUPS_PER_BATCH * len(ended_run.updates())
+        assert (head["kind"], head["num_groups"], head["notes"]) == ("record", num_groups, [])
         shown = ask(url, f"/api/groups/0-{at.batch.position}-{at.place}")
         stale = ask(url, f"/api/groups?outcome=trained&lag_min={at.entry.max_lag}&size=200")
     assert shown["index"] == group.index and shown["answer"] == group.prompt.answer

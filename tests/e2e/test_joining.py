@@ -16,7 +16,7 @@ from penstock.schemas.process.redis_url import connection_file
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import unpack_floats
 from waiting import wait_for
-from watched_run import WatchedRun
+from watched_run import PACED, WatchedRun
 
 pytestmark = [
     pytest.mark.vllm,
@@ -34,6 +34,7 @@ def test_an_engine_without_a_base_model_samples_what_the_trainer_expects(
     hidden = [tmp_path_factory.getbasetemp(), demo_model]
     assert live_run.folder.is_relative_to(hidden[0])
     host = LoneHost(url, hidden[: 1 if demo_model.is_relative_to(hidden[0]) else 2])
+    (host.folder / "paced.py").write_text(PACED)  # the run's environment: a joining host needs its code
     beat: list[Heartbeat] = []
 
     def has_appended(num_groups: int) -> bool:
@@ -45,9 +46,9 @@ def test_an_engine_without_a_base_model_samples_what_the_trainer_expects(
         try:
             join = ["producer", "--join", host.url, "--run", live_run.name, "--id", "far"]
             host.start("-m", "penstock.deploy.cli", *join)
-            wait_for(lambda: has_appended(64), timeout_s=300, process=host.process, log=host.log.read_text)
+            wait_for(lambda: has_appended(16), timeout_s=300, process=host.process, log=host.log.read_text)
             first = beat[0].policy_version
-            wait_for(lambda: has_appended(128) and beat[0].policy_version > first, process=host.process, timeout_s=120)
+            wait_for(lambda: has_appended(32) and beat[0].policy_version > first, process=host.process, timeout_s=120)
             host.process.send_signal(signal.SIGTERM)
             assert host.process.wait(60) == 0, host.log.read_text()
             assert beat[0].num_weight_loads_failed == 0

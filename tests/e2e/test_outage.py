@@ -20,7 +20,7 @@ AWAY_S = 30.0
 def test_half_a_minute_without_redis_loses_nothing_and_trains_nothing_twice(
     server_binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     server = RealServer(server_binary, "--appendfsync", "everysec")
     bench = TrainerBench(server.url, tmp_path)
     # Every claim is another producer's to take when the server comes back.

@@ -11,12 +11,14 @@ from penstock.deploy.prometheus.command import RULES
 from penstock.schemas.metrics import TRAINER_GAUGES, Metric, ProducerMetric, TrainerMetric
 from prometheus_server import needs_prometheus
 from waiting import wait_for
-from watched_run import EXPORTER, WatchedRun
+from watched_run import EXPORTER, GROUPS_PER_BATCH, WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900), needs_prometheus]
 
 ROOT = Path(__file__).parents[2]
 RUN = "live"
+CREDIT = 3 * GROUPS_PER_BATCH
+"""Of the run, whose `max_lag` is 2."""
 MOMENT_S = 60
 RATE_INTERVAL = "20s"
 """The shortest that Grafana takes for `$__rate_interval` with the provisioned data source."""
@@ -106,7 +108,7 @@ def test_the_places_of_the_groups_add_up_to_the_credit(ended_run: WatchedRun) ->
     assert all(min(values) >= 0 for values in places.values())
     assert max(places["in producers"]) > 0 and max(places["ready to train"]) > 0
     together = [sum(values) for values in zip(*(values[-20:] for values in places.values()), strict=True)]
-    assert set(together) == {96.0}
+    assert set(together) == {CREDIT}
 
 
 @pytest.mark.skipif(not EXPORTER, reason="needs prometheus-redis-exporter on PATH (the Debian package of that name)")
@@ -178,6 +180,6 @@ def test_the_numbers_in_prometheus_are_those_of_the_runs_own_files(ended_run: Wa
     ((_, bound),) = ended_run.over("penstock_lag_bound_steps")
     assert set(bound) == {2.0}
     ((_, credit),) = ended_run.over("penstock_credit_groups")
-    assert set(credit) == {96.0}
+    assert set(credit) == {CREDIT}
     ((_, waiting),) = ended_run.over("max(penstock_groups_open - penstock_prompts_open)")
-    assert 0 <= min(waiting) <= max(waiting) <= 96
+    assert 0 <= min(waiting) <= max(waiting) <= CREDIT

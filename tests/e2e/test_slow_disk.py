@@ -86,7 +86,7 @@ def server(server_binary: Path, disk: SlowDisk, fsync: str) -> Iterator[RealServ
 @pytest.fixture
 def scene(server: RealServer, disk: SlowDisk, fsync: str, tmp_path: Path, monkeypatch, caplog) -> Iterator[Scene]:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     scene = Scene(server, disk, tmp_path, may_forget=fsync == "everysec")
     yield scene
     scene.close()

@@ -73,7 +73,7 @@ class Bench:
         assert not any(producer.engine.wrong for producer in self.producers)
 
     def harm_chunk(self, version: int, harm: str) -> None:
-        """Of all chunks of a delta the first."""
+        """Harms the first chunk of a delta."""
         key = f"{version}-delta-0-0"
         data = self.client.hget(self.keys.chunks, key)
         assert data is not None

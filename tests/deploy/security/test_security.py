@@ -244,7 +244,7 @@ def test_nobody_gets_in_without_a_password(guarded: RealServer) -> None:
 def test_a_whole_run_works_with_each_part_under_its_own_user(
     guarded: RealServer, client_of, tmp_path: Path, monkeypatch, capsys, users: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     producer_user, trainer_user = (user_name("test", role) for role in users)
     bench = TrainerBench(url_of(guarded, trainer_user), tmp_path)
     producers = [

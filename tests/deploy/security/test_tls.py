@@ -62,7 +62,7 @@ def address(server_binary: Path, certificates: Path, tmp_path: Path) -> Iterator
 
 
 def test_a_whole_run_works_over_tls(address: str, certificates: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     url = f"{address}?ssl_ca_certs={certificates / 'ca.crt'}"
     monkeypatch.setenv("REDIS_URL", url)
     bench = TrainerBench(url, tmp_path)

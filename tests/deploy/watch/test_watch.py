@@ -35,12 +35,14 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.prometheus import register_metrics_port
 from penstock.schemas.process.redis_url import connection_file
+from penstock.schemas.producer_parity import ProducerParity
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
 from short_run import ShortRun
 from terminal import Terminal
 from waiting import wait_for
 from wire_examples import FINGERPRINT
+from written_parity import INSTANCES, write_parity
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(
@@ -217,12 +219,42 @@ def test_the_views_fit_the_width_they_have(width):
 @pytest.mark.parametrize("name", ["producer-0", "producer-of-some-far-pod-a1b2c3"])
 def test_a_producers_name_and_its_numbers_are_whole_in_80_columns(name):
     long = heartbeat(name, tokens_per_s=123456.0)
-    pauses = {name: Pauses(((0.0, 1.234),) * 120)}
-    seen = snapshot(redis=redis_seen(heartbeats={name: long}), producers=(name,), pauses=pauses)
+    pauses = {name: Pauses(((0.0, 1.234),) * 48)}
+    parity = {name: ProducerParity(producer_id=name, gap=1.2e-3)}
+    seen = snapshot(
+        redis=redis_seen(heartbeats={name: long}, parity=parity, lags={name: 1}),
+        producers=(name, "producer-1"),
+        pauses=pauses,
+        starting=frozenset({"producer-1"}),
+    )
     rows = shown(seen).partition("producer ")[2].splitlines()
     assert "…" not in "".join(rows) and max(map(len, rows)) <= 80
-    assert name in "".join(row[:11].strip() for row in rows[1:5])
-    assert all(word in rows[1] for word in ("123,456", "1,234 ms"))
+    assert rows[0].split() == ["policy", "lag", "tokens/s", "groups", "mismatch", "pauses", "p50", "longest", "paused"]
+    at = next(n for n, row in enumerate(rows) if row.startswith(name[:10]))
+    assert name in "".join(row[:11].strip() for row in rows[at : at + 4])
+    assert rows[at].split()[1:] == [*["7", "1", "123,456", "5", "1.2e-03", "48", "1,234", "ms", "1,234", "ms"], "99%"]
+
+
+@pytest.mark.redis
+def test_a_quarantined_producer_is_red_and_named_with_what_its_rows_show(redis_client):
+    keys = Keys("r")
+    for name, instance in INSTANCES.items():
+        redis_client.set(keys.producer(name), encode_heartbeat(heartbeat(name, instance=instance)))
+    write_parity(redis_client, keys)
+    seen = snapshot(redis=look(redis_client, keys, {}), producers=())
+    told = shown(seen, 120)
+    rows = {row.split()[0]: row.split() for row in told.splitlines() if row.split()[:1] and row.split()[0] in INSTANCES}
+    assert {name: row[5] for name, row in rows.items()} == {
+        "sound": "2.0e-04", "bad": "3.1e-01", "again": "-", "torn": "-", "deep": "-",
+    }  # fmt: skip
+    said = [line for line in told.splitlines() if "quarantined" in line]
+    assert said == [r"bad: quarantined (stale_weights): engine and trainer differ \x1b[2J[bold] by 0.31 nats"]
+    assert "\x1b" not in told and "of before" not in told
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, legacy_windows=False)
+    console.print(one_view(seen, 1, 120))
+    red = [line for line in console.file.getvalue().splitlines() if line.startswith("\x1b[31m")]
+    names = [line.removeprefix("\x1b[31m").split()[0] for line in red]
+    assert [name for name in names if name.rstrip(":") in INSTANCES] == ["bad", "bad:"]
 
 
 def test_a_producer_that_boots_is_not_called_gone():
@@ -524,7 +556,7 @@ class SlowLearner(ScriptedLearner):
 
 def slow_learner(monkeypatch) -> threading.Event:
     """For the next trainer; returns what ends its slowness."""
-    monkeypatch.setattr("penstock.consumers.__main__._load_learner", SlowLearner)
+    monkeypatch.setattr("penstock.consumers.__main__.load_learner", SlowLearner)
     SlowLearner.is_seen = threading.Event()
     return SlowLearner.is_seen
 
