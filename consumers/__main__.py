@@ -1,6 +1,7 @@
 """Starts the trainer of a run."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import make_version
-from penstock.schemas.process import logs
+from penstock.schemas.process import clock, logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
@@ -215,6 +216,13 @@ def _open(
     return _assemble(config, runs, learner, metrics, leadership, ledger, state)
 
 
+def _clock_ahead_s(connection: TrainerConnection) -> float:
+    before_s = time.time()
+    ahead_s = clock.seconds_ahead(connection.call(lambda client: client.time()), before_s, time.time())
+    clock.tell_if_wrong(ahead_s)
+    return ahead_s
+
+
 def _assemble(
     config: RunConfig,
     runs: Path,
@@ -251,7 +259,7 @@ def _assemble(
         if recorder is not None:
             recorder.sync()
 
-    run_log = RunLog(config, folder, metrics, ledger, progress)
+    run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection))
     best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, leadership.keys), epoch)
     shard = PolicyShard(learner.ranks, leadership.keys, connection.call, learner.published_parts)
     publisher = Publisher(

@@ -339,6 +339,7 @@ class Producer:
                 num_tokens=num_tokens,
                 in_flight=len(self.table),
                 policy_version=self._engine.policy_version,
+                clock_ahead_s=self._heartbeat.clock_ahead_s,
             )
 
     def _describe(self) -> Heartbeat:

@@ -146,7 +146,7 @@ class Attrition(msgspec.Struct):
             reason = rollout.segments[-1].finish_reason
             counts.finish_reasons[reason] = counts.finish_reasons.get(reason, 0) + 1
         if num_missing := num_siblings - len(rollouts):
-            kind = outcome if outcome in ("dead", "duplicate") else "missing"
+            kind = "missing" if outcome in ("trained", "skipped") else outcome  # else its index has no end with this
             of_environment.setdefault(kind, {}).setdefault(UNKNOWN, Rollouts()).num += num_missing
         if outcome == "duplicate":  # the other group of its index stands for it
             return

@@ -61,13 +61,21 @@ class RunLog:
     """Writes `updates.jsonl`, `evaluations.jsonl` and `trainer.json` of the run folder, and feeds metrics and sinks."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, metrics: TrainerMetrics, ledger: Ledger, progress: RunProgress
+        self,
+        config: RunConfig,
+        folder: Path,
+        metrics: TrainerMetrics,
+        ledger: Ledger,
+        progress: RunProgress,
+        clock_ahead_s: float = 0.0,
     ) -> None:
+        """clock_ahead_s: this host's clock against Redis'."""
         self.alert = Alert(config, metrics.parity_alert.set)
         self.metrics = metrics
         self._ledger = ledger
         self._progress = progress
         self._config = config
+        self._clock_ahead_s = clock_ahead_s
         self._is_first = True
         """No batch of this trainer was logged yet."""
         self._told: set[str] = set()
@@ -119,6 +127,7 @@ class RunLog:
             "update": self._progress.num_batches,
             "policy_version": policy_version,
             "time_s": now,
+            "clock_ahead_s": self._clock_ahead_s,
             **{name: value if math.isfinite(value) else None for name, value in report.metrics.items()},
             "lag_histogram": {str(lag): count for lag, count in sorted(report.lag_histogram.items())},
             "num_tokens_trained": report.num_tokens_trained,

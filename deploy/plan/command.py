@@ -87,6 +87,8 @@ def _print(found: "Plan") -> None:
         f"seats taken, {pace['alone_per_s']:,.0f} with one; the trainer takes {' and '.join(takes)}; a policy is in "
         f"the engines after {weights_s:.2g} s"
     )
+    for note in found.notes:
+        console.print(note, markup=False)
     console.print(_table(found))
     console.print(f"lag of {found.planned['num_updates']:,} planned updates' tokens, in optimizer steps")
     for lag, share in found.planned["lags"].items():

@@ -34,6 +34,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     pace: by the names of `plan`'s arguments; the seats of one producer, and the parts of `weights_s`. The trainer's
         rate is None where an update takes the same time whatever its batch has.
     recorded: of the run whose pace it has. as_recorded: of that run in simulated time, where other things are planned.
+    notes: on what was recorded.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     planned: dict[str, Any]
     recorded: dict[str, Any] | None = None
     as_recorded: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def plan(
@@ -121,6 +123,7 @@ def plan(
         planned=figures_of(planned, config),
         recorded=recorded,
         as_recorded=as_recorded,
+        notes=found.clock_notes if found else (),
     )
 
 
@@ -137,7 +140,7 @@ def figures_of(course: Course, config: RunConfig) -> dict[str, Any]:
     )
     return {
         "num_updates": course.num_updates,
-        "updates_per_s": max(0, course.num_updates - 1) * rate,
+        "updates_per_s": course.num_intervals * rate,
         "tokens_per_s": course.num_tokens * rate,
         "trainer_waits": course.waits,
         "engines_paused": course.paused,

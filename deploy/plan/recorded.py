@@ -61,11 +61,14 @@ class _Sampled(NamedTuple):
 
 
 class PacedRun(NamedTuple):
+    """clock_notes: on producers whose clocks were not the trainer's."""
+
     config: RunConfig
     num_producers: int
     pace: RunPace
     lengths: Lengths
     course: Course
+    clock_notes: tuple[str, ...] = ()
 
     def thinned(self, parts: int) -> "PacedRun":
         """With the pace of every so-manieth update, as if it had been as much shorter."""
@@ -118,7 +121,7 @@ def read_run(folder: Path) -> PacedRun:
         flat=fmean(group.is_flat for group in sampled) if sampled else _flat_logged(telemetry),
         joins_s=joins_s,
     )
-    return PacedRun(config, len(joins_s), pace, lengths, _course(telemetry))
+    return PacedRun(config, len(joins_s), pace, lengths, _course(telemetry), tuple(telemetry.clock_notes()))
 
 
 def _sampled(record: Record, telemetry: RunTelemetry) -> Iterator[_Sampled]:
@@ -133,11 +136,18 @@ def _sampled(record: Record, telemetry: RunTelemetry) -> Iterator[_Sampled]:
         for entry, recorded in zip(head.groups, groups, strict=True):
             if entry.outcome in ("trained", "skipped"):
                 group = recorded.decode()
-                name, times = group.producer_id, group.timings
+                name = group.producer_id
+                times = _moved(group.timings, telemetry.clocks.get(name, 0.0))
                 lengths = tuple(max(1, rollout.num_sampled_tokens) for rollout in group.rollouts)
                 oldest = min(group_versions(group), default=-1)
                 began_s = min(max(times.claimed_s, loaded_s.get((name, oldest), 0.0)), times.generated_s)
                 yield _Sampled(name, times, began_s, lengths, not any(entry.advantages))
+
+
+def _moved(times: Timings, ahead_s: float) -> Timings:
+    """As the trainer's clock would have shown them."""
+    fields = msgspec.structs.asdict(times)
+    return Timings(**{name: at_s - ahead_s if at_s else 0.0 for name, at_s in fields.items()})
 
 
 def _presence(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> list[tuple[float, float]]:
@@ -315,6 +325,7 @@ def _course(telemetry: RunTelemetry) -> Course:
     credits = [update.metrics["credit"] for update in telemetry.updates if "credit" in update.metrics]
     return Course(
         num_updates=len(telemetry.updates),
+        num_intervals=len(pairs),
         seconds=seconds,
         num_tokens=sum(sum(update.lag_histogram.values()) for _, update in pairs),
         waits=sum(update.wait_s or 0.0 for _, update in pairs) / seconds,
@@ -340,7 +351,9 @@ def _loads(telemetry: RunTelemetry) -> Iterator[tuple[WeightsLoaded, float]]:
 
 def _announce_s(telemetry: RunTelemetry) -> float:
     """From the line of an update to the start of the loads of its policy: the median."""
-    made_s = {update.policy_version: update.time_s for update in telemetry.updates}
+    made_s: dict[int, float] = {}
+    for update in telemetry.updates:  # one without an optimizer step repeats the policy before
+        made_s.setdefault(update.policy_version, update.time_s)
     found = [
         event.time_s - load_s - made_s[event.policy_version]
         for event, load_s in _loads(telemetry)

@@ -72,7 +72,8 @@ class RunPace(msgspec.Struct, frozen=True, kw_only=True):
 class Course(msgspec.Struct, kw_only=True):
     """What a run has come to, in the record of one or in simulated time; None where it is not known.
 
-    seconds: between the first update and the last. num_tokens: sampled, of the batches after the first.
+    num_intervals: updates that came after another one of the same trainer; seconds: theirs, each from the one before.
+    num_tokens: sampled, of their batches.
     waits, paused, seats_taken: shares of time: of the trainer, of engines, of all engines' seats.
     lags: tokens of batches by lag. num_ready: groups that waited to be trained, at each update. queue: those read by
     the trainer and left after each.
@@ -81,6 +82,7 @@ class Course(msgspec.Struct, kw_only=True):
     """
 
     num_updates: int = 0
+    num_intervals: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
     waits: float = 0.0
@@ -321,6 +323,7 @@ class Simulation:
         course.num_masked += report.num_tokens_masked_lag
         if course.num_updates:
             self._waited_s += waited_s
+            course.num_intervals += 1
             course.num_tokens += sum(report.lag_histogram.values())
         self.intake.settle(groups, report)
         if report.skipped_reason is None:

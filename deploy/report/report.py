@@ -184,4 +184,5 @@ def _show(value: Any) -> str:
 
 def _footer(telemetry: RunTelemetry) -> str:
     num_lines = len(telemetry.updates) + len(telemetry.evaluations) + sum(map(len, telemetry.producers.values()))
-    return f"Drawn by penstock from {num_lines:,} lines of the run's own telemetry. Tokens are sampled tokens."
+    drawn = f"Drawn by penstock from {num_lines:,} lines of the run's own telemetry. Tokens are sampled tokens."
+    return " ".join([drawn, *telemetry.clock_notes()])

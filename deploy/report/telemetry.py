@@ -3,8 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from penstock.schemas.attrition import Attrition, Counts
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.metrics import REWARD, figures_of, lag_key, parts_of
 from penstock.schemas.policy import make_version, split_version
+from penstock.schemas.process.clock import TOLERATED_S
 from penstock.schemas.rollout import EngineFingerprint
 
 
@@ -43,6 +45,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float | None = None
     step_s: float | None = None
     publish_s: float | None = None
+    clock_ahead_s: float | None = None
+    """The trainer's clock against Redis'."""
     rollouts: Counts = {}
     """Those counted since the update before."""
     environments: dict[str, dict[str, float]] = {}
@@ -125,6 +129,8 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ra
     """Tokens sampled since the producer started."""
     in_flight: int | None = None
     policy_version: int | None = None
+    clock_ahead_s: float | None = None
+    """The producer's clock against Redis'."""
 
 
 ProducerEvent = Started | WeightsLoaded | Rate
@@ -135,7 +141,9 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     updates: ascending by number, only those on the line of the latest policy (a rollback drops what it undid).
     evaluations: ascending by update, one per update, on that same line.
-    producers: by producer id, events in the order written.
+    producers: by producer id, events in the order written, at times of the trainer's clock.
+    clocks: by producer id, the seconds that its clock was ahead of the trainer's (below 0: behind), where they differed
+        by more than `TOLERATED_S`; its events were moved by as much.
     missing: the expected files that are not there.
     num_torn_lines: lines left out because they were cut short by a kill, or were being written.
     read_s: time of the reading, in seconds since the epoch.
@@ -150,6 +158,15 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...]
     num_torn_lines: int
     read_s: float = 0.0
+    clocks: dict[str, float] = {}
+
+    def clock_notes(self) -> list[str]:
+        """A sentence on each producer of `clocks`."""
+        return [
+            f"{name}'s clock was {abs(ahead_s):,.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the trainer's: its "
+            "times are moved by as much."
+            for name, ahead_s in self.clocks.items()
+        ]
 
     @property
     def is_over(self) -> bool:
@@ -208,16 +225,37 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
         file.stem: read_lines(file, ProducerEvent) for file in producer_files
     }
     kept = current_line(updates)
+    clocks = _clocks(updates, {name: events for name, (events, _) in producers.items()})
     return RunTelemetry(
         name=config.name if config else run_folder.resolve().name,
         config=config,
         updates=tuple(kept),
         evaluations=tuple(place_evaluations(evaluations, kept)),
         ledger=ledger,
-        producers={producer: tuple(events) for producer, (events, _) in producers.items()},
+        producers={name: _moved(events, clocks.get(name, 0.0)) for name, (events, _) in producers.items()},
         missing=tuple(missing),
         num_torn_lines=torn_updates + torn_evaluations + sum(torn for _, torn in producers.values()),
         read_s=read_s,
+        clocks=clocks,
+    )
+
+
+def _clocks(updates: Sequence[Update], producers: Mapping[str, Sequence[ProducerEvent]]) -> dict[str, float]:
+    of_trainer = [update.clock_ahead_s for update in updates if update.clock_ahead_s is not None]
+    found: dict[str, float] = {}
+    for name, events in producers.items():
+        rates = [event for event in events if isinstance(event, Rate)]
+        own = [event.clock_ahead_s for event in rates if event.clock_ahead_s is not None]
+        if own and of_trainer and abs(ahead_s := median(own) - median(of_trainer)) > TOLERATED_S:
+            found[name] = ahead_s
+    return found
+
+
+def _moved(events: Sequence[ProducerEvent], ahead_s: float) -> tuple[ProducerEvent, ...]:
+    if not ahead_s:
+        return tuple(events)
+    return tuple(
+        msgspec.structs.replace(event, time_s=event.time_s - ahead_s) if event.time_s else event for event in events
     )
 
 

@@ -23,7 +23,7 @@ class Right(NamedTuple):
 
 
 # What every client sends around its commands. None of them touches a key.
-_CONNECTION = "ping select echo multi exec discard"
+_CONNECTION = "ping select echo multi exec discard time"
 
 _PRODUCER = (
     Right("prompts evaluations", "xgroup|create xreadgroup xpending xclaim xack xdel"),

@@ -14,6 +14,7 @@ from redis.exceptions import OutOfMemoryError
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.process import clock
 from penstock.schemas.producer_parity import ProducerParity, quarantine_in
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class HeartbeatSender:
         self._left_by_another: bytes | None = None
         self._epoch = -1
         """The newest trainer epoch seen."""
+        self.clock_ahead_s: float | None = None
+        """This host's clock against Redis', as of the last heartbeat; None before the first."""
 
     async def claim_id(self) -> None:
         """Sends the first heartbeat.
@@ -149,7 +152,10 @@ class HeartbeatSender:
         pipeline.get(self._key)
         own = self._describe()
         pipeline.hget(self._keys.parity, own.instance)
-        finished, epoch, held, parity = await pipeline.execute()
+        pipeline.time()
+        before_s = time.time()
+        finished, epoch, held, parity, redis_time = await pipeline.execute()
+        self._compare_clocks(clock.seconds_ahead(redis_time, before_s, time.time()))
         if (quarantine := quarantine_in(parity)) is not None:
             self._on_quarantined(quarantine)
         if held is not None and held != self._left_by_another:
@@ -158,6 +164,11 @@ class HeartbeatSender:
         # The flag of an older epoch, in a Redis that fell back to an older state, is of a run that was continued since.
         is_newest, self._epoch = int(epoch or -1) >= self._epoch, max(int(epoch or -1), self._epoch)
         return finished == b"1" and is_newest
+
+    def _compare_clocks(self, ahead_s: float) -> None:
+        if self.clock_ahead_s is None or abs(ahead_s - self.clock_ahead_s) > clock.TOLERATED_S:
+            clock.tell_if_wrong(ahead_s)
+        self.clock_ahead_s = ahead_s
 
     def _check_own(self, held: bytes, own: Heartbeat) -> None:
         try:

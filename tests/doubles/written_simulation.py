@@ -1,6 +1,6 @@
 """A simulated run that leaves a run's folder behind: telemetry and a record, as real parts would have written them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,12 +17,18 @@ from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, RecordHeader, encode_batch
 from penstock.schemas.rollout import RolloutGroup, Timings, encode_group
 
+TRAINER = "trainer"
+
 
 class WrittenSimulation(Simulation):
-    """Written to `runs` by `write`. Its clock begins at 1 s: a time of 0 means unknown in telemetry."""
+    """Written to `runs` by `write`. Its clock begins at 1 s: a time of 0 means unknown in telemetry.
 
-    def __init__(self, config: RunConfig, *arguments) -> None:
+    ahead_s: how far clocks are ahead of Redis', by `TRAINER` or a producer's name.
+    """
+
+    def __init__(self, config: RunConfig, *arguments, ahead_s: Mapping[str, float] | None = None) -> None:
         super().__init__(config, *arguments)
+        self._ahead_s = ahead_s or {}
         self._names: dict[SimulatedProducer, str] = {}
         self._events: dict[str, list[dict]] = {}
         self._note()
@@ -50,7 +56,8 @@ class WrittenSimulation(Simulation):
             {
                 "update": before + 1,
                 "policy_version": before + 1,
-                "time_s": 1 + self._idle_since_s,
+                "time_s": 1 + self._idle_since_s + self._ahead_s.get(TRAINER, 0.0),
+                "clock_ahead_s": self._ahead_s.get(TRAINER, 0.0),
                 "lag_histogram": report.lag_histogram,
                 "num_tokens_trained": report.num_tokens_trained,
                 "num_tokens_masked_lag": report.num_tokens_masked_lag,
@@ -79,16 +86,25 @@ class WrittenSimulation(Simulation):
     def _beat(self) -> None:
         for producer, name in self._names.items():
             num_tokens = producer.engine.num_tokens
-            self._add(name, "rate", tokens_per_s=0.0, num_tokens=num_tokens, in_flight=len(producer.table))
+            self._add(
+                name,
+                "rate",
+                tokens_per_s=0.0,
+                num_tokens=num_tokens,
+                in_flight=len(producer.table),
+                clock_ahead_s=self._ahead_s.get(name, 0.0),
+            )
         self.clock.after(HEARTBEAT_S, self._beat)
 
     def _add(self, name: str, event: str, **fields) -> None:
-        self._events[name].append({"event": event, "time_s": 1 + self.clock.now_s, **fields})
+        time_s = 1 + self.clock.now_s + self._ahead_s.get(name, 0.0)
+        self._events[name].append({"event": event, "time_s": time_s, **fields})
 
     def _timed(self, group: RolloutGroup) -> RolloutGroup:
         name, generated_s = self._sampled[group.index]
-        claimed_s = 1 + self._claimed_s[group.index]
-        timings = Timings(claimed_s=claimed_s, generated_s=1 + generated_s, appended_s=1 + generated_s)
+        ahead_s = 1 + self._ahead_s.get(name, 0.0)
+        claimed_s, generated_s = ahead_s + self._claimed_s[group.index], ahead_s + generated_s
+        timings = Timings(claimed_s=claimed_s, generated_s=generated_s, appended_s=generated_s)
         return msgspec.structs.replace(group, producer_id=name, timings=timings)
 
     def write(self, runs, *, record: bool = True) -> Course:

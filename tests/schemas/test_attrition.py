@@ -123,6 +123,21 @@ def test_rollouts_in_no_record_are_of_unknown_length_and_a_deadline_is_longer_th
     assert found.window == [(BEYOND, True), (9, False)]
 
 
+@pytest.mark.parametrize("outcome", ["stale", "quarantined"])
+def test_a_sibling_is_missing_of_its_group_only_where_that_is_the_one_that_counts(outcome) -> None:
+    """What an agent did not end in a group that is sampled again is no rollout that its index lacks."""
+    found = Attrition()
+    found.add("sums", outcome, group_of_lengths(9, 9), 4)
+    found.add("sums", "skipped", group_of_lengths(9, 9, 9), 4)
+    assert totals(found) == {
+        outcome: {"16": (2, 18), UNKNOWN: (2, 0)},
+        "skipped": {"16": (3, 27)},
+        "missing": {UNKNOWN: (1, 0)},
+    }
+    settled = sum(num for kind in ("skipped", "missing") for num, _ in totals(found)[kind].values())
+    assert settled == 4, "one index is settled"
+
+
 def test_rewards_that_are_no_numbers_are_left_out_and_tries_of_other_producers_are_counted() -> None:
     found = Attrition()
     found.add("sums", "dead", group_of_lengths(2, reward=math.nan, tries_lost=2), 1)

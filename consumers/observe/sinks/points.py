@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-_LEFT_OUT = frozenset(("update", "time_s", "rollouts"))
-"""The two axes, and counts that would be hundreds of curves."""
+_LEFT_OUT = frozenset(("update", "time_s", "clock_ahead_s", "rollouts"))
+"""The two axes, what moves one of them, and counts that would be hundreds of curves."""
 
 
 class SinkPoint(NamedTuple):

@@ -118,9 +118,10 @@ def test_weights_and_diagnostics_are_those_of_one_process(found, size: int, name
         where = f"batch {batch}"
         assert report.metrics.keys() == other.metrics.keys(), where
         # Sums of float32 terms of up to 1 in another order, which some of the figures are the exponentials of; how much
-        # that is depends on the processor. Later on the weights differ too, which Adam's division carries into them.
+        # that is depends on the processor; means of differences of logprobs are as exact as one rounding of a logprob
+        # from 2 to 4, however small they are. Later on the weights differ too, which Adam's division carries into them.
         rel = 2e-5 if batch else 5e-6
-        assert report.metrics == pytest.approx(other.metrics, rel=rel, abs=1e-6 if batch else 1e-7), where
+        assert report.metrics == pytest.approx(other.metrics, rel=rel, abs=1e-6 if batch else 2.4e-7), where
         for figure in ("num_tokens_trained", "num_tokens_rejected", "num_optimizer_steps", "skipped_reason", "failed"):
             assert getattr(report, figure) == getattr(other, figure), where
         assert report.spared == other.spared and report.steps_skipped == other.steps_skipped, where

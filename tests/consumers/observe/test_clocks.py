@@ -28,4 +28,15 @@ def test_waits_and_the_start_of_a_run_do_not_depend_on_the_producers_clock(bench
     assert_settled_once(bench, redis_client)
     ledger = bench.ledger()
     assert 0.0 < ledger["last_update_s"] - ledger["first_prompt_s"] - 2.0 < time.time() - began_s
-    assert all(line["wait_s"] > 0.0 for line in bench.lines("updates.jsonl"))
+    updates = bench.lines("updates.jsonl")
+    assert all(line["wait_s"] > 0.0 for line in updates)
+    assert all(abs(line["clock_ahead_s"]) < 1.0 for line in updates)  # Redis is on this host
+
+
+def test_a_trainer_whose_clock_is_wrong_says_so(bench, monkeypatch, caplog):
+    true_time = time.time
+    bench.hardy_producer()
+    monkeypatch.setattr(time, "time", lambda: true_time() - 420.0)
+    assert bench.trainer().run()
+    assert all(line["clock_ahead_s"] == pytest.approx(-420.0, abs=1.0) for line in bench.lines("updates.jsonl"))
+    assert [each.getMessage() for each in caplog.records if "this host's clock is 420 s behind" in each.getMessage()]

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,8 @@ from penstock.deploy.plan.recorded import PacedRun, _joins_s, read_run
 from penstock.deploy.plan.simulation import RunPace, Simulation
 from penstock.deploy.plan.workload import lengths_of
 from penstock.schemas.config import ConfigError, RunConfig, config_of
-from written_simulation import WrittenSimulation
+from penstock.schemas.policy import make_version
+from written_simulation import TRAINER, WrittenSimulation
 
 PACE = RunPace(speed=EngineSpeed(0.02, 0.001), token_s=0.001)
 DOCUMENT = {
@@ -66,11 +68,17 @@ def limited(tmp_path_factory) -> Path:
 
 
 def read_back(
-    runs: Path, changed: dict[str, Any], pace: RunPace, *, producers: int = 2, record: bool = True
+    runs: Path,
+    changed: dict[str, Any],
+    pace: RunPace,
+    *,
+    producers: int = 2,
+    record: bool = True,
+    ahead_s: dict[str, float] | None = None,
 ) -> PacedRun:
     """What is read of a run that had this pace."""
     run = small(changed)
-    WrittenSimulation(run, producers, pace, lengths_of(LENGTHS), 40).write(runs, record=record)
+    WrittenSimulation(run, producers, pace, lengths_of(LENGTHS), 40, ahead_s=ahead_s).write(runs, record=record)
     return read_run(runs / "small")
 
 
@@ -180,6 +188,46 @@ def test_a_run_without_a_record_is_planned_by_its_logs(tmp_path):
     assert found.planned["tokens_per_s"] == pytest.approx(found.recorded["tokens_per_s"], rel=0.1)
     more = plan("small", runs=tmp_path, producers=6, set=["max_lag=4"])
     assert more.as_recorded == found.planned and more.planned["trainer_waits"] < found.planned["trainer_waits"]
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["recorded", "logged"])
+@pytest.mark.parametrize(
+    ("ahead_s", "said"),
+    [
+        ({"producer-0": 600.0}, ["producer-0's clock was 600 s ahead of the trainer's"]),
+        ({"producer-1": -420.0}, ["producer-1's clock was 420 s behind the trainer's"]),
+        ({TRAINER: 300.0, "producer-1": 301.0}, ["producer-0's clock was 300 s behind the trainer's"]),
+    ],
+    ids=["one ahead", "one behind", "the trainer's"],
+)
+def test_clocks_that_differ_by_minutes_change_nothing_and_are_named(tmp_path, capsys, record, ahead_s, said):
+    pace = msgspec.structs.replace(PACE, announce_s=0.5, load_s=0.3, joins_s=(0.0, 30.0))
+    agreeing = read_back(tmp_path / "agreeing", {}, pace, record=record)
+    found = read_back(tmp_path / "differing", {}, pace, record=record, ahead_s=ahead_s)
+    assert agreeing.clock_notes == () and [note.partition(":")[0] for note in found.clock_notes] == said
+    slack_s = 2.0 if TRAINER in ahead_s else 1e-6  # a second is no difference
+    assert found.num_producers == 2 and found.pace.joins_s == pytest.approx(agreeing.pace.joins_s, abs=slack_s)
+    assert found.pace.announce_s == pytest.approx(agreeing.pace.announce_s, abs=slack_s)
+    for num in (4, 32):
+        assert found.pace.speed.tokens_per_s(num) == pytest.approx(agreeing.pace.speed.tokens_per_s(num), rel=0.02)
+    assert main(["plan", "small", "--runs", str(tmp_path / "differing")]) == 0
+    assert said[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_time_in_which_a_run_was_stopped_is_none_of_its_updates(tmp_path):
+    """Nor is the update after it one of a second less."""
+    read_back(tmp_path, {}, PACE)
+    before = plan("small", runs=tmp_path).recorded
+    log = tmp_path / "small" / "updates.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines[20:]:
+        line["policy_version"] = make_version(1, line["policy_version"])
+        line["time_s"] += 5000.0
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resumed = read_run(tmp_path / "small").course
+    steps_s = [after["time_s"] - each["time_s"] for each, after in pairwise(lines)]
+    assert resumed.num_intervals == 38 and resumed.seconds == pytest.approx(sum(steps_s) - steps_s[19])
+    assert figures_of(resumed, small({}))["updates_per_s"] == pytest.approx(before["updates_per_s"], rel=0.05)
 
 
 def test_a_recorded_run_is_planned_as_it_came_to_be(runs):

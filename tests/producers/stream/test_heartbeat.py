@@ -63,6 +63,23 @@ async def test_the_end_of_the_run_is_heard_with_the_heartbeat(streams) -> None:
     running.cancel()
 
 
+# A fake server has the clock of the test.
+@pytest.mark.parametrize("streams", [pytest.param("redis", marks=pytest.mark.redis)], indirect=True)
+@pytest.mark.parametrize(("ahead_s", "said"), [(600, "600 s ahead of"), (-300, "300 s behind"), (1, None)])
+async def test_a_host_whose_clock_is_wrong_is_told_once(streams, monkeypatch, caplog, ahead_s, said) -> None:
+    seconds, microseconds = streams.client.time()
+    began_s, right_s = time.monotonic(), seconds + microseconds / 1e6
+    monkeypatch.setattr(module.time, "time", lambda: right_s + time.monotonic() - began_s + ahead_s)
+    sender = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
+    assert sender.clock_ahead_s is None
+    running = asyncio.create_task(sender.run())
+    await asyncio.sleep(0.3)
+    running.cancel()
+    assert sender.clock_ahead_s == pytest.approx(ahead_s, abs=0.5)
+    told = [record.getMessage() for record in caplog.records if "clock" in record.getMessage()]
+    assert [said in each for each in told] == ([True] if said else [])
+
+
 async def test_a_second_producer_of_one_id_does_not_start_while_the_first_lives(streams) -> None:
     first = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
     running = asyncio.create_task(first.run())
