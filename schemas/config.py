@@ -252,7 +252,7 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     """A producer refreshes its claims this often; less than claim_idle_s."""
     max_attempts: Positive = 8
     """A prompt delivered this often without a result is settled as dead. From the third time on, and the last, it is
-    sampled with nothing beside it."""
+    sampled with nothing beside it. Times count anew from a producer on that came further with it for claim_idle_s."""
     progress_s: NonNegativeFloat = 0.25
     """How often Redis is told what the rollouts in flight have sampled, so that whoever takes one over goes on from
     there; also when a producer is told to stop. Less often where it would take 1% of a producer's time. 0: never, and

@@ -30,7 +30,8 @@ class Claims:
     """Takes prompts from the two streams of one run into the in-flight table, and keeps them claimed.
 
     Each claim is an entry pending in the consumer group under this producer's id. A producer that finds an entry idle
-    for `claim_idle_s` may take it over; that counts as another attempt.
+    for `claim_idle_s` may take it over; that counts as another attempt, unless the group's progress grew for as long
+    before: a group that ends its producers does so at once, or at the token where another one has stopped.
 
     streams: the streams to take from; None takes from both. `keep` and `hand_back` apply to the whole table.
     one_at_a_time: takes a single new prompt if one is there, without waiting in the server.
@@ -86,8 +87,8 @@ class Claims:
             await asyncio.sleep(self._config.claim_refresh_s)
             async with self._table.marking:
                 # An empty refresh would count as an answer of Redis, so it does not go through the connection.
-                if by_stream := self._to_be_kept():
-                    await self._connection.retrying(partial(self._refresh, by_stream))
+                if kept := self._to_be_kept():
+                    await self._connection.retrying(partial(self._refresh, kept))
 
     async def hand_back(self) -> int:
         """Makes every claim of this id available to the other producers at once; returns how many there were.
@@ -302,21 +303,22 @@ class Claims:
                 _raise_unless_no_group(error)  # Redis was emptied in between: nothing is left to free
             log.warning("an earlier process of this id left %d claims: free for takeover", len(former))
 
-    def _to_be_kept(self) -> dict[str, list[bytes]]:
-        """Entry ids by stream."""
+    def _to_be_kept(self) -> dict[tuple[str, bool], list[bytes]]:
+        """Entry ids by stream and whether their attempts begin to count anew."""
         oldest = time.monotonic() - self._config.generation_deadline_s
-        by_stream: dict[str, list[bytes]] = {}
+        kept: dict[tuple[str, bool], list[bytes]] = {}
         for claim in self._table:
             if claim.generating_since is None or claim.generating_since >= oldest:
-                by_stream.setdefault(claim.stream, []).append(claim.entry_id)
-        return by_stream
+                kept.setdefault((claim.stream, claim.has_proved), []).append(claim.entry_id)
+        return kept
 
-    async def _refresh(self, by_stream: dict[str, list[bytes]]) -> None:
+    async def _refresh(self, kept: dict[tuple[str, bool], list[bytes]]) -> None:
         pipeline = self._connection.commands.pipeline(transaction=False)
-        for stream, ids in by_stream.items():
+        for (stream, have_proved), ids in kept.items():
+            count = 0 if have_proved else None
             for start in range(0, len(ids), IDS_PER_COMMAND):
                 chunk: Any = ids[start : start + IDS_PER_COMMAND]
-                pipeline.xclaim(stream, PRODUCERS_GROUP, self._consumer, 0, chunk, justid=True)
+                pipeline.xclaim(stream, PRODUCERS_GROUP, self._consumer, 0, chunk, retrycount=count, justid=True)
         try:
             await pipeline.execute()
         except ResponseError as error:
@@ -329,7 +331,7 @@ class Claims:
         that can be gone on with, for which agents wait: behind new prompts they might wait for each other."""
         pipeline = self._connection.commands.pipeline(transaction=True)
         for claim in claims:
-            before, stream, entry_id = claim.attempt - 1, claim.stream, claim.entry_id
+            before, stream, entry_id = claim.num_attempts_before, claim.stream, claim.entry_id
             if claim.evaluation_id is None and not (claim.converses and claim.has_progress):
                 fields = {
                     Field.INDEX: claim.index,
@@ -345,7 +347,7 @@ class Claims:
             else:
                 whose = self._consumer
                 ids: Any = [entry_id]
-                num = before - claim.attempt_released  # the entry stays, and what it was released with counts again
+                num = max(0, before - claim.attempt_released)  # the entry stays; what it was released with counts again
                 pipeline.xclaim(
                     stream, PRODUCERS_GROUP, whose, 0, ids, idle=FREE_AT_ONCE_MS, retrycount=num, justid=True
                 )

@@ -35,7 +35,8 @@ class Claim:
     index: the task index; of an evaluation, the number of the held-out prompt.
     environment, task: the name of the environment and the number of its task; without a name the first one.
     version: the policy version announced when it was released.
-    attempt: how often it was delivered, this time included; being handed back is no attempt.
+    attempt: how often it was delivered, this time included; being handed back is no attempt, nor is what came before a
+        holder that had it for long and whose progress grew.
     num_handed_back: how often it was handed back by a producer that had begun to sample.
     attempt_released: `attempt` of the claim that this entry took the place of, less one; 0 for a first entry.
     evaluation_id: `<version>-<n>`; None for a training prompt.
@@ -67,6 +68,10 @@ class Claim:
     """Redis may hold its progress, which goes with the claim."""
     num_lost_before: int | None = None
     """Tries lost before this holder's, or before the one that it goes on from; None: as attempts and returns say."""
+    grows_since: float | None = None
+    """Monotonic seconds; None until Redis has more of its progress than at first."""
+    has_proved: bool = False
+    """Its progress has grown for so long that it is not what ends its producers: no attempt so far counts any more."""
     has_begun: bool = False
     """Something was sampled for it, perhaps."""
     has_moved: bool = False
@@ -74,6 +79,11 @@ class Claim:
 
     def __post_init__(self) -> None:
         self.task = self.task or self.index
+
+    @property
+    def num_attempts_before(self) -> int:
+        """Those that count, this one not included."""
+        return 0 if self.has_proved else self.attempt - 1
 
     @property
     def num_tries_lost(self) -> int:

@@ -237,7 +237,7 @@ class RolloutProgress:
         if not fields:
             return {}
         claim.has_progress = True
-        if claim.attempt >= self._config.max_attempts:
+        if 1 < claim.attempt >= self._config.max_attempts:
             log.warning("%s begins anew at its last attempt", claim)
             return {}
         prefix = fields.get(Field.INSTANCE, b"") + b"/"
@@ -288,7 +288,7 @@ class RolloutProgress:
         if payload is None:
             return None
         claim.has_progress = True
-        if claim.attempt >= self._config.max_attempts:
+        if 1 < claim.attempt >= self._config.max_attempts:
             log.warning("%s begins anew at its last attempt", claim)
             return None
         try:
@@ -350,7 +350,11 @@ class RolloutProgress:
         """Records what Redis has of a claim, and how many bytes of it were written now."""
         claim.has_progress = True
         self._failing &= {"size"}
-        self._metrics.progress_tokens.labels("saved").inc(max(0, num_tokens - self._saved.get(claim, (0, 0))[0]))
+        num_before, _ = self._saved.get(claim, (0, 0))
+        self._metrics.progress_tokens.labels("saved").inc(max(0, num_tokens - num_before))
+        if 0 < num_before < num_tokens:  # the first time it may be what an earlier holder came to
+            claim.grows_since = claim.grows_since or time.monotonic()
+            claim.has_proved |= time.monotonic() - claim.grows_since >= self._config.claim_idle_s
         self._metrics.progress_bytes.inc(num_written)
         self._saved[claim] = num_tokens, num_bytes
         if not self._holds(claim) or time.monotonic() < self._full_until:  # appended, or all was dropped, meanwhile

@@ -254,6 +254,12 @@ def sampled(rollout) -> list[int]:
     return unpack_ids(segment.token_ids).tolist()[start:]
 
 
+def holders(one) -> list[tuple[str, int]]:
+    """Of each claimed prompt the producer, and how often it was delivered."""
+    rows = one.client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 9)
+    return [(row["consumer"].decode(), row["times_delivered"]) for row in rows]
+
+
 def saved(one, index: int = 1) -> list[list[int]]:
     """The tokens of each sibling in an index's progress."""
     payload = one.client.get(KEYS.progress(index))
@@ -336,6 +342,23 @@ async def test_a_restarted_producer_goes_on_with_what_it_had_sampled(run) -> Non
     again = ScriptedEngine(script=lambda prompt, sibling: [9] * 3)
     await one.producer(again, "b")
     check_continued((await one.read(1))[0], before, again)
+
+
+async def test_a_rollout_is_finished_however_many_producers_it_outlives(run) -> None:
+    """Each had it for long and came further: what has ended them was not the rollout."""
+    one = run(producers=msgspec.structs.replace(SAVING, max_attempts=2))
+    one.trainer.release(1, 1)
+    for name in ("a", "b", "c"):
+        engine = ScriptedEngine(token_s=0.05, script=lambda prompt, sibling: [5] * (240 - len(prompt) + 1))
+        _, task = await one.producer(engine, name)
+        await until(lambda name=name: holders(one) == [(name, 0)])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert saved(one), "it is not finished"
+    await one.producer(ScriptedEngine(script=lambda prompt, sibling: [5] * (240 - len(prompt) + 1)), "last")
+    group = decode_group((await one.read(1))[0][Field.PAYLOAD])
+    assert [sampled(rollout) for rollout in group.rollouts] == [[5] * 240] * 4
+    assert len(group.sampled_by) == 4 and group.num_tries_lost == 0
 
 
 async def test_all_groups_of_a_killed_producer_go_on_together(run) -> None:

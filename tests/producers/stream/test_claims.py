@@ -177,6 +177,27 @@ async def test_a_refreshed_claim_is_not_taken_over_and_its_attempts_do_not_rise(
     keeping.cancel()
 
 
+async def test_attempts_begin_to_count_anew_with_a_holder_that_went_on_for_long(streams) -> None:
+    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
+    streams.client.xadd(KEYS.prompts, {Field.INDEX: 1, Field.VERSION: 0, Field.ATTEMPT: 2})
+    release(streams.client, 2)
+    proved, other = await first.claims.take()
+    proved.has_proved = True
+    keeping = asyncio.create_task(first.claims.keep())
+    await until(lambda: sorted(pending(streams.client).values()) == [("a", 0), ("a", 1)])
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert (proved.attempt, other.attempt) == (3, 1)
+    let_idle(streams.client)
+    claims = {claim.index: claim.attempt for _ in range(2) for claim in await second.claims.take()}
+    assert claims == {1: 3, 2: 2}, "what it was released with stays"
+    for claim in second.table:
+        claim.has_proved = True
+    assert await second.claims.hand_back() == 2
+    third = await Holder(streams.connection, "c").opened()
+    assert [claim.attempt for claim in await third.claims.take()] == [1, 1]
+
+
 async def test_a_group_past_its_deadline_is_no_longer_kept(streams) -> None:
     first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
     release(streams.client, 1)

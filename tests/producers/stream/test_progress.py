@@ -282,6 +282,32 @@ async def test_the_last_attempt_begins_anew(desk, caplog) -> None:
     assert caplog.messages == ["group 1 begins anew at its last attempt"]
 
 
+async def test_the_only_attempt_goes_on_with_what_was_handed_back(desk) -> None:
+    one = desk(max_attempts=1)
+    one.claim(1, 5)
+    await one.progress.save()
+    assert await one.progress.find(one.claim(1)) is not None
+
+
+@pytest.mark.parametrize("converses", [False, True])
+async def test_progress_that_has_grown_for_long_says_that_the_group_ends_no_producer(
+    desk, monkeypatch, converses
+) -> None:
+    """Not one that another producer has left, nor one that grows and stops."""
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one, calls = desk(claim_idle_s=30.0), {"0/1": b"one"}
+    claim = one.talk(1, calls) if converses else one.claim(1, 5)
+    proved = []
+    for num_tokens, passed_s in [(5, 40.0), (5, 40.0), (9, 40.0), (9, 20.0), (12, 29.0), (20, 2.0)]:
+        claim.so_far = lambda num_tokens=num_tokens: so_far(1, num_tokens)
+        calls |= {f"0/{n}": b"more" for n in range(5, num_tokens)}
+        await one.progress.save()
+        proved.append(claim.has_proved)
+        now[0] += passed_s
+    assert proved == [False, False, False, False, True, True]
+
+
 async def test_evaluations_have_no_progress_and_with_an_interval_of_0_nothing_has(desk) -> None:
     one = desk()
     one.claim(1, 5)
