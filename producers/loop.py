@@ -285,8 +285,8 @@ class Producer:
         """
         max_attempts = self._config.producers.max_attempts
         if claim.attempt > max_attempts:
-            claim.has_progress = claim.evaluation_id is None  # it may be what kills its producers
-            self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
+            found = await self._progress.left_by_the_dead(claim)
+            self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result", group=found))
             return
         await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
         claim.found = await self._progress.find(claim)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from penstock.schemas.metrics import LENGTH_BUCKETS
-from penstock.schemas.rollout import MAX_REWARD, RolloutGroup
+from penstock.schemas.rollout import MAX_REWARD, RolloutGroup, says_too_long
 
 OUTCOMES = ("trained", "skipped", "stale", "quarantined", "dead", "missing", "duplicate")
 """Of a rollout: that of its group, `stale` where every token of the group was beyond the lag bound, `quarantined` where
@@ -20,7 +20,7 @@ quarantined and the duplicate ones belong to a settled index."""
 UNKNOWN = "unknown"
 """The length of a rollout that is in no record."""
 BEYOND = 1 << 31
-"""Stands for the length of a group that ran into its deadline while it was sampled: longer than all that came."""
+"""Stands for the length of a group that was too long, for a deadline or a stream entry: longer than all that came."""
 WINDOW = 256
 """Groups of each test."""
 FALSE_ALARM = 1e-4
@@ -122,12 +122,14 @@ class Attrition(msgspec.Struct):
         num_siblings: int,
         num_masked: Sequence[int] = (),
         *,
-        is_overdue: bool = False,
+        is_too_long: bool = False,
     ) -> None:
         """Counts the rollouts of a group.
 
         group: None if nothing of it is known. num_siblings: as many as were to be sampled. num_masked: by rollout,
-            sampled tokens beyond the lag bound. is_overdue: it ran into its deadline.
+            sampled tokens beyond the lag bound. is_too_long: it died of a deadline, or as too large for an entry;
+            so may siblings that are missing (`RolloutGroup.missing`), and one such makes a group lost, since the test
+            is about the long ones.
         """
         rollouts = () if group is None else group.rollouts[:num_siblings]
         of_environment = self.rollouts.setdefault(environment, {})
@@ -152,9 +154,10 @@ class Attrition(msgspec.Struct):
             return
         if group is not None:
             self.num_tries_lost += max(0, group.num_tries_lost)
-        if (lengths or is_overdue) and outcome != "quarantined":
-            is_lost = outcome in ("stale", "dead") or 2 * sum(num_masked) > sum(lengths)
-            self._test(max(lengths, default=BEYOND), is_lost)
+        lost_longest = (is_too_long and not lengths) or (group is not None and says_too_long(group.missing))
+        if (lengths or lost_longest) and outcome != "quarantined":
+            is_lost = lost_longest or outcome in ("stale", "dead") or 2 * sum(num_masked) > sum(lengths)
+            self._test(BEYOND if lost_longest else max(lengths), is_lost)
 
     def _test(self, length: int, is_lost: bool) -> None:
         self.window.append((length, is_lost))

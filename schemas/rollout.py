@@ -27,6 +27,9 @@ ABANDONED = "abandoned"
 
 OVERDUE = "deadline"
 """The kind of a dead group that was not finished in time."""
+NOT_FINISHED, TOO_LARGE, NO_ROOM = "not finished after", "rollout_too_large", "fit one stream entry"
+"""In the reasons of groups and agents' rollouts that were too long: for a deadline, for a rollout's share of a stream
+entry, for the entry."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -249,6 +252,17 @@ def unpack_floats(data: bytes) -> "array[float]":
     return array("f", data)
 
 
+def died_of_length(reason: str) -> bool:
+    """Whether a dead group died because it, or an agent's rollout of it, was too long."""
+    kind, _, why = reason.partition(":")
+    return kind in (OVERDUE, "agents", "record") and says_too_long(why)
+
+
+def says_too_long(why: str) -> bool:
+    """Whether what is said of rollouts that died says that one was too long."""
+    return any(each in why for each in (NOT_FINISHED, TOO_LARGE, NO_ROOM))
+
+
 def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
     """Encodes a group as msgpack. Lengths are checked here, the numbers themselves on decoding.
 
@@ -261,7 +275,7 @@ def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
     payload = _encoder.encode(group)
     if len(payload) > MAX_ENTRY_BYTES:
         raise RecordError(
-            f"group {group.index}: {len(payload):,} bytes encoded, at most {MAX_ENTRY_BYTES:,} fit one stream entry; "
+            f"group {group.index}: {len(payload):,} bytes encoded, at most {MAX_ENTRY_BYTES:,} {NO_ROOM}; "
             "lower group_size or sampling.max_tokens"
         )
     return payload

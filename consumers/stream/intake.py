@@ -15,7 +15,7 @@ from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.record import PASSED_OVER
-from penstock.schemas.rollout import OVERDUE, RolloutGroup, encode_group
+from penstock.schemas.rollout import RolloutGroup, died_of_length, encode_group
 
 
 class Intake:
@@ -216,5 +216,5 @@ class Intake:
             "dead",
             readable(record.payload),
             self._config.group_size,
-            is_overdue=record.reason.startswith(OVERDUE),
+            is_too_long=died_of_length(record.reason),
         )

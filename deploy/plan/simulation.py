@@ -32,7 +32,15 @@ from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import OVERDUE, EngineFingerprint, Rollout, RolloutGroup, SamplingSettings, Segment
+from penstock.schemas.rollout import (
+    NOT_FINISHED,
+    OVERDUE,
+    EngineFingerprint,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+)
 
 _PROMPT = Prompt(text="")
 _FINGERPRINT = EngineFingerprint(
@@ -228,7 +236,7 @@ class Simulation:
         claim = job.claim
         if claim.evaluation_id is None:
             deadline_s = self._config.producers.generation_deadline_s
-            overdue = Refused(claim.index, f"{OVERDUE}: not finished after {deadline_s:g} s", b"")
+            overdue = Refused(claim.index, f"{OVERDUE}: {NOT_FINISHED} {deadline_s:g} s", b"")
             self._streams.groups.append(overdue if job.is_given_up else self._group(job))
         self._look()
 

@@ -27,7 +27,7 @@ from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, RolloutGroup
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, NOT_FINISHED, EngineFingerprint, RolloutGroup
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class Agents:
                 self.give_up(rollout, f"idle for {self._idle_timeout_s:g} s (endpoint.idle_timeout_s)")
         for group in list(self._groups):
             if now > group.deadline:
-                reason = f"not finished after {self._group_deadline_s:g} s (endpoint.group_deadline_s)"
+                reason = f"{NOT_FINISHED} {self._group_deadline_s:g} s (endpoint.group_deadline_s)"
                 self._close_group(group, reason)
 
     async def _hand_back_unopened(self, now: float) -> None:

@@ -20,6 +20,7 @@ from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     ABANDONED,
     MAX_ENTRY_BYTES,
+    TOO_LARGE,
     EngineFingerprint,
     Rollout,
     RolloutGroup,
@@ -32,7 +33,6 @@ from penstock.schemas.rollout import (
 from penstock.schemas.segments import CallError, segments
 
 NO_TOKEN = "nothing_sampled"
-TOO_LARGE = "rollout_too_large"
 NO_RECORD = "invalid_record"
 
 

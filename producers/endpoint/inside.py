@@ -17,7 +17,7 @@ from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.prompt import Reward
-from penstock.schemas.rollout import EngineFingerprint, RolloutGroup, SamplingSettings, one_line
+from penstock.schemas.rollout import NOT_FINISHED, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
 Json = dict[str, Any]
 
@@ -105,7 +105,7 @@ class Conversations:
             for task in holding:
                 task.cancel()
         for task, rollout in zip(holding, rollouts, strict=True):
-            outcome: Reward | str = f"not finished after {self._deadline_s:g} s (endpoint.group_deadline_s)"
+            outcome: Reward | str = f"{NOT_FINISHED} {self._deadline_s:g} s (endpoint.group_deadline_s)"
             if task.done():
                 outcome = task.result()
             if isinstance(outcome, Reward):

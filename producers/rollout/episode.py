@@ -22,6 +22,7 @@ from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
+    NOT_FINISHED,
     OVERDUE,
     Rollout,
     RolloutGroup,
@@ -136,7 +137,7 @@ class Episodes:
             self._metrics.reward_errors.inc()
             return Dead(f"reward: {error}", error.__cause__, group)
         except TimeoutError:
-            reason = f"{OVERDUE}: not finished after {self._deadline_s:g} s (producers.generation_deadline_s)"
+            reason = f"{OVERDUE}: {NOT_FINISHED} {self._deadline_s:g} s (producers.generation_deadline_s)"
             return Dead(reason, None, group)
         finally:
             claim.generating_since, claim.so_far = None, lambda: None

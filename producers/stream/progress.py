@@ -1,6 +1,7 @@
 """The progress of rollouts in flight, kept in Redis for whoever takes their claims over."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -292,13 +293,22 @@ class RolloutProgress:
             log.warning("%s begins anew at its last attempt", claim)
             return None
         try:
-            found = decode_group(payload, dead=True)
-            if found.index != claim.index:
-                raise RecordError(f"index: {found.index}, expected {claim.index}")
+            found = _decoded(claim, payload)
         except RecordError as error:
             self._unreadable(claim, error)
             return None
         return None if await self.is_quarantined(claim, found) else found
+
+    async def left_by_the_dead(self, claim: Claim) -> RolloutGroup | None:
+        """The group of a claim that nobody goes on with, as far as it came; None if that is not known, or if it
+        converses. It goes with the claim: it may be what ends its producers."""
+        if claim.evaluation_id is not None:
+            return None
+        claim.has_progress = True
+        payload: Any = await self._tried(lambda: self._connection.commands.get(self._keys.progress(claim.index)))
+        with contextlib.suppress(RecordError):
+            return None if payload is None else _decoded(claim, payload)
+        return None
 
     async def is_quarantined(self, claim: Claim, found: RolloutGroup) -> bool:
         """Whether a quarantined producer has sampled some of what was found; logs it."""
@@ -400,3 +410,11 @@ class RolloutProgress:
         if reason not in self._failing:
             log.warning(f"progress of rollouts is not kept: {why}", *values)
         self._failing.add(reason)
+
+
+def _decoded(claim: Claim, payload: bytes) -> RolloutGroup:
+    """Raises RecordError: it cannot be read, or is of another index."""
+    found = decode_group(payload, dead=True)
+    if found.index != claim.index:
+        raise RecordError(f"index: {found.index}, expected {claim.index}")
+    return found

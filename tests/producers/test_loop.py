@@ -15,10 +15,11 @@ from penstock.schemas.config import ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.producer_parity import ProducerParity, encode_parity
-from penstock.schemas.rollout import decode_group, unpack_ids
+from penstock.schemas.rollout import decode_group, encode_group, unpack_ids
 from producer_run import KEYS, PATIENT, QUICK, ids
 from scripted_engine import ScriptedEngine
 from waiting import until
+from wire_examples import group_of_lengths
 
 pytestmark = pytest.mark.redis
 
@@ -142,15 +143,22 @@ async def test_what_is_finished_is_appended_before_a_prompt_runs_alone_and_after
     assert num_begun == [1, 2, 3]
 
 
-async def test_a_prompt_handed_out_too_often_is_dead(run) -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["sampled", "unreadable"])
+async def test_a_prompt_handed_out_too_often_is_dead(run, is_known) -> None:
+    """Its letter has what the last holder had sampled, which is longer than most if its length has ended it."""
     one = run(producers=ProducersConfig(max_attempts=2, claim_idle_s=0.4, claim_refresh_s=0.1))
-    one.client.set(KEYS.progress(5), b"what an earlier holder sampled")
+    came = encode_group(group_of_lengths(70, 90, index=5), dead=True)
+    one.client.set(KEYS.progress(5), came if is_known else b"what an earlier holder sampled")
     one.client.xadd(KEYS.prompts, {Field.INDEX: 5, Field.VERSION: 0, Field.ATTEMPT: 2})
     engine = ScriptedEngine()
     await one.producer(engine)
     (fields,) = await one.read(1)
     assert fields[Field.KIND] == Kind.DEAD and not one.client.exists(KEYS.progress(5))
     assert fields[Field.REASON] == b"attempts: handed out 2 times without a result"
+    assert (Field.PAYLOAD in fields) == is_known
+    if is_known:
+        group = decode_group(fields[Field.PAYLOAD], dead=True)
+        assert [rollout.num_sampled_tokens for rollout in group.rollouts] == [70, 90]
     assert engine.requests == [] and one.num_open() == 0
 
 
@@ -255,7 +263,7 @@ def sampled(rollout) -> list[int]:
 
 
 def holders(one) -> list[tuple[str, int]]:
-    """Of each claimed prompt the producer, and how often it was delivered."""
+    """The producer of each claimed prompt, and how often it was delivered."""
     rows = one.client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 9)
     return [(row["consumer"].decode(), row["times_delivered"]) for row in rows]
 

@@ -19,6 +19,7 @@ from penstock.schemas.attrition import (
     length_bucket,
     length_test,
 )
+from penstock.schemas.rollout import died_of_length
 from wire_examples import group_of_lengths
 
 
@@ -113,7 +114,7 @@ def test_a_group_that_is_mostly_masked_counts_as_lost() -> None:
 def test_rollouts_in_no_record_are_of_unknown_length_and_a_deadline_is_longer_than_all() -> None:
     found = Attrition()
     found.add("sums", "dead", None, 4)
-    found.add("sums", "dead", group_of_lengths(), 4, is_overdue=True)
+    found.add("sums", "dead", group_of_lengths(), 4, is_too_long=True)
     found.add("sums", "trained", group_of_lengths(9, 9, 9), 4)
     assert totals(found) == {
         "dead": {UNKNOWN: (8, 0)},
@@ -136,6 +137,31 @@ def test_a_sibling_is_missing_of_its_group_only_where_that_is_the_one_that_count
     }
     settled = sum(num for kind in ("skipped", "missing") for num, _ in totals(found)[kind].values())
     assert settled == 4, "one index is settled"
+
+
+def test_one_sibling_that_was_too_long_makes_its_group_a_long_one_that_was_lost() -> None:
+    """Whatever became of the others: they are the shorter ones."""
+    found = Attrition()
+    late = group_of_lengths(9, 9, 9)
+    for why in ("1 not finished after 900 s (endpoint.group_deadline_s)", "1 rollout_too_large", "1 idle for 300 s"):
+        found.add("sums", "trained", msgspec.structs.replace(late, missing=why), 4)
+    assert found.window == [(BEYOND, True), (BEYOND, True), (9, False)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_so"),
+    [
+        ("record: group 7: 5,402,112 bytes encoded, at most 4,194,304 fit one stream entry; lower group_size", True),
+        ("agents: no rollout of 2 finished: 2 rollout_too_large", True),
+        ("record: group 7: rollouts[0].reward.value: nan, expected a finite number", False),
+        ("reward: TimeoutError: not finished after 3 s", False),
+        ("abandoned: nothing was heard of the agents: 2 not finished after 900 s", False),
+        ("attempts: handed out 8 times without a result", False),
+        ("", False),
+    ],
+)
+def test_what_died_of_its_length_is_told_from_what_died_of_other_things(reason: str, is_so: bool) -> None:
+    assert died_of_length(reason) == is_so
 
 
 def test_rewards_that_are_no_numbers_are_left_out_and_tries_of_other_producers_are_counted() -> None:

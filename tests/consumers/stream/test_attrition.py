@@ -11,7 +11,7 @@ from mini_producer import dead_fields
 from penstock.consumers.stream.ledger import Ledger
 from penstock.deploy.report.attrition import windows_of
 from penstock.deploy.report.telemetry import read_telemetry
-from penstock.schemas.attrition import UNKNOWN, WINDOW, Rollouts
+from penstock.schemas.attrition import BEYOND, UNKNOWN, WINDOW, Rollouts
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import encode_group
 from scripted_learner import KilledError
@@ -122,6 +122,25 @@ def test_groups_of_an_index_that_another_came_first_for_are_counted_once(bench, 
     assert totals(found) == {"duplicate": {"64": (2, 80), "4": (2, 6), UNKNOWN: (2, 0)}}
     assert "nobody's" not in found.rollouts
     assert found.window == [] and found.num_tries_lost == 0, "the group that came first stands for its index"
+
+
+def test_groups_that_died_of_their_length_are_long_ones_that_were_lost(bench, redis_client):
+    intake = bench.trainer().intake
+    intake.reconcile()
+    reasons = {
+        1: "deadline: not finished after 1 s",
+        2: "record: group 2: 5,402,112 bytes encoded, at most 4,194,304 fit one stream entry; lower group_size",
+        3: "agents: no rollout of 2 finished: 2 not finished after 900 s (endpoint.group_deadline_s)",
+        4: "attempts: handed out 8 times without a result",  # of which nothing is known
+    }
+    for index, reason in reasons.items():
+        redis_client.xadd(bench.keys.rollouts, dead_fields(index, reason))
+    known = {**dead_fields(5, reasons[4]), Field.PAYLOAD: encode_group(group_of_lengths(70, 90, index=5))}
+    redis_client.xadd(bench.keys.rollouts, known)
+    intake.reader.read_to_end(intake.lag_of)
+    intake.batch(4)
+    assert intake.ledger.attrition.window == [(BEYOND, True)] * 3 + [(90, True)]
+    assert totals(intake.ledger.attrition) == {"dead": {UNKNOWN: (8, 0), "128": (2, 160)}}
 
 
 @pytest.mark.parametrize("by_length", [True, False])

@@ -19,7 +19,15 @@ from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import EndpointConfig, SamplingConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.prompt import Prompt
-from penstock.schemas.rollout import SamplingSettings, Segment, decode_group, encode_group, unpack_ids
+from penstock.schemas.rollout import (
+    SamplingSettings,
+    Segment,
+    decode_group,
+    died_of_length,
+    encode_group,
+    says_too_long,
+    unpack_ids,
+)
 from penstock.schemas.segments import CallError
 from producer_run import KEYS, QUICK, Numbers
 from scripted_engine import ScriptedEngine
@@ -267,6 +275,8 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
     assert entries[2][Field.REASON] == (
         b"agents: no rollout of 2 finished: 1 never opened, 1 not finished after 100 s (endpoint.group_deadline_s)"
     )
+    assert died_of_length(entries[2][Field.REASON].decode())
+    assert says_too_long(decode_group(entries[1][Field.PAYLOAD]).missing)
     assert (await one.client.request("POST", f"/r/{slow['id']}/finish", 1.0))[0] == 410
     overdue = "not finished after 100 s (endpoint.group_deadline_s)"
     assert sorted(one.dead_rollouts()) == [("1", slow["id"], overdue), ("2", third["id"], overdue)]
@@ -304,6 +314,7 @@ async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) 
         "(endpoint.group_deadline_s)",
         3: "agents: no rollout of 2 finished: 1 idle for 50 s (endpoint.idle_timeout_s), 1 nothing_sampled",
     }
+    assert not any(map(died_of_length, entries.values()))
 
 
 async def test_a_rollout_without_a_sampled_token_cannot_finish(serve) -> None:

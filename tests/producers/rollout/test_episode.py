@@ -33,6 +33,7 @@ from penstock.schemas.rollout import (
     SamplingSettings,
     VersionSpan,
     decode_group,
+    died_of_length,
     encode_group,
     shown_traceback,
     unpack_ids,
@@ -320,6 +321,7 @@ async def test_generation_past_the_deadline_is_dead_and_the_request_is_aborted(e
     outcome = await late.run(claim())
     assert isinstance(outcome, Dead)
     assert outcome.reason == "deadline: not finished after 0.05 s (producers.generation_deadline_s)"
+    assert died_of_length(outcome.reason)
     assert engine.num_active == 0 and len(engine.cancelled) == 1
 
 

@@ -27,6 +27,7 @@ from penstock.schemas.rollout import (
     Segment,
     VersionSpan,
     decode_group,
+    died_of_length,
     pack_floats,
     pack_ids,
 )
@@ -171,6 +172,7 @@ async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(d
     (fields,) = desk.rollouts()
     assert fields[Field.KIND] == Kind.DEAD
     assert b"at most 4,194,304 fit one stream entry; lower group_size or sampling.max_tokens" in fields[Field.REASON]
+    assert died_of_length(fields[Field.REASON].decode())
     assert desk.num_open() == (0, 0)
 
 
