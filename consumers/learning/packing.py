@@ -1,10 +1,9 @@
 """From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
 
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from penstock.consumers.learning.advantages import batch_rewards, make_advantage
 from penstock.consumers.learning.attention import make_layout
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support, idle_microbatch
 from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_lags
+from penstock.consumers.learning.minibatches import minibatches_of
 from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.learning.sharing import ALONE, Sharing, shared_out, spread
 from penstock.consumers.learning.trainable import check_taught
@@ -51,8 +51,7 @@ def pack(
 ) -> Batch:
     """Packs the groups of one update; each must have passed `check_trainable`.
 
-    They are split into `trainer.num_minibatches` parts of one optimizer step each: in their order in synchronous mode,
-    in asynchronous mode shuffled by `seed` and their indexes, because batches fill with short answers first.
+    They are split into the parts of one optimizer step each (`minibatches_of`).
 
     Groups whose advantages are all 0, as without reward variance, are left out of the rows and counted in the
     denominators, which to the policy term changes nothing but the cost. One rollout of each is kept for the metrics
@@ -81,7 +80,7 @@ def pack(
         of_group[group.index] = first, own.tolist()
         first += len(own)
     every_row = every_row or config.advantage.kl_coefficient > 0 or config.teacher is not None
-    parts = [_rows_of(part, of_group, lags, config, every_row) for part in _parts(groups, config)]
+    parts = [_rows_of(part, of_group, lags, config, every_row) for part in minibatches_of(groups, config)]
     rows = [row for part in parts for row in part.rows]
     histograms: dict[str, Counter[int]] = {name: Counter() for name in sorted({each.environment for each in groups})}
     of_index = {group.index: histograms[group.environment] for group in groups}
@@ -149,16 +148,6 @@ class _Part:
     groups: Sequence[RolloutGroup]
     rows: list[_Row]
     skipped: list[_Row]
-
-
-def _parts(groups: Sequence[RolloutGroup], config: RunConfig) -> Iterator[Sequence[RolloutGroup]]:
-    """The groups of each mini-batch. Sizes differ by one at most; there are fewer parts if there are fewer groups."""
-    count = config.trainer.num_minibatches
-    if count > 1 and config.mode == "asynchronous":
-        source = random.Random(f"{config.seed}:{[group.index for group in groups]}")
-        groups = source.sample(groups, len(groups))
-    bounds = [len(groups) * n // count for n in range(count + 1)]
-    return (groups[start:end] for start, end in pairwise(bounds) if end > start)
 
 
 def _rows_of(

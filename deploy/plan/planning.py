@@ -106,7 +106,9 @@ def plan(
     num_producers = producers or (found.num_producers if found else config.producers.count)
     if num_producers > MOST_PRODUCERS:
         raise ConfigError(f"producers.count = {num_producers}: a plan has {MOST_PRODUCERS} producers at most")
-    num_updates = min(MOST_UPDATES, found.course.num_updates if found else config.num_updates)
+    num_updates = num_recorded = min(MOST_UPDATES, found.course.num_updates if found else config.num_updates)
+    if found is not None and config.num_updates != found.config.num_updates:
+        num_updates = min(MOST_UPDATES, config.num_updates)
     if found is not None and num_producers != found.num_producers:
         pace = msgspec.structs.replace(pace, joins_s=())
     planned = Simulation(config, num_producers, pace, draw, num_updates).run()
@@ -114,7 +116,7 @@ def plan(
     if found is not None:
         recorded = figures_of(found.course, found.config)
         if (config, num_producers, pace) != (found.config, found.num_producers, found.pace) or lengths is not None:
-            own = Simulation(found.config, found.num_producers, found.pace, found.lengths, num_updates)
+            own = Simulation(found.config, found.num_producers, found.pace, found.lengths, num_recorded)
             as_recorded = figures_of(own.run(), found.config)
     return Plan(
         name=config.name,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.consumers.learning.lag import LagTable, known_lags, span_lags
+from penstock.consumers.learning.minibatches import minibatches_of
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.intake import Intake
@@ -48,6 +49,8 @@ _FINGERPRINT = EngineFingerprint(
     async_scheduling=False,
 )  # fmt: skip
 _SAMPLING = SamplingSettings()
+_TERMS_OF_EVERY_ROW = "kl_coefficient", "entropy_coefficient"
+"""Arguments of the objectives here; above 0 groups without reward variance are trained on too."""
 
 
 class RunPace(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +173,8 @@ class Simulation:
         leadership: Any = SimpleNamespace(
             connection=self._streams, scripts=self._streams, keys=Keys(config.name), epoch=0
         )
+        terms = config.advantage.kl_coefficient, *map(config.objective.kwargs.get, _TERMS_OF_EVERY_ROW)
+        self._trains_every_row = config.teacher is not None or any(terms)
         self.ledger = Ledger()
         self._lag_of = LagTable(0, {}, {})
         self._progress = RunProgress(0, CheckpointState.new(0))
@@ -301,22 +306,31 @@ class Simulation:
         self._is_training = True
         waited_s = self.clock.now_s - self._idle_since_s
         lags: Counter[int] = Counter()
-        for segment in (segment for group in groups for rollout in group.rollouts for segment in rollout.segments):
-            for span, d in zip(segment.version_spans, span_lags(segment, lag, bound), strict=True):
-                lags[d] += span.end - span.start
+        unmasked: set[int] = set()
+        for group in groups:
+            for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
+                for span, d in zip(segment.version_spans, span_lags(segment, lag, bound), strict=True):
+                    lags[d] += span.end - span.start
+                    if d <= bound:
+                        unmasked.add(group.index)
         num_tokens, num_masked = lags.total(), sum(num for d, num in lags.items() if d > bound)
         num_streamed = sum(isinstance(found, RolloutGroup) for found in self._streams.groups)
         self._ready.append(self.intake.num_ready + num_streamed)
         takes_s = (self._pace.update_s + num_tokens * self._pace.token_s) * next(self._factors)
+        advantages = {group.index: tuple(rollout.reward.value for rollout in group.rollouts) for group in groups}
+        trained = [
+            any(group.index in unmasked and (self._trains_every_row or any(advantages[group.index])) for group in part)
+            for part in minibatches_of(groups, self._config)
+        ]
         report = StepReport(
             metrics={},
             lag_histogram=dict(lags),
             num_tokens_trained=num_tokens - num_masked,
             num_tokens_masked_lag=num_masked,
-            advantages={group.index: tuple(rollout.reward.value for rollout in group.rollouts) for group in groups},
+            advantages=advantages,
             has_teacher=self._config.teacher is not None,
-            num_optimizer_steps=self._config.steps_per_batch,
-            skipped_reason=None if num_masked < num_tokens else NOTHING_TO_TRAIN,
+            num_optimizer_steps=self._config.trainer.num_epochs * sum(trained),
+            skipped_reason=None if any(trained) else NOTHING_TO_TRAIN,
         )
         self.clock.after(takes_s, lambda: self._publish(groups, report, waited_s))
 
@@ -335,7 +349,7 @@ class Simulation:
             course.num_tokens += sum(report.lag_histogram.values())
         self.intake.settle(groups, report)
         if report.skipped_reason is None:
-            version = self._lag_of.current + self._config.steps_per_batch
+            version = self._lag_of.current + report.num_optimizer_steps
             self._lag_of.advance(version)
             self._announced_s = self.clock.now_s + self._pace.announce_s
             self.clock.after(self._pace.announce_s, lambda: self._announce(version))

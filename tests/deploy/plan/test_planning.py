@@ -246,6 +246,12 @@ def test_a_record_says_what_other_settings_would_have_come_to(runs):
     assert found.planned["trainer_waits"] > found.as_recorded["trainer_waits"]
 
 
+def test_a_recorded_run_is_planned_with_another_number_of_updates(runs):
+    found = plan("small", runs=runs, set=["num_updates=15"])
+    numbers = [each["num_updates"] for each in (found.recorded, found.as_recorded, found.planned)]
+    assert numbers == [40, 40, 15]
+
+
 def test_the_lengths_of_a_run_are_those_of_its_record(runs, run_file):
     found = plan(run_file, runs=runs, **{**NUMBERS, "lengths": "small"})
     named = plan(run_file, runs=runs, **{**NUMBERS, "lengths": "log-normal:40:0.8"})

@@ -159,6 +159,29 @@ def test_a_curriculum_that_drops_flat_tasks_sees_fewer_of_them():
     assert share[0] < 0.7 * share[1]
 
 
+@pytest.mark.parametrize(
+    ("changed", "flat", "steps"),
+    [
+        ({}, 0.0, 30),
+        ({}, 1.0, 0),
+        ({"objective.kwargs.kl_coefficient": 0.001}, 1.0, 30),
+        ({"trainer.num_minibatches": 4, "max_lag": 8, "trainer.num_epochs": 2}, 0.0, 8 * 30),
+    ],
+    ids=str,
+)
+def test_mini_batches_that_teach_nothing_make_no_policy(changed, flat, steps):
+    run = simulation(config(**changed), flat=flat)
+    assert run.run().num_updates == 30
+    assert run.intake.lag_of.current == steps
+
+
+def test_of_mini_batches_those_make_a_policy_that_have_a_group_with_variance():
+    run = simulation(config(**{"trainer.num_minibatches": 8, "max_lag": 16}), flat=0.75, updates=60)
+    run.run()
+    assert run.intake.lag_of.current == run.ledger.count("trained"), "one group each"
+    assert mean_lag(run.course) < 0.5 * mean_lag(simulation(run._config, flat=0.0, updates=60).run())
+
+
 def test_release_is_that_of_the_trainer(monkeypatch):
     """The credit of `Releaser` bounds the simulated run too."""
     monkeypatch.setattr(Releaser, "credit", property(lambda self: 9))
