@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from forked_programs import ForkedProgram, start_penstock
+from penstock.schemas.record_reader import Record
+from prometheus_server import free_port
 from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -57,10 +59,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def run_arguments(folder: Path, model: Path, **settings: object) -> list[str]:
-    settings |= {"model.path": model, "num_updates": NUM_UPDATES, "groups_per_batch": 8, "evaluation.num_prompts": 0}
-    settings |= {"metrics.port": 0, "endpoint.port": 0}
+    defaults = {"model.path": model, "num_updates": NUM_UPDATES, "groups_per_batch": 8, "evaluation.num_prompts": 0}
+    settings = {**defaults, "metrics.port": 0, "endpoint.port": 0, **settings}
     command = ["run", str(ROOT / "deploy/runs/calculator.toml"), "--name", folder.name, "--runs", str(folder.parent)]
     return [*command, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+
+
+def served_url(process: Process, folder: Path, tmp_path: Path) -> str:
+    log, said = folder / "logs" / "producer-0.log", "agents are served at "
+    await_run(process, lambda: log.exists() and said in log.read_text(), tmp_path)
+    return log.read_text().partition(said)[2].split()[0]
+
+
+def await_run(process: Process, condition: Callable[[], object], tmp_path: Path) -> None:
+    wait_for(condition, timeout_s=RUN_S, poll_s=0.1, process=process, log=(tmp_path / "run").read_text)
 
 
 def mean(values: list[float]) -> float:
@@ -102,16 +114,36 @@ def test_the_example_of_an_agent_outside_learns_the_same(
 ) -> None:
     tasks = "penstock.producers.environments.calculator:CalculatorTasks"
     process = start("run", *run_arguments(folder, calculator_model, **{"environment.path": tasks}))
-    log, said = folder / "logs" / "producer-0.log", "agents are served at "
-    wait_for(
-        lambda: log.exists() and said in log.read_text(),
-        timeout_s=RUN_S,
-        process=process,
-        log=(tmp_path / "run").read_text,
-    )
-    url = log.read_text().partition(said)[2].split()[0]
+    url = served_url(process, folder, tmp_path)
     agent = start("agent", "docs/examples/outside_agent.py", url)
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()
     assert agent.wait(60) == 0, (tmp_path / "agent").read_text()
     check(folder)
     assert (tmp_path / "agent").read_text().count(": 1.0\n") > NUM_UPDATES * 64 / 2
+
+
+def test_agents_outside_go_on_when_their_producer_is_killed_and_started_again(
+    start: Start, calculator_model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The example's agents, with the retries that docs/agents.md asks for, on the real engine."""
+    settings: dict[str, object] = {"environment.path": "penstock.producers.environments.calculator:CalculatorTasks"}
+    settings |= {"num_updates": 8, "record": "true", "endpoint.port": free_port()}
+    process = start("run", *run_arguments(folder, calculator_model, **settings))
+    url = served_url(process, folder, tmp_path)
+    patient = "import functools, runpy, openai; openai.OpenAI = functools.partial(openai.OpenAI, max_retries=1000)"
+    start("agent", "-c", f"{patient}; runpy.run_path('docs/examples/outside_agent.py', run_name='__main__')", url)
+    updates = folder / "updates.jsonl"
+    await_run(process, lambda: updates.exists() and updates.read_text().count("\n") >= 3, tmp_path)
+    asked = [sys.executable, "-m", "penstock.deploy.cli", "producers", str(folder), "--json"]
+    (producer,) = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)["alive"]
+    os.kill(producer["pid"], signal.SIGKILL)
+    assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()
+    record = Record(folder)
+    groups = [each.decode() for batch in record.batches for each in record.batch(batch)[1]]
+    continued = [group for group in groups if len(group.samplers) == 2]
+    assert continued and {group.missing for group in groups} == {""}, "no rollout was lost"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["num_groups_trained"] + summary["num_groups_skipped"] == 8 * 8
+    assert summary["num_groups_dead"] == 0 and summary["num_tokens_rejected"] == 0
+    assert summary["mismatch_lag0"] is None or summary["mismatch_lag0"] < 1e-5
+    assert "another course" not in (tmp_path / "run").read_text()
