@@ -253,10 +253,10 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     max_attempts: Positive = 8
     """A prompt delivered this often without a result is settled as dead. From the third time on, and the last, it is
     sampled with nothing beside it. Times count anew from a producer on that came further with it for claim_idle_s."""
-    progress_s: NonNegativeFloat = 0.25
-    """How often Redis is told what the rollouts in flight have sampled, so that whoever takes one over goes on from
-    there; also when a producer is told to stop. Less often where it would take 1% of a producer's time. 0: never, and
-    a rollout that is taken over begins anew."""
+    progress_s: NonNegativeFloat = 0.5
+    """The most seconds of sampling that a rollout loses with its producer: twice in them Redis is told what those in
+    flight have come to, so that whoever takes one over goes on from there; also when a producer is told to stop. Less
+    often where it would take 1% of a producer's time. 0: never, and a rollout that is taken over begins anew."""
     progress_mb: Positive = 64
     """The most that the progress of one producer's rollouts takes of Redis; of the oldest rollouts first."""
 

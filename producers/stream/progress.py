@@ -99,13 +99,17 @@ class RolloutProgress:
         """The reasons that were logged; `size` once, the others again after a write."""
 
     async def run(self) -> None:
-        """Waits `progress_s`, or longer if saving would take more than its share of the processor's time, and saves;
-        runs until cancelled. What is saved is written as a whole: without the wait the cost of long rollouts would grow
-        with the square of their length."""
-        saving_s = 0.0
-        while self._config.progress_s:
-            await asyncio.sleep(max(self._config.progress_s, saving_s / LARGEST_SHARE))
-            saving = TimedSteps(self.save(self._config.progress_s / 2))
+        """Waits half of `progress_s`, or longer if saving would take more than its share of the processor's time, and
+        saves; runs until cancelled. What is saved is written as a whole: without the wait the cost of long rollouts
+        would grow with the square of their length.
+
+        What a group loses with its producer is what it has sampled since its last turn: half of `progress_s`, half of
+        that if it was too young for one saving, and what lies between its turns in two of them.
+        """
+        saving_s, pause_s = 0.0, self._config.progress_s / 2
+        while pause_s:
+            await asyncio.sleep(max(pause_s, saving_s / LARGEST_SHARE))
+            saving = TimedSteps(self.save(pause_s / 2))
             await saving
             saving_s = (saving_s + saving.cpu_s) / 2  # a single slow one puts the next off by half of its time
 

@@ -144,7 +144,7 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
             claim_idle_s=1.0,
             claim_refresh_s=0.25,
             max_attempts=16,
-            progress_s=0.005,  # a completion takes 20 ms
+            progress_s=0.01,  # a completion takes 20 ms
         ),
         # So small a step changes few of the float32 elements: most policies are published as deltas.
         trainer=TrainerConfig(learning_rate=3e-10, device="cpu", lease_s=1.0),
@@ -158,14 +158,14 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
 
 
 def of_long_rollouts(config: RunConfig) -> RunConfig:
-    """Rollouts take up to 2.4 s, of which a quarter of a second may be lost. Nothing but a kill may cost a token: none
+    """Rollouts take up to 2.4 s, of which half a second may be lost. Nothing but a kill may cost a token: none
     is too old to be trained, and no claim of a producer that lives is taken over."""
     return replace(
         config,
         max_lag=8,
         sampling=replace(config.sampling, max_tokens=LONGEST),
         engine=replace(config.engine, max_model_len=512),
-        producers=replace(config.producers, groups_in_flight=4, claim_idle_s=3.0, progress_s=0.25),
+        producers=replace(config.producers, groups_in_flight=4, claim_idle_s=3.0, progress_s=0.5),
     )
 
 

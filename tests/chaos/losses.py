@@ -1,8 +1,8 @@
 """The double entry of tokens: what each process has sampled, against what is trained; the difference was lost with it.
 
-The bound, for a producer that is killed. Between two savings lies one interval of `producers.progress_s`. A group that
-has begun less than half an interval before a saving is left out of it. And each saving takes the groups in turn: what
-lies between the turns of one group in two of them, beside the interval, is given half an interval. So two in all.
+The bound, for a producer that is killed: what a group samples in `producers.progress_s`. Half of that lies between two
+savings. A group that has begun less than a quarter of it before a saving is left out of it. And each saving takes the
+groups in turn: what lies between the turns of one group in two of them, beside the pause, is given the last quarter.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 def most_lost(config: RunConfig) -> int:
     """The most tokens that a group may lose with one producer."""
-    return int(2 * config.producers.progress_s / TOKEN_S) * config.group_size
+    return int(config.producers.progress_s / TOKEN_S) * config.group_size
 
 
 def compare(

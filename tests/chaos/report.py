@@ -34,9 +34,9 @@ counted as trained is as many tokens as the witness saw in the tensors.
 
 **Tokens** have a double entry in the run with long rollouts. There the engine of each process samples a token id of its
 own and keeps a tally in a file before anything else can look at it. So the tensors say who sampled what is trained, and
-what is in the tally and not in them was lost. With a producer that is killed a group may lose the tokens of two
-intervals of `producers.progress_s`: of the one between two savings; of half of one if the first of them has left it
-out, as one that had begun less than that before; and of half of one for the time that both take, in which groups have
+what is in the tally and not in them was lost. With a producer that is killed a group may lose the tokens of one
+interval, `producers.progress_s`: of the half of it between two savings; of a quarter if the first of them has left it
+out, as one that had begun less than that before; and of a quarter for the time that both take, in which groups have
 their turns. With a producer that lives it may lose none, and sampled, counted and lost tokens must add up.
 
 Five broken protocols (no deduplication, no reconciling, ledger not restored, every rank trains the rows of all, no
