@@ -4,6 +4,9 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import select
+import signal
+import threading
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -23,10 +26,10 @@ PRELOADED = [
 
 
 class EngineProcess(ForkServerProcess):
-    """Has this process's environment, and the parent-death signal of the process that forks it."""
+    """Has this process's environment, and ends with it, as with the process that forks it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _begin_engine, (type(self), dict(os.environ)), self.__dict__
+        return _begin_engine, (type(self), dict(os.environ), os.getpid()), self.__dict__
 
 
 def begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
@@ -37,13 +40,20 @@ def begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
     return kind.__new__(kind)
 
 
-def _begin_engine(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
+def _begin_engine(kind: type[BaseProcess], environment: dict[str, str], asker: int) -> BaseProcess:
     process = begin(kind, environment)
+    threading.Thread(target=_end_with, args=(os.pidfd_open(asker),), name="asker-death", daemon=True).start()
     logs.inherit("engine")
     # The ranks of an engine of several are forked from it in turn.
     multiproc_executor: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
     multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
     return process
+
+
+def _end_with(process: int) -> None:
+    """Waits for the process of a pidfd, whose child this would be had it not been forked."""
+    select.select([process], [], [])
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 class _Context(ForkServerContext):
