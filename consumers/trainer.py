@@ -185,7 +185,7 @@ class Trainer:
                 publish_s=time.monotonic() - stepped_s,
                 publish_blocked_s=self.policy.take_blocked_s(),
             )
-            self._watch_producers(groups, report.fresh)
+            self._watch_producers([group for group in groups if report.settles(group.index)], report.fresh)
             self.recheck.add(groups, report)
             self._watch_producers(*self.recheck.one_if_due())
             self._evaluate()

@@ -84,3 +84,8 @@ class StepReport:
     def counts_as_update(self) -> bool:
         """True for a trained batch and for one without an unmasked token; False if every optimizer step failed."""
         return self.skipped_reason in (None, NOTHING_TO_TRAIN)
+
+    def settles(self, index: int) -> bool:
+        """Whether this batch is the end of the group of this index. One that was spared comes again in a later batch,
+        and so does one that did not fail where no step was taken."""
+        return index in self.failed or (self.counts_as_update and index not in self.spared)

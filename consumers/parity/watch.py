@@ -126,7 +126,8 @@ class ProducerWatch:
     def observe_groups(self, groups: Iterable[RolloutGroup], gaps: Mapping[int, RowGap]) -> dict[str, ProducerParity]:
         """Takes what was recomputed of these groups, by index; returns the instances that are to be quarantined.
 
-        A group that several instances sampled is evidence against none of them.
+        A group that several instances sampled is evidence against none of them. Each is to be given once: with the
+        batch that settles it.
         """
         found = {}
         for group in groups:

@@ -112,13 +112,13 @@ class Intake:
             progress.skipped_share = (progress.skipped_share + share) / 2
         self._settlement.mark_dead({index: ready[index] for index in report.failed}, report.failed)
         self._count("dead", *(ready[index].group for index in report.failed))
-        settled = [group for group in groups if group.index not in report.failed.keys() | report.spared]
+        settled = [group for group in groups if report.settles(group.index) and group.index not in report.failed]
         if report.counts_as_update:
             self._settlement.settle_batch(settled, report)
             for outcome, teaches in (("trained", True), ("skipped", False)):
                 self._count(outcome, *(group for group in settled if report.teaches(group.index) == teaches))
             progress.num_batches += 1
-        for index in (*report.failed, *(group.index for group in settled if report.counts_as_update)):
+        for index in (*report.failed, *(group.index for group in settled)):
             del ready[index]
         self._settlement.count_step(None if report.counts_as_update else report.skipped_reason)
 

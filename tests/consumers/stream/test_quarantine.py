@@ -215,6 +215,33 @@ def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat,
     assert registry.get_sample_value("penstock_producer_quarantined", labels) is None and gap_of("bad") is None
 
 
+def test_a_group_that_failed_batches_spare_is_evidence_once(gated):
+    """One group of a sound producer is out; five batches in which it stands take no optimizer step."""
+    own = Producers("good-1", "fine-1")
+    gated.producer(own.answer)
+    trainer = own.watched(gated.trainer())
+    step, taken = trainer.learner.step, []
+
+    def fail_and_step(batch):
+        taken.append(batch.indexes)
+        num_failing = len(taken)
+        if num_failing <= 5:
+            trainer.learner.fail_at[0] = "loss is not finite"
+        report = step(batch)
+        fresh = {index: RowGap(2, 40, 40.0 * (index == taken[0][0]), 0.0) for index in batch.indexes}
+        failed = {batch.indexes[-1]: "loss is not finite"} if num_failing <= 5 else {}
+        return replace(report, fresh=fresh, failed=failed)
+
+    trainer.learner.step = fail_and_step
+    assert trainer.run()
+    assert all(taken[0][0] in indexes for indexes in taken[:6]), "it was spared, and trained at last"
+    assert own.found_in is None
+    num_rows = sum(each.num_rows for each in trainer.watch.table().values())
+    ledger = gated.ledger()
+    assert num_rows == 2 * (ledger["num_groups_trained"] + ledger["num_groups_dead"]), "those that died count too"
+    assert ledger["num_groups_dead"] == 5
+
+
 def test_a_gate_that_warns_names_the_producer_and_trains_it(gated, caplog):
     gated.overrides = ["parity.gate=warn"]
     own = Producers("good-1", "bad-1", "fine-1")
