@@ -240,7 +240,8 @@ def _assemble(
     leadership.restore_from(ledger, lag_of)
     progress = RunProgress(epoch, state)
     check = partial(check_trainable, vocabulary=learner.vocabulary, needs_teacher=config.teacher_url is not None)
-    intake = Intake(config, leadership, ledger, lag_of, progress, check)
+    watch = ProducerWatch(config, learner.ranks)
+    intake = Intake(config, leadership, ledger, lag_of, progress, check, watch.observe_refused)
     evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.held_out, intake.quarantine.holds)
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
@@ -288,7 +289,7 @@ def _assemble(
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, run_log.alert.narrow, learner.ranks, intake.quarantine.are_others),
-        watch=ProducerWatch(config, learner.ranks),
+        watch=watch,
         recheck=Recheck(config, WeightReader(connection.call, leadership.keys), metrics.count_recheck),
         recorder=recorder,
         record_aside=record_aside,

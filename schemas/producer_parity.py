@@ -11,7 +11,8 @@ class ProducerParity(msgspec.Struct, frozen=True, kw_only=True):
         that sampled them; None before the first.
     num_rows: so recomputed, of all its groups.
     quarantined_s: unix time since which its groups are not trained; 0 if they are.
-    cause: as in `penstock.consumers.parity.report.CAUSES`; "unexplained" if the check could not tell or was not made.
+    cause: as in `penstock.consumers.parity.report.CAUSES`; "unexplained" if the check could not tell or was not made;
+        "refused" if the trainer refuses its groups.
     says: the finding in a sentence.
     """
 

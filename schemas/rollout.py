@@ -226,11 +226,24 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sampled_by=(*self.sampled_by, instance))
 
 
+class GroupOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """Who sampled a group: all that is read of a record that is refused. As in `RolloutGroup`."""
+
+    producer_id: str
+    sampled_by: tuple[str, ...] = ()
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """See `RolloutGroup.samplers`."""
+        return self.sampled_by or (self.producer_id,)
+
+
 _ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])
 """Highest bytes of ordinary logprobs as float32: finite, at most 2^-11 (below 1e-3), not extremely negative."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RolloutGroup)
+_origin_decoder = msgspec.msgpack.Decoder(GroupOrigin)
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
@@ -302,6 +315,20 @@ def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
         for s, segment in enumerate(rollout.segments):
             _check_values(segment, f"group {group.index}: rollouts[{r}].segments[{s}]")
     return group
+
+
+def origin_in(payload: bytes) -> GroupOrigin | None:
+    """Who sampled a group, as its payload says, whatever else it holds; None if it does not say, or in names that are
+    empty, of more than `MAX_REASON_CHARACTERS` or more than `MAX_ITEMS`. Bounded as `decode_group` is."""
+    if len(payload) > MAX_ENTRY_BYTES:
+        return None
+    try:
+        origin = _origin_decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    names = (origin.producer_id, *origin.sampled_by)
+    are_names = len(names) <= MAX_ITEMS and all(0 < len(name) <= MAX_REASON_CHARACTERS for name in names)
+    return origin if are_names else None
 
 
 def _check_structure(group: RolloutGroup, dead: bool) -> None:

@@ -1,4 +1,5 @@
-"""Each producer, watched for the band that the gate proved: a sequential test on its groups' gaps.
+"""Each producer, watched for the band that the gate proved: a sequential test on its groups' gaps, and the same test on
+how many of its groups the trainer refuses.
 
 The unit is a group: siblings share a prompt, a moment and a batch of the engine, so that they are no independent
 evidence. What a group shows is the gap of its rows that were recomputed under the very policy that sampled them; fewer
@@ -8,6 +9,10 @@ The test is a CUSUM (E. S. Page, Continuous Inspection Schemes, 1954). A unit th
 that is not takes `WITHIN` off it, down to 0: the ratio of log-likelihoods of a producer half of whose units are out and
 of one with 1 in 100, in small integers. The instance is found at `LIMIT`. One whose units are all out is found by the
 fourth, one of whose units half are by the ninth in the mean, and one with 1 in 100, each by itself, after 2.6 million.
+
+A group that the trainer refuses for its rows shows no gap. A second score of the same kind takes the groups as they
+arrive: one that is refused is out, one that is not is within. It falls also where no row has lag 0 and nothing takes
+off the first one, so that a refused group now and then finds nobody there either.
 """
 
 import logging
@@ -41,6 +46,8 @@ RECENT = 8
 MAX_TOKENS = 2000
 """Sampled tokens of one producer that the check looks at for a cause: a tenth of a second or so."""
 
+REFUSED = "refused"
+"""The cause of a quarantine for groups that the trainer refuses."""
 _UNEXPLAINED = (
     "`penstock parity` on the run tries the weights of other policies too, on the run file it names the layer"
 )
@@ -54,13 +61,17 @@ def is_within(gap: RowGap, tolerance: Tolerance) -> bool:
 
 @dataclass
 class WatchedProducer:
-    """One instance. waiting: groups too small to be a unit by themselves. score: S, above."""
+    """One instance. waiting: groups too small to be a unit by themselves. score, score_refused: the two of the above.
+    refusal: why the first group in the second was refused. num_read: those that it has taken and were not."""
 
     producer_id: str
     waiting: RowGap = field(default_factory=RowGap)
     recent: deque[RowGap] = field(default_factory=lambda: deque(maxlen=RECENT))
     num_rows: int = 0
     score: int = 0
+    score_refused: int = 0
+    refusal: str = ""
+    num_read: int = 0
     is_found: bool = False
     verdict: Verdict | None = None
     """Of the check of its first groups, or of those after one that was out."""
@@ -136,6 +147,29 @@ class ProducerWatch:
                 continue
             if self.observe(group.samplers[0], group.producer_id, gap):
                 found[group.samplers[0]] = self.found(group.samplers[0])
+        return self._to_quarantine(found)
+
+    def observe_refused(self, instance: str, producer_id: str, num_read: int, reason: str) -> ProducerParity | None:
+        """Takes a group of this instance alone that is refused for its rows. Returns what the quarantine says, if the
+        instance is found by it and is to be quarantined.
+
+        num_read: its groups before this one that were not refused. reason: one line.
+        """
+        if self._config.parity.gate == "off":
+            return None
+        producer = self._of(instance, producer_id)
+        producer.score_refused = max(0, producer.score_refused - WITHIN * (num_read - producer.num_read))
+        producer.num_read = num_read
+        if not producer.score_refused:
+            producer.refusal = reason
+        producer.score_refused += OUT
+        if producer.is_found or producer.score_refused < LIMIT:
+            return None
+        producer.is_found = True
+        return self._to_quarantine({instance: self.found(instance)}).get(instance)
+
+    def _to_quarantine(self, found: dict[str, ProducerParity]) -> dict[str, ProducerParity]:
+        """Those found, if the gate refuses; says so of the others."""
         if self._config.parity.gate == "refuse":
             return found
         for each in found.values():
@@ -178,6 +212,9 @@ class ProducerWatch:
     def found(self, instance: str) -> ProducerParity:
         """What a quarantine of this instance says."""
         producer, allowed = self._watched[instance], self._tolerance.mean
+        if producer.score_refused >= LIMIT:
+            says = f"the trainer refuses its groups, the first one as {producer.refusal}"
+            return replace(self.table()[instance], quarantined_s=time.time(), cause=REFUSED, says=says)
         cause, says = "unexplained", _UNEXPLAINED
         if (verdict := producer.verdict) is not None and verdict.status == "mismatch":
             cause, says = verdict.cause, verdict.sentence

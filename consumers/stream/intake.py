@@ -14,14 +14,20 @@ from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
+from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.record import PASSED_OVER
 from penstock.schemas.rollout import RolloutGroup, died_of_length, encode_group
+
+Judge = Callable[[str, str, int, str], ProducerParity | None]
 
 
 class Intake:
     """Keeps the credit released, and hands out ready groups, those that arrived first, until each is settled.
 
     check: raises RecordError for a group that the trainer cannot reproduce.
+    judge: takes a group that is refused for its rows as evidence against the instance that sampled it, by its name, its
+        producer's id, the number of its good groups that were read before, and the reason; returns what the quarantine
+        of an instance says that is found by it.
     """
 
     def __init__(
@@ -32,6 +38,7 @@ class Intake:
         lag_of: LagTable,
         progress: RunProgress,
         check: Callable[[RolloutGroup], None],
+        judge: Judge = lambda *evidence: None,
     ) -> None:
         connection, scripts, keys = leadership.connection, leadership.scripts, leadership.keys
         self.ledger = ledger
@@ -40,6 +47,7 @@ class Intake:
         self.died: list[Refused] = []
         """Groups that died before they could be trained or were skipped, for the record, if the run keeps one."""
         self.quarantine = Quarantine(leadership)
+        self._judge = judge
         self._config = config
         self._keeps_record = config.record
         self._lag_bound = config.lag_bound
@@ -145,12 +153,25 @@ class Intake:
         return self._releaser.num_open_prompts()
 
     def _settle_refused(self) -> None:
-        refused = self.reader.take_refused()
+        """Settles what was refused as dead, but for groups that quarantined producers sampled."""
+        taken = self.reader.take_refused()
+        for record in taken:
+            self._judge_refused(record)
+        self._withhold_refused([record for record in taken if self.quarantine.holds(record.samplers)])
+        refused = [record for record in taken if not self.quarantine.holds(record.samplers)]
         for record in refused:
-            self._count_refused(record)
+            self._count_refused(record, "dead")
         if self._keeps_record:
             self.died += [record for record in refused if record.index is not None]
         self._settlement.settle_refused(refused)
+
+    def _judge_refused(self, record: Refused) -> None:
+        if len(record.samplers) != 1 or self.quarantine.holds(record.samplers):
+            return
+        (instance,) = record.samplers
+        found = self._judge(instance, record.producer, record.num_own, record.reason)
+        if found is not None:
+            self.quarantine.add(instance, found)
 
     @property
     def _room_to_skip(self) -> int:
@@ -186,6 +207,14 @@ class Intake:
             self._count_again(ready.pop(index), "quarantined")
         self._releaser.postpone(held, "quarantined")
 
+    def _withhold_refused(self, records: list[Refused]) -> None:
+        """As `_withhold`, of groups that are refused for their rows."""
+        held = {record.index: record for record in records if record.index is not None}
+        for index, record in held.items():
+            if self._is_first(index, record.entry_id):
+                self._count_refused(record, "quarantined")
+        self._releaser.postpone(held, "quarantined")
+
     def _postpone_stale(self) -> None:
         """A group with nothing but tokens beyond the lag bound would be trained fully masked: it is sampled again."""
         ready = self.reader.ready
@@ -201,19 +230,25 @@ class Intake:
             self.ledger.attrition.add(group.environment, outcome, group, self._config.group_size, masked)
 
     def _count_again(self, ready: ReadyGroup, outcome: str) -> None:
-        """Counts a group once, however often a resume or a restarted Redis has it read again."""
-        counted = self.ledger.stale.get(ready.group.index)
-        if counted is None or entry_key(counted.encode()) < entry_key(ready.entry_id):
-            self.ledger.stale[ready.group.index] = ready.entry_id.decode()
+        if self._is_first(ready.group.index, ready.entry_id):
             self._count(outcome, ready.group)
 
-    def _count_refused(self, record: Refused) -> None:
+    def _is_first(self, index: int, entry_id: bytes) -> bool:
+        """True once for a group that is to be sampled again, however often a resume or a restarted Redis has it read
+        again."""
+        counted = self.ledger.stale.get(index)
+        if counted is not None and entry_key(counted.encode()) >= entry_key(entry_id):
+            return False
+        self.ledger.stale[index] = entry_id.decode()
+        return True
+
+    def _count_refused(self, record: Refused, outcome: str) -> None:
         if record.index is None:
             return
         task = self.ledger.tasks.get(record.index)
         self.ledger.attrition.add(
             "" if task is None else task.environment,
-            "dead",
+            outcome,
             readable(record.payload),
             self._config.group_size,
             is_too_long=died_of_length(record.reason),

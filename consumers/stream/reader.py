@@ -1,6 +1,7 @@
 """Reads the rollout stream by cursor: a released index becomes ready once, however often its group was appended."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from penstock.schemas.rollout import (
     RolloutGroup,
     decode_group,
     one_line,
+    origin_in,
 )
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,10 @@ class Refused:
     producer: str = ""
     traceback: str = ""
     """Of the error that the producer gave it up for."""
+    samplers: tuple[str, ...] = ()
+    """The instances that sampled it, as its payload says; none if that does not, or if its rows are not the reason."""
+    num_own: int = 0
+    """Of the good groups before it those that its instance sampled, if it is one alone."""
 
 
 class Reader:
@@ -90,6 +96,8 @@ class Reader:
         """Entries refused so far that name no released index, while they are on the stream."""
         self.num_received = 0
         """Good groups read so far."""
+        self._num_own: Counter[str] = Counter()
+        """Of them, by the instance that sampled each alone."""
 
     def read(self, lag_of: LagOf, *, block: bool) -> int:
         """Reads new entries: each becomes ready, is refused, or is dropped as a duplicate. Returns how many there were.
@@ -160,10 +168,18 @@ class Reader:
             self.refuse(Refused(index, reason, payload, entry_id, producer=one_line(producer), traceback=trace))
             return
         try:
-            self.ready[index] = ReadyGroup(entry_id, self._decode(payload, index, lag_of))
-            self.num_received += 1
+            group = self._decode(payload, index, lag_of)
         except RecordError as error:
-            self.refuse(Refused(index, f"poison: {error}", payload, entry_id))
+            self.refuse(_for_its_rows(index, error, payload, entry_id))
+            return
+        try:
+            self.ready[index] = ReadyGroup(entry_id, self._with_task(group))
+        except RecordError as error:
+            self.refuse(Refused(index, f"poison: {error}", payload, entry_id, producer=one_line(group.producer_id)))
+            return
+        self.num_received += 1
+        if len(group.samplers) == 1:
+            self._num_own[group.samplers[0]] += 1
 
     def _drop_duplicate(self, entry_id: bytes, payload: bytes) -> None:
         """Counts it, unless it is read again. Its environment is believed only if the run has one of that name."""
@@ -194,7 +210,9 @@ class Reader:
         else:
             self._refused_entries.add(record.entry_id)
         reason, payload = _letter(record.reason, record.payload)
-        self._refused.append(replace(record, reason=reason, payload=payload, num_received=self.num_received))
+        num_own = self._num_own[record.samplers[0]] if len(record.samplers) == 1 else 0
+        bounded = replace(record, reason=reason, payload=payload, num_received=self.num_received, num_own=num_own)
+        self._refused.append(bounded)
 
     def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
         group = decode_group(payload)
@@ -210,14 +228,19 @@ class Reader:
                 raise RecordError(f"version_spans: {error}") from error
             except UnknownVersionError:
                 continue  # a lag is assumed for it when the batch is packed
-        task = self._ledger.tasks.get(index)
+        return group
+
+    def _with_task(self, group: RolloutGroup) -> RolloutGroup:
+        """The group with the task that its index stands for. One of another task may have sound rows: the index was
+        released for that one before a rollback, perhaps."""
+        task = self._ledger.tasks.get(group.index)
         if task is None:
             return group
         posed = group.environment or task.environment, group.task or task.number
         if posed != task:
             raise RecordError(
-                f"task: index {index} is task {task.number} of environment {task.environment!r}, its payload has task "
-                f"{posed[1]} of {posed[0]!r}"
+                f"task: index {group.index} is task {task.number} of environment {task.environment!r}, its payload has "
+                f"task {posed[1]} of {posed[0]!r}"
             )
         return structs.replace(group, environment=task.environment, task=task.number)
 
@@ -239,6 +262,16 @@ def group_versions(group: RolloutGroup) -> set[int]:
         for span in segment.version_spans
         if span.version >= 0
     }
+
+
+def _for_its_rows(index: int, error: RecordError, payload: bytes, entry_id: bytes) -> Refused:
+    """A group that is refused for its rows, with those who sampled it, as far as its payload says."""
+    reason = f"poison: {error}"
+    if (origin := origin_in(payload)) is None:
+        return Refused(index, reason, payload, entry_id)
+    if origin.sampled_by:
+        reason += f"; sampled by {', '.join(origin.sampled_by)}"
+    return Refused(index, reason, payload, entry_id, producer=one_line(origin.producer_id), samplers=origin.samplers)
 
 
 def _letter(reason: str, payload: bytes) -> tuple[str, bytes]:

@@ -13,9 +13,11 @@ import pytest
 from parity_bench import ParityBench
 from penstock.consumers.parity.gate import ParityRefusedError
 from penstock.consumers.parity.recheck import BUSY_SHARE, Recheck
+from penstock.consumers.parity.watch import LIMIT, OUT
 from penstock.consumers.trainer import Trainer
+from penstock.schemas.keys import Field
 from penstock.schemas.weights.reading import WeightReader
-from played_faults import FAULTS, SIBLINGS, label_late, labels_only, raw
+from played_faults import FAULTS, SIBLINGS, label_late, labels_only, not_finite, raw
 from played_producers import NAMES, PlayedProducers
 from real_server import installed_servers
 from trainer_bench import TrainerBench
@@ -99,6 +101,36 @@ def test_of_a_producer_that_turns_bad_nothing_is_trained_once_it_is_found(
     assert producers.num_trained("bad", after=num_batches) == 0 and num_batches < NUM_UPDATES
     assert found.cause == FAULTS.get(fault, "unexplained") and found.gap > 1e-5
     assert_undisturbed(computing, producers)
+
+
+@pytest.mark.parametrize("since", [0, 1])
+def test_a_producer_whose_rows_the_trainer_refuses_is_quarantined_by_its_fourth_group(
+    computing, parity_bench, redis_client, tmp_path, since
+):
+    """Its weights are broken and it sends NaN: not one that is trained, but an index for good with each group."""
+    producers = PlayedProducers(
+        parity_bench, redis_client, computing.keys, tmp_path / "policies", not_finite, since=since
+    )
+    trained_with(computing, producers)
+    found, num_batches = producers.found["bad"]
+    assert producers.found.keys() == {"bad"} and num_batches < NUM_UPDATES
+    assert producers.num_trained("bad") == since, "its group from before the fault"
+    assert (found.cause, found.gap) == ("refused", pytest.approx(0, abs=1e-5) if since else None)
+    letters = [fields for _, fields in redis_client.xrange(computing.keys.dead)]
+    assert len(letters) < -(-LIMIT // OUT), "the group that it is found by is sampled again already"
+    for letter in letters:
+        assert letter[Field.PRODUCER] == b"bad" and b"not finite; sampled by instance of bad" in letter[Field.REASON]
+        assert producers.answered[int(letter[Field.INDEX])] == ["bad"]
+    first = letters[0][Field.REASON].decode()
+    assert found.says == f"the trainer refuses its groups, the first one as {first}"
+    ledger = computing.ledger()
+    assert ledger["num_groups_dead"] == len(letters) and ledger["num_groups_trained"] == NUM_UPDATES * len(NAMES)
+    assert ledger["num_groups_released"] == len(letters) + NUM_UPDATES * len(NAMES)
+    assert ledger["num_groups_released_again"]["quarantined"] > 0
+    trained = Counter(item for batch in producers.batches for item in batch.items())
+    for index, names in producers.answered.items():
+        if names[-1] != "bad":
+            assert trained[index, names[-1]] == 1 and set(names[:-1]) <= {"bad"}, "a group of the others is lost"
 
 
 def test_a_producer_that_is_bad_in_the_first_batch_is_quarantined_by_the_gate_and_the_run_begins_without_it(

@@ -1,5 +1,6 @@
 """The faults of an engine that the parity check is tried with, played: each makes four groups."""
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -81,6 +82,11 @@ def another_layer(bench: ParityBench) -> list[RolloutGroup]:
 
 def bfloat16_head(bench: ParityBench) -> list[RolloutGroup]:
     return groups_of(bench.engine(head="bfloat16").generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
+
+
+def not_finite(bench: ParityBench) -> list[RolloutGroup]:
+    """Broken weights: one logprob of the last sibling is NaN, so that the trainer refuses the group."""
+    return with_logprobs(played(bench), lambda siblings: [*siblings[:-1], [math.nan, *siblings[-1][1:]]])
 
 
 def interrupted(bench: ParityBench, late: int = 0) -> list[RolloutGroup]:

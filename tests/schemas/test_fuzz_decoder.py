@@ -20,6 +20,7 @@ from penstock.schemas.rollout import (
     RecordError,
     decode_group,
     encode_group,
+    origin_in,
     unpack_floats,
     unpack_ids,
 )
@@ -112,7 +113,9 @@ def test_whatever_arrives_is_a_sound_group_or_a_record_error(make: Callable[[ran
     for number in range(ROUNDS):
         payload = make(rng)
         try:
+            origin = origin_in(payload)
             group = decode_group(payload)
+            assert origin is None or (origin.producer_id, origin.samplers) == (group.producer_id, group.samplers)
             # What is accepted says the same when it is written again, and its numbers are ids and logprobs.
             assert decode_group(encode_group(group)) == group
             for segment in (segment for rollout in group.rollouts for segment in rollout.segments):

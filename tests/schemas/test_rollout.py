@@ -24,6 +24,7 @@ from penstock.schemas.rollout import (
     VersionSpan,
     decode_group,
     encode_group,
+    origin_in,
     pack_floats,
     pack_ids,
     unpack_floats,
@@ -348,3 +349,40 @@ def test_unknown_fields_of_a_newer_writer_are_ignored():
 def test_a_prompt_needs_exactly_one_of_text_and_messages():
     with pytest.raises(ValueError, match="exactly one of text and messages"):
         Prompt(answer="46")
+
+
+def test_a_group_that_is_refused_still_says_who_sampled_it():
+    group = msgspec.structs.replace(
+        with_segment(behavior_logprobs=pack_floats([math.nan] * 3)), sampled_by=("i1", "i2")
+    )
+    payload = encode_group(group)
+    with pytest.raises(RecordError, match="not finite"):
+        decode_group(payload)
+    origin = origin_in(payload)
+    assert (origin.producer_id, origin.samplers) == (group.producer_id, ("i1", "i2"))
+    assert origin_in(encode_group(msgspec.structs.replace(group, sampled_by=()))).samplers == (group.producer_id,)
+    fields = {**hostile_records.builtins(), "rollouts": "none", "sampling": None}
+    assert origin_in(hostile_records.encode(fields)).producer_id == wire_examples.group().producer_id
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"producer_id": ""},
+        {"producer_id": None},
+        {"producer_id": "x" * (MAX_REASON_CHARACTERS + 1)},
+        {"sampled_by": ["i1", ""]},
+        {"sampled_by": ["x" * (MAX_REASON_CHARACTERS + 1)]},
+        {"sampled_by": ["x"] * 5000},
+        {"sampled_by": 7},
+        {"prompt": b"x" * MAX_ENTRY_BYTES},
+    ],
+    ids=str,
+)
+def test_names_that_are_none_are_not_believed(changes):
+    assert origin_in(hostile_records.encode({**hostile_records.builtins(), **changes})) is None
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"x" * MAX_ENTRY_BYTES])
+def test_garbage_says_nothing_of_who_sampled_it(payload):
+    assert origin_in(payload) is None

@@ -99,6 +99,39 @@ def test_a_gate_that_is_off_finds_nobody_and_shows_gaps_all_the_same(tmp_path):
     assert own.table()["i1"].gap == pytest.approx(1.0)
 
 
+NOT_FINITE = "poison: group 7: behavior_logprobs holds a value that is not finite"
+
+
+def test_a_producer_whose_groups_are_refused_is_found_by_the_fourth_and_once(tmp_path):
+    own = watch(tmp_path)
+    reasons = [NOT_FINITE, "poison: another", "poison: a third", "poison: a fourth", "poison: a fifth"]
+    found = [own.observe_refused("i1", "p1", 0, reason) for reason in reasons]
+    assert [each is not None for each in found] == [False, False, False, True, False]
+    assert (found[3].producer_id, found[3].cause, found[3].num_rows) == ("p1", "refused", 0) and found[3].quarantined_s
+    assert found[3].says == f"the trainer refuses its groups, the first one as {NOT_FINITE}"
+    assert own.table()["i1"].gap is None
+    assert found_after(own, *[gap(1.0)] * 9) is None, "it is quarantined already"
+
+
+def test_a_refused_group_now_and_then_finds_nobody_though_no_row_has_lag_0(tmp_path):
+    own = watch(tmp_path)
+    assert not any(own.observe_refused("i1", "p1", 19 * n, NOT_FINITE) for n in range(1000))
+    assert not any(own.observe_refused("i2", "p2", 19 * (n // 3), NOT_FINITE) for n in range(1000))
+
+
+def test_a_producer_half_of_whose_groups_are_refused_is_found_as_one_half_of_whose_groups_are_out(tmp_path):
+    refused, out = watch(tmp_path), watch(tmp_path)
+    found = [refused.observe_refused("i1", "p1", n, NOT_FINITE) is not None for n in range(5)]
+    assert 2 * (found.index(True) + 1) - 1 == found_after(out, *[gap(1.0), gap(1e-7)] * 5)
+
+
+def test_gates_that_warn_or_are_off_quarantine_nobody_for_what_is_refused(tmp_path, caplog):
+    for gate in ("warn", "off"):
+        own = watch(tmp_path, gate=gate)
+        assert not any(own.observe_refused("i1", "p1", 0, NOT_FINITE) for _ in range(9))
+    assert caplog.text.count("p1 is trained all the same") == 1 and NOT_FINITE in caplog.text
+
+
 def mean_groups(share: float) -> float:
     """The mean number of groups until an instance is found whose groups are out with this probability: the absorption
     time of the score's Markov chain."""

@@ -1,5 +1,6 @@
 """A quarantined producer trains nobody: its groups are sampled again, each index is settled once, the others go on."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,15 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.producer_parity import ProducerParity, decode_parity
-from penstock.schemas.rollout import encode_group
+from penstock.schemas.rollout import (
+    RolloutGroup,
+    SamplingSettings,
+    VersionSpan,
+    decode_group,
+    encode_group,
+    pack_floats,
+    pack_ids,
+)
 from scripted_learner import KilledError, ScriptedLearner
 from trainer_bench import assert_balanced, assert_settled_once
 
@@ -213,6 +222,140 @@ def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat,
     beat(gated.keys, "bad-2")
     trainer._watch_producers([], {})
     assert registry.get_sample_value("penstock_producer_quarantined", labels) is None and gap_of("bad") is None
+
+
+def with_first_segment(group: RolloutGroup, **changes) -> RolloutGroup:
+    first, *others = group.rollouts
+    segment = msgspec.structs.replace(first.segments[0], **changes)
+    return msgspec.structs.replace(group, rollouts=(msgspec.structs.replace(first, segments=(segment,)), *others))
+
+
+def labelled(group: RolloutGroup, version: int) -> RolloutGroup:
+    return with_first_segment(group, version_spans=(VersionSpan(version, 3, 6),))
+
+
+def without_kept_ids(group: RolloutGroup) -> RolloutGroup:
+    return msgspec.structs.replace(group, sampling=SamplingSettings(temperature=1.0, top_p=0.5))
+
+
+UNREADABLE = {
+    "not finite": lambda group: with_first_segment(group, behavior_logprobs=pack_floats([-1.0, math.nan, -1.0])),
+    "infinite": lambda group: with_first_segment(group, behavior_logprobs=pack_floats([-1.0, -math.inf, -1.0])),
+    "above 0": lambda group: with_first_segment(group, behavior_logprobs=pack_floats([-1.0, 0.5, -1.0])),
+    "no sampling_mask": without_kept_ids,
+    "vocabulary": lambda group: with_first_segment(group, token_ids=pack_ids([11, 12, 13, 21, 100, 2])),
+    "future label": lambda group: labelled(group, 999),
+}
+"""By fault a group that the trainer refuses for its rows; the learner's vocabulary has 100 ids."""
+
+
+def unreadable_by(own: Producers, names: tuple[str, ...], fault=UNREADABLE["not finite"], samplers=()):
+    """The answers of `own`, those of some producers with a fault, and as if these instances had sampled them."""
+
+    def answer(index: int, version: int) -> dict:
+        fields = own.answer(index, version)
+        group = decode_group(fields[Field.PAYLOAD])
+        if group.producer_id not in names:
+            return fields
+        wrong = msgspec.structs.replace(fault(group), sampled_by=samplers or group.sampled_by)
+        return {**fields, Field.PAYLOAD: encode_group(wrong)}
+
+    return answer
+
+
+def dead_of(redis_client, keys) -> list[dict]:
+    return [fields for _, fields in redis_client.xrange(keys.dead)]
+
+
+@pytest.mark.parametrize("fault", UNREADABLE)
+def test_a_producer_whose_rows_are_refused_costs_three_groups_and_no_more(gated, redis_client, fault):
+    own = Producers("good-1", "bad-1", "fine-1")
+    gated.producer(unreadable_by(own, ("bad",), UNREADABLE[fault]))
+    trainer = own.watched(gated.trainer())
+    assert trainer.run()
+    letters = dead_of(redis_client, gated.keys)
+    assert len(letters) < -(-LIMIT // OUT)
+    assert {letter[Field.PRODUCER] for letter in letters} <= {b"bad"}
+    assert all(letter[Field.REASON].endswith(b"; sampled by bad-1") for letter in letters)
+    assert_settled_once(gated, redis_client, dead={int(letter[Field.INDEX]) for letter in letters})
+    told = {name.decode(): decode_parity(value) for name, value in redis_client.hgetall(gated.keys.parity).items()}
+    assert told.keys() == {"bad-1"} and (told["bad-1"].cause, told["bad-1"].gap) == ("refused", None)
+    assert "the trainer refuses its groups, the first one as poison: " in told["bad-1"].says
+    assert num_of_bad(own.batches) == 0 and len(own.batches) == 12
+    again = gated.ledger()["num_groups_released_again"]["quarantined"]
+    outcomes = gated.ledger()["attrition"]["rollouts"]
+    num = sum(each["num"] for name in outcomes for each in outcomes[name].get("quarantined", {}).values())
+    assert num == 2 * again > 0
+
+
+def appended(redis_client, keys, index: int, group: RolloutGroup) -> None:
+    entry = {Field.INDEX: str(index), Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
+    redis_client.xadd(keys.rollouts, entry)
+
+
+def broken(index: int, *samplers: str) -> RolloutGroup:
+    group = UNREADABLE["not finite"](make_group(index, 0))
+    return msgspec.structs.replace(group, producer_id="bad", sampled_by=samplers)
+
+
+def test_refused_groups_that_are_read_together_are_all_sampled_again(gated, redis_client):
+    trainer = gated.trainer()
+    trainer.intake.release()
+    for index in range(1, 6):
+        appended(redis_client, gated.keys, index, broken(index, "bad-1"))
+    trainer.intake.reconcile()
+    assert trainer.intake.quarantine.holds(("bad-1",)) and dead_of(redis_client, gated.keys) == []
+    assert trainer.intake.ledger.released_again["quarantined"] + len(trainer.intake.ledger.postponed) == 5
+    trainer.intake.reader.rewind()
+    trainer.intake.reconcile()
+    outcomes = trainer.intake.ledger.attrition.by_environment()
+    assert [each["quarantined"].num for each in outcomes.values()] == [2 * 5], "what is read again is not counted again"
+    assert trainer.intake.ledger.num_duplicates_dropped == 0
+
+
+def test_what_two_have_sampled_or_garbage_finds_nobody_and_dies(gated, redis_client):
+    trainer = gated.trainer()
+    trainer.intake.release()
+    for index in range(1, 5):
+        appended(redis_client, gated.keys, index, broken(index, "bad-1", "good-1"))
+    for index in range(5, 9):
+        entry = {Field.INDEX: str(index), Field.KIND: Kind.GROUP, Field.PAYLOAD: b"garbage"}
+        redis_client.xadd(gated.keys.rollouts, entry)
+    trainer.intake.reconcile()
+    letters = dead_of(redis_client, gated.keys)
+    assert [int(letter[Field.INDEX]) for letter in letters] == list(range(1, 9))
+    assert [letter.get(Field.PRODUCER, b"") for letter in letters] == [b"bad"] * 4 + [b""] * 4
+    assert letters[0][Field.REASON].endswith(b"; sampled by bad-1, good-1")
+    assert redis_client.hgetall(gated.keys.parity) == {}
+    trainer.intake.quarantine.add("good-1", ProducerParity(producer_id="good", quarantined_s=1.0))
+    appended(redis_client, gated.keys, 9, broken(9, "bad-1", "good-1"))
+    trainer.intake.reconcile()
+    assert len(dead_of(redis_client, gated.keys)) == 8, "one that a quarantined producer began is sampled again"
+
+
+def test_a_group_of_another_task_is_no_evidence(gated, redis_client):
+    """As after a rollback of trainer and Redis, where indexes in flight stand for other tasks."""
+    trainer = gated.trainer()
+    trainer.intake.release()
+    for index in range(1, 7):
+        group = msgspec.structs.replace(make_group(index, 0), producer_id="good", sampled_by=("good-1",), task=99)
+        appended(redis_client, gated.keys, index, group)
+    trainer.intake.reconcile()
+    letters = dead_of(redis_client, gated.keys)
+    assert len(letters) == 6 and {letter[Field.PRODUCER] for letter in letters} == {b"good"}
+    assert redis_client.hgetall(gated.keys.parity) == {}
+
+
+@pytest.mark.parametrize("gate", ["warn", "off"])
+def test_without_a_gate_that_refuses_unreadable_groups_die_as_they_come(gated, redis_client, gate, caplog):
+    gated.overrides = [f"parity.gate={gate}"]
+    own = Producers("good-1", "bad-1", "fine-1")
+    gated.producer(unreadable_by(own, ("bad",)))
+    assert own.watched(gated.trainer()).run()
+    letters = dead_of(redis_client, gated.keys)
+    assert len(letters) > 12 and {letter[Field.PRODUCER] for letter in letters} == {b"bad"}
+    assert_settled_once(gated, redis_client, dead={int(letter[Field.INDEX]) for letter in letters})
+    assert ("bad is trained all the same" in caplog.text) == (gate == "warn")
 
 
 def test_a_group_that_failed_batches_spare_is_evidence_once(gated):
