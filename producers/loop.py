@@ -198,15 +198,27 @@ class Producer:
 
     async def _sit_out(self, claiming: list[asyncio.Task[None]]) -> None:
         """Waits for the trainer's quarantine of this instance. Then nothing is claimed any more, and what runs is left
-        to others, to begin anew; agents' rollouts that are open go on to their end, which unblocks it."""
+        to others, to begin anew; agents' rollouts that are open go on to their end, which unblocks the rest."""
         await self._quarantined.wait()
         await cancel_and_wait(claiming)
         await cancel_and_wait([*self._running])
         await self._progress.end()
         if self.endpoint is not None:
+            await self._hand_back_beside_agents(await self.endpoint.leave_idle())
             await self.endpoint.drain()
+            await self.endpoint.leave_idle()
         await self.writer.drain()
         log.info("quarantined: %d unfinished claims handed back", await self._claims.hand_back())
+
+    async def _hand_back_beside_agents(self, idle: list[Claim]) -> None:
+        """Hands back what is unfinished but for groups that agents have open, which may take long. idle: claims of
+        groups that they had."""
+        await self.writer.drain()
+        await self._claims.find_lost()
+        claims = [*idle, *(claim for claim in self.table if not claim.converses)]
+        for claim in claims:
+            await self._claims.give_back(claim)
+        log.info("quarantined: %d claims handed back while agents go on", len(claims))
 
     async def _save_progress(self) -> None:
         """Leaves what is sampled to those who take the claims over; nobody does once the run is finished."""

@@ -145,6 +145,10 @@ class AgentEndpoint:
         """Takes no more openings; waits until no rollout is open."""
         await self.agents.drain()
 
+    async def leave_idle(self) -> list[Claim]:
+        """See `Agents.leave_idle`."""
+        return await self.agents.leave_idle()
+
     async def close(self, *, append: bool) -> None:
         """Ends what is open and closes every connection. append: groups with enough finished rollouts go onto the
         stream."""

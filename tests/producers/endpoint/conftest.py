@@ -15,7 +15,9 @@ from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig, EnvironmentConfig, SamplingConfig
+from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import Field, Kind
+from penstock.schemas.producer_parity import ProducerParity, encode_parity
 from penstock.schemas.rollout import RolloutGroup, decode_group
 from producer_run import QUICK, Numbers
 from real_server import RealServer
@@ -38,6 +40,7 @@ class Served(NamedTuple):
     server: RealServer
     trainer: Any
     metrics: ProducerMetrics
+    producer_id: str
 
     @property
     def url(self) -> str:
@@ -58,6 +61,13 @@ class Served(NamedTuple):
         letters = self.server.client.xrange(self.trainer.keys.dead_rollouts)
         names = (Field.INDEX, Field.ROLLOUT, Field.REASON)
         return [tuple(fields[name].decode() for name in names) for _, fields in letters]
+
+    def quarantine(self) -> None:
+        """As the trainer does."""
+        keys = self.trainer.keys
+        heartbeat = decode_heartbeat(self.server.client.get(keys.producer(self.producer_id)))
+        found = ProducerParity(producer_id=self.producer_id, quarantined_s=1.0, cause="raw", says="raw logprobs")
+        self.server.client.hset(keys.parity, heartbeat.instance, encode_parity(found))
 
     def count(self, metric: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(metric, labels) or 0.0
@@ -114,7 +124,7 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
             task.result()
         assert producer.endpoint is not None
         client = AgentClient(producer.endpoint.url, key)
-        started.append(Served(producer, task, engine, client, server, trainer, metrics))
+        started.append(Served(producer, task, engine, client, server, trainer, metrics, producer_id))
         return started[-1]
 
     yield start
