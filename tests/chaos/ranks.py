@@ -24,7 +24,7 @@ from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import ObjectivePlug, Plug, RunConfig, TrainerConfig
 from penstock.schemas.process.files import write_whole
 from tests.chaos.aim import Target
-from tests.chaos.roles import BROKEN
+from tests.chaos.roles import BROKEN, hurry
 from tests.chaos.witness import observed_learner
 
 NUM_RANKS = 2
@@ -102,6 +102,7 @@ def _be_a_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> None
         os.environ.update(environment)
         steps, broken, *command = arguments
         lead.Learner = led_rank.Learner = _aimed_learner(Path(steps))  # type: ignore[misc]
+        hurry()
         if broken:
             BROKEN[broken]()
         status = cli.main(command)

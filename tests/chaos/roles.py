@@ -51,10 +51,15 @@ def train(config: RunConfig, runs: Path, *, resume: bool, standby: bool, steps: 
     logs.configure("trainer", run=config.name, id=f"trainer-{os.getpid()}")
     trainer_entry.Learner = observed_learner(steps)  # type: ignore[misc]
     labels.watch_publications(steps.with_name("labels"))
-    trainer.WAITING_LOG_S, recovery.SUSPICIOUS_S = 1.0, 3.0  # a run of milliseconds a step waits for seconds at most
+    hurry()
     if broken is not None and broken != WITHOUT_PROGRESS:
         BROKEN[broken]()
     return trainer_entry.main(config, runs=runs, resume=resume, standby=standby)
+
+
+def hurry() -> None:
+    """Has a trainer suspect its chunks after seconds: a run of milliseconds a step waits no longer."""
+    trainer.WAITING_LOG_S, recovery.SUSPICIOUS_S = 1.0, 3.0
 
 
 def produce(

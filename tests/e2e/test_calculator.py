@@ -132,10 +132,10 @@ def test_agents_outside_go_on_when_their_producer_is_killed_and_started_again(
     url = served_url(process, folder, tmp_path)
     patient = "import functools, runpy, openai; openai.OpenAI = functools.partial(openai.OpenAI, max_retries=1000)"
     start("agent", "-c", f"{patient}; runpy.run_path('docs/examples/outside_agent.py', run_name='__main__')", url)
-    updates = folder / "updates.jsonl"
-    await_run(process, lambda: updates.exists() and updates.read_text().count("\n") >= 3, tmp_path)
     asked = [sys.executable, "-m", "penstock.deploy.cli", "producers", str(folder), "--json"]
     (producer,) = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)["alive"]
+    updates = folder / "updates.jsonl"
+    await_run(process, lambda: updates.exists() and updates.read_text().count("\n") >= 3, tmp_path)
     os.kill(producer["pid"], signal.SIGKILL)
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()
     record = Record(folder)

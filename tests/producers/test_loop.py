@@ -357,7 +357,7 @@ async def test_a_rollout_is_finished_however_many_producers_it_outlives(run) -> 
     one = run(producers=msgspec.structs.replace(SAVING, max_attempts=2))
     one.trainer.release(1, 1)
     for name in ("a", "b", "c"):
-        engine = ScriptedEngine(token_s=0.05, script=lambda prompt, sibling: [5] * (240 - len(prompt) + 1))
+        engine = ScriptedEngine(token_s=0.2, script=lambda prompt, sibling: [5] * (240 - len(prompt) + 1))
         _, task = await one.producer(engine, name)
         await until(lambda name=name: holders(one) == [(name, 0)])
         task.cancel()
