@@ -100,8 +100,8 @@ class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_letters(run: OpenRun) -> list[Letter]:
-    """Every letter of a run, oldest first."""
-    return sorted((*_dead_rollouts(run), *_dead_indexes(run)), key=lambda letter: letter.time_s)
+    """Every letter of a run, oldest first; of one millisecond, those of indexes before those of rollouts."""
+    return sorted((*_dead_indexes(run), *_dead_rollouts(run)), key=lambda letter: letter.time_s)
 
 
 def _dead_indexes(run: OpenRun) -> list[Letter]:

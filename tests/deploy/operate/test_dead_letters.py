@@ -261,6 +261,14 @@ def test_agents_rollouts_are_listed_and_shown_and_cannot_be_requeued(run, half, 
     assert run.json(capsys, "dead", "requeue", "test", "--all") == {"indexes": [3, 5], "without_index": 0}
 
 
+def test_of_one_millisecond_an_indexs_letter_comes_before_a_rollouts(run, half, redis_client, capsys):
+    (first, _), (second, _) = redis_client.xrange(run.keys.dead)
+    milliseconds = second.decode().partition("-")[0]
+    redis_client.xadd(run.keys.dead_rollouts, {Field.INDEX: "3", Field.ROLLOUT: "a.1"}, id=f"{milliseconds}-7")
+    letters = run.json(capsys, "dead", "list", "test")
+    assert [letter["entry_id"] for letter in letters] == [first.decode(), second.decode(), f"{milliseconds}-7"]
+
+
 def test_a_letter_is_shown_with_prompt_and_rewards_or_with_its_first_bytes(run, half, redis_client, capsys):
     poison = encode_group(make_group(11, 9, rewards=(0.0, 1.0, 0.5)))
     redis_client.xadd(run.keys.rollouts, {Field.INDEX: "11", Field.KIND: Kind.GROUP, Field.PAYLOAD: poison})
