@@ -225,11 +225,18 @@ def epoch(client: redis.Redis, bench: TrainerBench) -> int:
     return int(client.hget(bench.keys.commit, "epoch") or -1)
 
 
-# It cannot come to the end of its run before the test has stopped it.
+def saved_version(client: redis.Redis, bench: TrainerBench) -> int:
+    return int((client.hget(bench.keys.commit, "checkpoint") or b"0").partition(b"-")[0])
+
+
+# It does not come to the end of its run before the test has stopped it. Checkpoints are committed between two steps, so
+# that none can be waited for while a step is held.
 LONG_STEP = with_learner("""
 class Learner(ScriptedLearner):
     def step(self, batch):
-        while self.num_steps == 24 and not Path("{go_on}").exists():
+        if self.num_steps >= 20:
+            time.sleep(0.05)
+        while Path("{hold}").exists():
             time.sleep(0.01)
         return super().step(batch)
 """)
@@ -237,18 +244,20 @@ class Learner(ScriptedLearner):
 
 @pytest.mark.slow
 def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends(bench, redis_client, processes):
-    bench.overrides = ["num_updates=40", "checkpoint.every=10", "trainer.lease_s=2.0"]
+    bench.overrides = ["num_updates=200", "checkpoint.every=10", "trainer.lease_s=2.0"]
     bench.hardy_producer()
-    first = processes.start("first", program=LONG_STEP.format(go_on=bench.runs / "go-on"))
+    hold = bench.runs / "hold"
+    first = processes.start("first", program=LONG_STEP.format(hold=hold))
     wait_for(lambda: epoch(redis_client, bench) == 0)
     second = processes.start("second", "--standby")
-    wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"20-"))
+    wait_for(lambda: saved_version(redis_client, bench) >= 20)
+    hold.touch()
     wait_for(lambda: " holds it" in processes.log("second"))
     time.sleep(2.5)
     assert epoch(redis_client, bench) == 0, "the lease of a live trainer is left alone"
     first.send_signal(signal.SIGSTOP)
-    (bench.runs / "go-on").touch()
-    wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"10000000"))
+    hold.unlink()
+    wait_for(lambda: saved_version(redis_client, bench) >= 1_000_000_000)
     first.send_signal(signal.SIGCONT)
     assert first.wait(60) == 1
     assert second.wait(120) == 0
