@@ -78,7 +78,7 @@ class Producer:
         environments.check_endpoint(config)
         self.stop = stop or asyncio.Event()
         self._config = config
-        self._context = context
+        self.context = context
         self._environments = environments
         self._engine = engine
         self.table = InFlightTable(
@@ -91,7 +91,7 @@ class Producer:
         self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, self._record_load)
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
-        self._claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
+        self.claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
         self._episodes = Episodes(
             config,
             producer_id=context.producer_id,
@@ -102,10 +102,10 @@ class Producer:
             teacher=context.teacher,
         )
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id, context.instance)
-        self._progress = RolloutProgress(
+        self.progress = RolloutProgress(
             connection, keys, self.table, context.metrics, config.producers, context.instance, context.producer_id
         )
-        self._heartbeat = HeartbeatSender(
+        self.heartbeat = HeartbeatSender(
             connection, keys, context.producer_id, self._describe, self._on_finished, self._on_quarantined
         )
         self._running: set[asyncio.Task[None]] = set()
@@ -124,7 +124,7 @@ class Producer:
                 table=self.table,
                 weights=self.weights,
                 writer=self.writer,
-                progress=self._progress,
+                progress=self.progress,
                 engine=engine,
                 environments=environments,
                 tokenizer=tokenizer,
@@ -139,11 +139,11 @@ class Producer:
             RedisGoneError: Redis was away for too long.
             ProducerIdTakenError: another process runs under this id.
         """
-        await self._heartbeat.claim_id()
-        await self._claims.open()
+        await self.heartbeat.claim_id()
+        await self.claims.open()
         if self.endpoint is not None:
             await self.endpoint.agents.claims.open()
-        self._context.events.write("start", fingerprint=self._engine.fingerprint)
+        self.context.events.write("start", fingerprint=self._engine.fingerprint)
 
     async def serve(self) -> None:
         """Turns prompts into rollouts until `stop`, then leaves nothing behind that only it could finish.
@@ -153,12 +153,12 @@ class Producer:
             RedisGoneError: Redis was away for too long.
         """
         parts = (
-            self._heartbeat.run,
+            self.heartbeat.run,
             self._record_rate,
             self.weights.follow,
             self.weights.keep_current,
-            self._claims.keep,
-            self._progress.run,
+            self.claims.keep,
+            self.progress.run,
             self.writer.run,
         )
         try:
@@ -170,12 +170,12 @@ class Producer:
             if drained:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                        await self._heartbeat.stop()
+                        await self.heartbeat.stop()
         finally:
             if self.endpoint is not None:
                 await self.endpoint.close(append=False)
             self._episodes.close()
-            self._context.events.close()
+            self.context.events.close()
 
     async def _work_until_stopped(self) -> None:
         """Claims and runs groups until `stop`, then ends what runs: steps 1 and 2 of a clean stop."""
@@ -202,29 +202,29 @@ class Producer:
         await self._quarantined.wait()
         await cancel_and_wait(claiming)
         await cancel_and_wait([*self._running])
-        await self._progress.end()
+        await self.progress.end()
         if self.endpoint is not None:
             await self._hand_back_beside_agents(await self.endpoint.leave_idle())
             await self.endpoint.drain()
             await self.endpoint.leave_idle()
         await self.writer.drain()
-        log.info("quarantined: %d unfinished claims handed back", await self._claims.hand_back())
+        log.info("quarantined: %d unfinished claims handed back", await self.claims.hand_back())
 
     async def _hand_back_beside_agents(self, idle: list[Claim]) -> None:
         """Hands back what is unfinished but for groups that agents have open, which may take long. idle: claims of
         groups that they had."""
         await self.writer.drain()
-        await self._claims.find_lost()
+        await self.claims.find_lost()
         claims = [*idle, *(claim for claim in self.table if not claim.converses)]
         for claim in claims:
-            await self._claims.give_back(claim)
+            await self.claims.give_back(claim)
         log.info("quarantined: %d claims handed back while agents go on", len(claims))
 
     async def _save_progress(self) -> None:
         """Leaves what is sampled to those who take the claims over; nobody does once the run is finished."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_SAVE_S):
-                await (self._progress.end() if self._run_is_finished else self._progress.save())
+                await (self.progress.end() if self._run_is_finished else self.progress.save())
 
     async def _serve_agents(self) -> None:
         """Serves the run's agents, if it has an endpoint for them; runs until cancelled."""
@@ -242,7 +242,7 @@ class Producer:
                 await self.writer.drain()
                 if self.endpoint is not None:
                     await self.endpoint.agents.claims.find_lost()
-                num_claims = await self._claims.hand_back()
+                num_claims = await self.claims.hand_back()
                 log.info("stopped: %d unfinished claims handed back", num_claims)
                 return True
         except TimeoutError:
@@ -256,7 +256,7 @@ class Producer:
         while True:
             await self.weights.wait_until_current(self._config.lag_bound)
             await self.table.wait_for_room()
-            for claim in await self._claims.take():
+            for claim in await self.claims.take():
                 await self._begin(groups, claim)
 
     async def _take_passed_on(self, groups: asyncio.TaskGroup) -> None:
@@ -279,7 +279,7 @@ class Producer:
         task = groups.create_task(self._run(claim))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        self._context.metrics.in_flight.set(len(self.table))
+        self.context.metrics.in_flight.set(len(self.table))
 
     async def _wait_until_appended(self) -> None:
         await self._wait_until_idle()
@@ -297,11 +297,11 @@ class Producer:
         """
         max_attempts = self._config.producers.max_attempts
         if claim.attempt > max_attempts:
-            found = await self._progress.left_by_the_dead(claim)
+            found = await self.progress.left_by_the_dead(claim)
             self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result", group=found))
             return
         await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
-        claim.found = await self._progress.find(claim)
+        claim.found = await self.progress.find(claim)
         run = self._episodes.run
         if self.endpoint is not None and self._environments.converses(claim.environment):
             run = self.endpoint.evaluate  # a conversation about a training prompt never comes here
@@ -327,7 +327,7 @@ class Producer:
         self._quarantined.set()
 
     def _record_load(self, report: LoadReport) -> None:
-        self._context.events.write(
+        self.context.events.write(
             "weights",
             policy_version=report.policy_version,
             pause_s=report.pause_s,
@@ -345,18 +345,18 @@ class Producer:
             num_tokens = self._num_tokens
             self._tokens_per_s = (num_tokens - before) / (now - since)
             since = now
-            self._context.events.write(
+            self.context.events.write(
                 "rate",
                 tokens_per_s=self._tokens_per_s,
                 num_tokens=num_tokens,
                 in_flight=len(self.table),
                 policy_version=self._engine.policy_version,
-                clock_ahead_s=self._heartbeat.clock_ahead_s,
+                clock_ahead_s=self.heartbeat.clock_ahead_s,
             )
 
     def _describe(self) -> Heartbeat:
         return Heartbeat(
-            producer_id=self._context.producer_id,
+            producer_id=self.context.producer_id,
             host=socket.gethostname(),
             pid=os.getpid(),
             policy_version=self._engine.policy_version,
@@ -365,12 +365,12 @@ class Producer:
             num_tokens_generated=self._num_tokens,
             num_groups_appended=self.writer.num_groups_appended,
             num_weight_loads_failed=self.weights.num_failed,
-            metrics_port=self._context.metrics_port,
+            metrics_port=self.context.metrics_port,
             fingerprint=self._engine.fingerprint,
             sent_s=time.time(),
             last_error=self.weights.last_error,
             endpoint="" if self.endpoint is None else self.endpoint.url,
-            instance=self._context.instance,
+            instance=self.context.instance,
         )
 
     @property

@@ -15,8 +15,10 @@ from penstock.deploy.inspector.sources import Source
 from penstock.deploy.inspector.tokens import TokenTexts
 from penstock.schemas.record import RecordReadError
 
-_LOOK_S = 0.5
-_SEARCH_S = 1.0
+LOOK_S = 0.5
+"""Between two looks at what came since."""
+SEARCH_S = 1.0
+"""The time that one answer searches texts for."""
 _KEPT_BEGINNINGS = 20_000
 
 
@@ -25,7 +27,7 @@ class Catalogue:
 
     def __init__(self, name: str, source: Source, texts: TokenTexts | None, remarks: Sequence[str] = ()) -> None:
         self.name = name
-        self._source = source
+        self.source = source
         self._texts = texts
         self._remarks = remarks
         self._lock = threading.Lock()
@@ -39,7 +41,7 @@ class Catalogue:
         """The head of the page."""
         with self._lock:
             self._refresh()
-            source = self._source
+            source = self.source
             if self._facets[0] != source.revision:
                 self._facets = source.revision, facets(source.rows)
             notes = [self._problem, *self._remarks, *source.notes]
@@ -56,7 +58,7 @@ class Catalogue:
     def page(self, query: RowQuery) -> dict[str, Any]:
         """One page of the list. While a text search is incomplete, `searched` is less than `to_search`; the same query
         again continues it."""
-        found, searched, to_search = self._select(query, _SEARCH_S)
+        found, searched, to_search = self._select(query, SEARCH_S)
         start = (query.page - 1) * query.size
         return {
             "rows": [row_fields(row) | self._beginning_of(row) for row in found[start : start + query.size]],
@@ -68,7 +70,7 @@ class Catalogue:
 
     def group(self, key: str) -> dict[str, Any]:
         """Raises KeyError and RecordReadError as `Source.look` does."""
-        return group_fields(self._source.look(key), self._texts)
+        return group_fields(self.source.look(key), self._texts)
 
     def export(self, query: RowQuery) -> Iterator[dict[str, Any]]:
         """Every group that matches the query, whole; a group that cannot be read any more is a line that says so."""
@@ -80,21 +82,21 @@ class Catalogue:
                 yield row_fields(row) | {"problem": f"cannot be read any more: {error}"}
 
     def _refresh(self) -> None:
-        if time.monotonic() - self._looked_s < _LOOK_S:
+        if time.monotonic() - self._looked_s < LOOK_S:
             return
-        before = self._source.revision
+        before = self.source.revision
         try:
-            self._source.refresh()
+            self.source.refresh()
             self._problem = ""
         except (RecordReadError, redis.RedisError, OSError) as error:
             self._problem = f"what came since cannot be read now: {error}"
-        if self._source.revision != before:
-            self._search.keep(self._source.rows)
+        if self.source.revision != before:
+            self._search.keep(self.source.rows)
         self._looked_s = time.monotonic()
 
     def _select(self, query: RowQuery, limit_s: float) -> tuple[list[InspectedRow], int, int]:
         with self._lock:
-            rows = list(self._source.rows)
+            rows = list(self.source.rows)
         found = select(rows, query)
         if not query.q:
             return found, 0, 0
@@ -107,7 +109,7 @@ class Catalogue:
             text = self._beginnings.pop(row.key, None)
         if text is None:
             try:
-                text = beginning(self._source.look(row.key).group)
+                text = beginning(self.source.look(row.key).group)
             except (KeyError, RecordReadError):
                 text = ""
         with self._lock:
@@ -118,6 +120,6 @@ class Catalogue:
 
     def _text_of(self, row: InspectedRow) -> str:
         try:
-            return searched_text(self._source.look(row.key).group)
+            return searched_text(self.source.look(row.key).group)
         except (KeyError, RecordReadError):
             return ""

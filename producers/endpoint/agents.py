@@ -127,7 +127,7 @@ class Agents:
             if self._is_closing:
                 raise try_again(503, "this producer is stopping; open the rollout on another", "stopping")
             # Other openings may wait for the same claim and fill its places first.
-            if not await self._claim():
+            if not await self.claim():
                 raise try_again(429, "no prompt is available: the run's credit is in use", "no_credit")
         rollout = group.open(self._producer_id)
         self._open[rollout.id] = rollout
@@ -216,12 +216,13 @@ class Agents:
             now = time.monotonic()  # before: a producer that is suspended here must not find its agents idle
             await self._progress.find_moved()
             self._leave_moved()
-            self._end_overdue(now)
+            self.end_overdue(now)
             await self._hand_back_unopened(now)
             if not self._environments.any_converse:
                 await self._take_lost()
 
-    def _end_overdue(self, now: float) -> None:
+    def end_overdue(self, now: float) -> None:
+        """Gives up silent rollouts, and closes groups past their deadline. now: as `time.monotonic`."""
         for rollout in list(self._open.values()):
             if rollout.is_idle(now, self._idle_timeout_s):
                 rollout.is_abandoned = True
@@ -291,7 +292,7 @@ class Agents:
     def _with_place(self) -> AgentGroup | None:
         return next((group for group in self._groups if group.has_place), None)
 
-    async def _claim(self) -> bool:
+    async def claim(self) -> bool:
         """Claims a group, or waits for the claim in progress, which outlives the opening that began it. Returns whether
         there was a prompt."""
         if self._claiming is None or self._claiming.done():

@@ -87,8 +87,8 @@ class Claims:
             await asyncio.sleep(self._config.claim_refresh_s)
             async with self._table.marking:
                 # An empty refresh would count as an answer of Redis, so it does not go through the connection.
-                if kept := self._to_be_kept():
-                    await self._connection.retrying(partial(self._refresh, kept))
+                if kept := self.to_be_kept():
+                    await self._connection.retrying(partial(self.refresh, kept))
 
     async def hand_back(self) -> int:
         """Makes every claim of this id available to the other producers at once; returns how many there were.
@@ -123,7 +123,7 @@ class Claims:
     async def _take_lost(self) -> list[Claim]:
         try:
             for stream in self._streams:
-                if self._accepted or await self._take_over(stream) is not None:
+                if self._accepted or await self.take_over(stream) is not None:
                     break
         except ResponseError as error:
             _raise_unless_no_group(error)  # the next claim creates it again
@@ -144,7 +144,7 @@ class Claims:
                     return
             if time.monotonic() >= self._takeover_from:
                 for stream in self._streams:
-                    taken_over = await self._take_over(stream)
+                    taken_over = await self.take_over(stream)
                     if taken_over is not None:
                         return
                 self._takeover_from = time.monotonic() + self._config.claim_refresh_s
@@ -224,7 +224,7 @@ class Claims:
         self._accepted.append(claim)
         return claim
 
-    async def _take_over(self, stream: str) -> Claim | None:
+    async def take_over(self, stream: str) -> Claim | None:
         """One entry whose producer has not refreshed it for `claim_idle_s`, or None.
 
         One at a time: it may have to run alone, and the other producers take the next ones meanwhile.
@@ -303,7 +303,7 @@ class Claims:
                 _raise_unless_no_group(error)  # Redis was emptied in between: nothing is left to free
             log.warning("an earlier process of this id left %d claims: free for takeover", len(former))
 
-    def _to_be_kept(self) -> dict[tuple[str, bool], list[bytes]]:
+    def to_be_kept(self) -> dict[tuple[str, bool], list[bytes]]:
         """Entry ids by stream and whether their attempts begin to count anew."""
         oldest = time.monotonic() - self._config.generation_deadline_s
         kept: dict[tuple[str, bool], list[bytes]] = {}
@@ -312,7 +312,8 @@ class Claims:
                 kept.setdefault((claim.stream, claim.has_proved), []).append(claim.entry_id)
         return kept
 
-    async def _refresh(self, kept: dict[tuple[str, bool], list[bytes]]) -> None:
+    async def refresh(self, kept: dict[tuple[str, bool], list[bytes]]) -> None:
+        """Tells Redis that these claims are alive; see `to_be_kept`."""
         pipeline = self._connection.commands.pipeline(transaction=False)
         for (stream, have_proved), ids in kept.items():
             count = 0 if have_proved else None

@@ -24,7 +24,7 @@ class SlowAtOddTasks(ScriptedEngine):
     """Answers the tasks of odd numbers late; its event loop is its thread's."""
 
     async def _sample(self, prompt_ids: list[int], *rest: Any) -> Any:
-        self._token_s = 0.01 * (Characters().encode("1", False)[0] % 2 == prompt_ids[-1] % 2)
+        self.token_s = 0.01 * (Characters().encode("1", False)[0] % 2 == prompt_ids[-1] % 2)
         return await super()._sample(prompt_ids, *rest)
 
 

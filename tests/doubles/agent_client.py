@@ -21,20 +21,20 @@ class AgentClient:
 
     def __init__(self, url: str, key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._session = aiohttp.ClientSession(url, headers=headers, timeout=aiohttp.ClientTimeout(300))
+        self.session = aiohttp.ClientSession(url, headers=headers, timeout=aiohttp.ClientTimeout(300))
 
     async def close(self) -> None:
-        await self._session.close()
+        await self.session.close()
 
     async def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and decoded body. body: bytes go as they are."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        async with self._session.request(method, path, data=data) as reply:
+        async with self.session.request(method, path, data=data) as reply:
             return reply.status, await reply.json()
 
     async def text(self, path: str, body: Any) -> tuple[int, str, str]:
         """Status, content type and text."""
-        async with self._session.post(path, json=body) as reply:
+        async with self.session.post(path, json=body) as reply:
             return reply.status, reply.content_type, await reply.text()
 
     async def open(self, *, timeout_s: float = 30.0) -> dict[str, Any]:

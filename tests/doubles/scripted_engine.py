@@ -80,7 +80,7 @@ class ScriptedEngine:
         self.num_active = 0
         self.most_active = 0
         self.cancelled: list[str] = []
-        self._token_s = token_s
+        self.token_s = token_s
         self._num_tokens = num_tokens
         self._first_token = first_token
         self._num_token_ids = num_token_ids
@@ -95,14 +95,14 @@ class ScriptedEngine:
         self._script = script
         self._running: dict[str, tuple[list[list[int]], list[int], SamplingSettings]] = {}
         """Of each request: its rows, the versions of the steps until now, and its settings."""
-        self._sampling = asyncio.Event()
+        self.sampling = asyncio.Event()
         self.may_sample = asyncio.Event()
         """A test that clears it holds every request before its next step until it is set again."""
         self.may_sample.set()
         self.may_load = asyncio.Event()
         """A test that clears it holds the loads under way until it is set again."""
         self.may_load.set()
-        self._sampling.set()
+        self.sampling.set()
 
     async def generate(
         self,
@@ -152,10 +152,10 @@ class ScriptedEngine:
         versions: list[int] = []
         self._running[request_id] = rows, versions, sampling
         for _ in range(max(len(row) for row in rows)):
-            if self._token_s:
-                await asyncio.sleep(self._token_s)
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
             await self.may_sample.wait()
-            await self._sampling.wait()
+            await self.sampling.wait()
             versions.append(self.policy_version)
             self.stepped(request_id, len(versions))
         return self._completions(rows, versions, sampling)
@@ -191,7 +191,7 @@ class ScriptedEngine:
 
     @property
     def is_loading(self) -> bool:
-        return not self._sampling.is_set()
+        return not self.sampling.is_set()
 
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
         started = time.perf_counter()
@@ -199,14 +199,14 @@ class ScriptedEngine:
             raise WeightLoadError(f"{path}: no such file")
         if manifest.version in self._refuse_versions:
             raise WeightLoadError(f"version {manifest.version}: refused by the script")
-        self._sampling.clear()
+        self.sampling.clear()
         try:
             await asyncio.sleep(self._pause_s)
             await self.may_load.wait()
             self.policy_version = manifest.version
             self.loaded_versions.append(manifest.version)
         finally:
-            self._sampling.set()
+            self.sampling.set()
         return time.perf_counter() - started
 
     async def close(self) -> None:

@@ -399,7 +399,7 @@ async def test_of_two_holders_of_a_claim_both_may_save_and_none_of_it_stays(run)
     one.trainer.release(1, 1)
     await until(lambda: len(saved(one)) == 4)
     first.may_sample.clear()
-    producer._claims._refresh = lambda by_stream: asyncio.sleep(0)  # type: ignore[method-assign]
+    producer.claims.refresh = lambda by_stream: asyncio.sleep(0)  # type: ignore[method-assign]
     second = ScriptedEngine(script=lambda prompt, sibling: [6] * 100)
     await one.producer(second, "b")
     await until(lambda: second.requests)
@@ -460,7 +460,7 @@ async def test_a_finished_run_leaves_no_progress(run) -> None:
 def quarantine(one, producer) -> None:
     """As the trainer does."""
     found = ProducerParity(producer_id="a", quarantined_s=1.0, cause="temperature", says="another temperature")
-    one.client.hset(KEYS.parity, producer._context.instance, encode_parity(found))
+    one.client.hset(KEYS.parity, producer.context.instance, encode_parity(found))
 
 
 async def test_a_quarantined_producer_leaves_its_prompts_to_others_until_it_is_started_again(run, monkeypatch, caplog):
@@ -482,13 +482,13 @@ async def test_a_quarantined_producer_leaves_its_prompts_to_others_until_it_is_s
     one.trainer.evaluate(0, 1)
     await asyncio.sleep(0.3)
     assert one.num_claimed() == 0 and slow.num_active == 0, "it is alive and idle"
-    assert decode_heartbeat(one.client.get(KEYS.producer("a"))).instance == producer._context.instance
+    assert decode_heartbeat(one.client.get(KEYS.producer("a"))).instance == producer.context.instance
     producer.stop.set()
     await asyncio.wait_for(task, 60)
     again, _ = await one.producer(ScriptedEngine(), "a")
     groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(3)]
     assert {group.index for group in groups} == {1, 2, 3}
-    assert {group.sampled_by for group in groups} == {(again._context.instance,)}
+    assert {group.sampled_by for group in groups} == {(again.context.instance,)}
 
 
 async def test_nobody_goes_on_from_what_a_quarantined_producer_has_sampled(run, caplog):
@@ -502,5 +502,5 @@ async def test_nobody_goes_on_from_what_a_quarantined_producer_has_sampled(run, 
     second, _ = await one.producer(ScriptedEngine(), "b")
     group = decode_group((await one.read(1))[0][Field.PAYLOAD])
     assert all(len(sampled(rollout)) == 5 for rollout in group.rollouts)
-    assert group.sampled_by == (second._context.instance,)
+    assert group.sampled_by == (second.context.instance,)
     assert "group 1 begins anew, its progress is of a quarantined producer: a" in caplog.text

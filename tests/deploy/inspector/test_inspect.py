@@ -188,7 +188,7 @@ def test_a_group_is_listed_with_the_beginning_of_its_prompt(catalogue):
     assert text.startswith(known["prompt_beginning"])
 
 
-def test_pages_follow_each_other_and_stay_where_they_are_while_more_comes_in(tmp_path):
+def test_pages_follow_each_other_and_stay_where_they_are_while_more_comes_in(tmp_path, monkeypatch):
     files = inspected_run(tmp_path, close=False)
     catalogue = Catalogue(NAME, RecordSource(Record(tmp_path / NAME)), None)
     before = catalogue.run()
@@ -196,7 +196,7 @@ def test_pages_follow_each_other_and_stay_where_they_are_while_more_comes_in(tmp
     keys = [row["key"] for page in pages for row in page]
     assert len(keys) == len(set(keys)) == NUM_PLAIN + 5
     write_batch(files, 11, [plain(200)])
-    catalogue._looked_s -= 1  # the last look is a while ago
+    monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
     after = catalogue.run()
     assert after["num_groups"] == before["num_groups"] + 1 and after["revision"] != before["revision"]
     again = [catalogue.page(RowQuery(page=n, size=20, until=before["newest"]))["rows"] for n in (1, 2, 3, 4)]
@@ -247,14 +247,14 @@ def test_a_hundred_thousand_groups_are_filtered_and_sorted_at_the_speed_of_a_cli
     assert taken_s < 1.5, taken_s
 
 
-def test_what_a_rollback_undid_is_told_from_what_was_done_instead(tmp_path):
+def test_what_a_rollback_undid_is_told_from_what_was_done_instead(tmp_path, monkeypatch):
     inspected_run(tmp_path)
     catalogue = Catalogue(NAME, RecordSource(Record(tmp_path / NAME)), None)
     assert catalogue.group(KNOWN_KEY)["index"] == KNOWN
     assert found(catalogue, q="2+2=") == [KNOWN, 2]
     files = trainer_files(tmp_path, 1, {0: 10})
     write_batch(files, 10, [plain(201)])
-    catalogue._looked_s -= 1  # the last look is a while ago
+    monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
     assert catalogue.run()["num_groups"] == NUM_PLAIN + 1
     assert found(catalogue, q="2+2=") == [2] and found(catalogue, q="201+") == [201]
     (row,) = catalogue.page(RowQuery(size=1))["rows"]
@@ -293,10 +293,10 @@ def test_a_text_search_keeps_no_more_text_than_it_may_and_comes_to_its_end_all_t
 
 def test_a_text_search_that_takes_long_answers_in_parts_and_goes_on(catalogue, run, monkeypatch):
     slow = Catalogue(NAME, RecordSource(Record(run)), None)
-    monkeypatch.setattr("penstock.deploy.inspector.catalogue._SEARCH_S", -1.0)
+    monkeypatch.setattr("penstock.deploy.inspector.catalogue.SEARCH_S", -1.0)
     first = slow.page(RowQuery(q="+"))
     assert (first["searched"], first["to_search"]) == (0, NUM_PLAIN + 5)
-    monkeypatch.setattr("penstock.deploy.inspector.catalogue._SEARCH_S", 60.0)
+    monkeypatch.setattr("penstock.deploy.inspector.catalogue.SEARCH_S", 60.0)
     assert slow.page(RowQuery(q="+"))["searched"] == NUM_PLAIN + 5
 
 
@@ -372,7 +372,7 @@ def test_what_was_not_scored_has_no_numbers_and_says_why(catalogue):
 
 
 def test_a_number_that_is_not_finite_leaves_the_json_readable(server, run, monkeypatch):
-    source = server.catalogue._source
+    source = server.catalogue.source
     looked = source.look(KNOWN_KEY)
     findings = msgspec.structs.replace(looked.findings[0][0], importance_weights=b"\x00\x00\xc0\x7f" * 6)
     broken = looked._replace(findings=((findings,), looked.findings[1]))
@@ -383,8 +383,8 @@ def test_a_number_that_is_not_finite_leaves_the_json_readable(server, run, monke
 
 
 def test_findings_that_do_not_fit_their_segment_are_left_out(catalogue, monkeypatch):
-    looked = catalogue._source.look(KNOWN_KEY)
-    monkeypatch.setattr(catalogue._source, "look", lambda key: looked._replace(findings=looked.findings[::-1]))
+    looked = catalogue.source.look(KNOWN_KEY)
+    monkeypatch.setattr(catalogue.source, "look", lambda key: looked._replace(findings=looked.findings[::-1]))
     segment = catalogue.group(KNOWN_KEY)["rollouts"][0]["segments"][0]
     assert segment["kept"] == segment["lags"] == [None] * 6 and segment["versions"][0] == 15
 
@@ -661,12 +661,12 @@ def test_a_first_look_at_a_long_stream_is_bounded_too(redis_client, keys, monkey
 
 
 @pytest.mark.redis
-def test_texts_of_groups_forgotten_are_forgotten(redis_client, keys):
+def test_texts_of_groups_forgotten_are_forgotten(redis_client, keys, monkeypatch):
     source = StreamSource(redis_client, keys, kept_bytes=3 * len(encode_group(make_group(1, 12))))
     catalogue = Catalogue("test", source, None)
     for index in range(1, 11):
         redis_client.xadd(keys.rollouts, group_fields(index, 12))
-        catalogue._looked_s -= 1
+        monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
         catalogue.run()
         assert catalogue.page(RowQuery(q="12+34"))["num_found"] == min(index, 3)
     kept = {row.key for row in source.rows}
@@ -694,13 +694,13 @@ def test_lags_after_a_rollback_are_counted_through_the_fork(redis_client, keys):
 
 
 @pytest.mark.redis
-def test_a_redis_that_goes_away_leaves_what_was_read_and_a_note(server_binary, keys):
+def test_a_redis_that_goes_away_leaves_what_was_read_and_a_note(server_binary, keys, monkeypatch):
     server = RealServer(server_binary)
     try:
         server.client.xadd(keys.rollouts, group_fields(1, 12))
         catalogue = Catalogue("test", StreamSource(server.client, keys), None)
         server.stop()
-        catalogue._looked_s -= 1
+        monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
         run = catalogue.run()
         assert run["num_groups"] == 1
         assert any("cannot be read now" in note for note in run["notes"])

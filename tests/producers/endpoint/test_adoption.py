@@ -54,7 +54,7 @@ def path_of(rollout: dict, what: str = "v1/chat/completions") -> str:
 
 def free_claims(one) -> None:
     """Others may take over what a producer holds, as after `claim_idle_s` without a refresh."""
-    client, whose = one.server.client, one.producer._context.producer_id
+    client, whose = one.server.client, one.producer.context.producer_id
     rows = client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 9, whose)
     ids = [row["message_id"] for row in rows]
     if ids:
@@ -76,12 +76,12 @@ async def take_for_dead(one) -> None:
         pass
 
     async with one.producer.table.marking:
-        one.producer._claims._refresh = not_refreshed
+        one.producer.claims.refresh = not_refreshed
     free_claims(one)
 
 
 async def taken_over_by(two, index: int = 1) -> None:
-    instance = two.producer._context.instance.encode()
+    instance = two.producer.context.instance.encode()
     await until(lambda: two.server.client.hget(KEYS.progress(index), Field.INSTANCE) == instance)
 
 
@@ -208,7 +208,7 @@ async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve, between
     rollout = await one.client.open()
     asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
     await until(lambda: one.engine.requests and len(one.engine.sampled(one.engine.requests[0])[0].token_ids) >= 48)
-    await one.producer._progress.save()
+    await one.producer.progress.save()
     saved = unpack_ids(one.engine.sampled(one.engine.requests[0])[0].token_ids).tolist()[:12]
     await kill(one)
     await asyncio.gather(asking, return_exceptions=True)
@@ -317,12 +317,12 @@ async def test_a_rollout_that_nobody_holds_is_asked_for_again(serve) -> None:
     other = await two.client.open()
     await kill(one)
     path = path_of(rollout)
-    async with two.client._session.post(path, json={"messages": ASKED}) as reply:
+    async with two.client.session.post(path, json={"messages": ASKED}) as reply:
         assert reply.status == 503 and reply.headers["Retry-After"] == "2"
         assert (await reply.json())["error"]["code"] == "rollout_moving"
     one.server.client.delete(KEYS.producer("a"))
     assert (await two.client.request("POST", path, {"messages": ASKED}))[0] == 503
-    async with two.client._session.post(path, json={"messages": ASKED}, headers={FORWARDED: "c"}) as reply:
+    async with two.client.session.post(path, json={"messages": ASKED}, headers={FORWARDED: "c"}) as reply:
         assert reply.status == 503
     await two.client.chat(other, ASKED)
     await two.client.finish(other, 1.0)
@@ -479,7 +479,7 @@ def test_progress_of_another_engine_is_refused() -> None:
 
 async def test_without_room_for_it_a_conversation_has_no_progress(serve, caplog, monkeypatch) -> None:
     one = await serve(group_size=1)
-    monkeypatch.setattr(one.producer._progress, "_room", lambda claim: 1500)
+    monkeypatch.setattr(one.producer.progress, "_room", lambda claim: 1500)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     assert one.server.client.exists(KEYS.progress(1))
@@ -529,7 +529,7 @@ async def test_an_environment_s_conversation_that_repeats_its_calls_gets_the_ans
     one = await serve(environment=first, group_size=3)
     one.trainer.release(1, 1)
     await until(lambda: first.num_at_end == 3 and len(first.replies) == 7)
-    await one.producer._progress.save()
+    await one.producer.progress.save()
     one.trainer.announce(1)
     await kill(one)
     if between:
@@ -550,7 +550,7 @@ async def test_a_conversation_that_takes_another_course_begins_its_group_anew(se
     one = await serve(environment=first, group_size=3)
     one.trainer.release(1, 1)
     await until(lambda: first.num_at_end == 3 and len(first.replies) == 7)
-    await one.producer._progress.save()
+    await one.producer.progress.save()
     one.trainer.announce(1)
     await kill(one)
     two = await serve(producer_id="b", beside=one, environment=second, group_size=3)
@@ -567,7 +567,7 @@ async def two_holders(serve, monkeypatch):
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     first = await one.client.chat(rollout, ASKED, tools=[ADD])
-    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
     two = await serve(producer_id="b", beside=one, group_size=1)
     await take_for_dead(one)
     await taken_over_by(two)
@@ -612,8 +612,8 @@ async def test_a_reward_is_for_the_holder_of_the_whole_conversation(serve, monke
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     await one.client.chat(rollout, ASKED, tools=[ADD])
-    asks, asked = one.producer._progress.find_moved, asyncio.Event()
-    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    asks, asked = one.producer.progress.find_moved, asyncio.Event()
+    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
     two = await serve(producer_id="b", beside=one, group_size=1)
     await take_for_dead(one)
     await taken_over_by(two)
@@ -623,7 +623,7 @@ async def test_a_reward_is_for_the_holder_of_the_whole_conversation(serve, monke
             asked.set()
             await asks(claims)
 
-    monkeypatch.setattr(one.producer._progress, "find_moved", late)
+    monkeypatch.setattr(one.producer.progress, "find_moved", late)
     status, body = await one.client.request("POST", path_of(rollout, "finish"), 1.0)
     assert (status, body["error"]["code"]) == (503, "rollout_moving") and asked.is_set()
     assert one.server.client.xlen(KEYS.rollouts) == 0
@@ -635,13 +635,13 @@ async def test_agents_that_went_elsewhere_are_not_idle_here(serve, monkeypatch) 
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     await one.client.chat(rollout, ASKED, tools=[ADD])
-    asks = one.producer._progress.find_moved
-    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    asks = one.producer.progress.find_moved
+    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
     two = await serve(producer_id="b", beside=one, group_size=1)
     await take_for_dead(one)
     await taken_over_by(two)
     one.producer.endpoint.agents.find(rollout["id"]).last_seen = -1e9
-    monkeypatch.setattr(one.producer._progress, "find_moved", asks)
+    monkeypatch.setattr(one.producer.progress, "find_moved", asks)
     await until(lambda: len(one.producer.table) == 0)
     assert one.server.client.xlen(KEYS.rollouts) == 0 and one.dead_rollouts() == []
     reply = await asked_again(two, rollout, {"messages": ASKED})
@@ -656,7 +656,7 @@ async def test_a_request_does_not_wait_for_a_producer_that_holds_its_rollout_no_
     one = await serve(ScriptedEngine(script=tool_user(), token_s=600.0, max_model_len=4096), group_size=1)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
-    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
     full = replace(QUICK_PRODUCERS, groups_in_flight=1)
     one.trainer.release(2, 2)
     two = await serve(producer_id="b", beside=one, group_size=1, producers=full)
@@ -677,7 +677,7 @@ async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     await until(lambda: next(iter(one.producer.table)).has_progress)
-    save, reached, stopped = one.producer._progress.save_parts, asyncio.Event(), asyncio.Event()
+    save, reached, stopped = one.producer.progress.save_parts, asyncio.Event(), asyncio.Event()
 
     async def late(claim: Claim, *, running: bool = True) -> None:
         if not running:
@@ -685,7 +685,7 @@ async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_
             await stopped.wait()
         await save(claim, running=running)
 
-    monkeypatch.setattr(one.producer._progress, "save_parts", late)
+    monkeypatch.setattr(one.producer.progress, "save_parts", late)
     asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
     await reached.wait()
     await one.producer.endpoint.agents.close(append=True)
@@ -702,7 +702,7 @@ async def test_an_agent_does_not_wait_for_a_redis_that_is_slow(serve, monkeypatc
     async def hangs(claim: Claim, *, running: bool = True) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(one.producer._progress, "save_parts", hangs)
+    monkeypatch.setattr(one.producer.progress, "save_parts", hangs)
     rollout = await one.client.open()
     await one.client.converse(rollout)
     await one.client.finish(rollout, 1.0)

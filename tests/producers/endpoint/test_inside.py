@@ -72,7 +72,7 @@ async def test_calls_of_a_synchronous_run_are_seeded_by_their_place_in_the_run(s
     one = await serve(environment=ToolCaller(), group_size=2, mode="synchronous", seed=3)
     one.trainer.release(1, 2)
     await one.groups(2)
-    config = one.producer._config
+    config = one.producer.context.config
     places = itertools.product((1, 2), (1,), range(2), range(3))  # index, attempt, sibling, call
     assert sorted(one.engine.seeds) == sorted(request_seed(config, *place) for place in places)
 
@@ -317,7 +317,7 @@ async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(se
     one.trainer.release(1, 2)
     (other,) = await one.groups(1)
     assert other.index == 2
-    one.producer.endpoint.agents._end_overdue(math.inf)
+    one.producer.endpoint.agents.end_overdue(math.inf)
     kinds = {int(fields[Field.INDEX]): fields[Field.KIND] for fields in await one.entries(1)}
     assert kinds == {1: Kind.DEAD}
     await until(lambda: environment.cancelled == 2)
@@ -348,7 +348,7 @@ async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(se
     one = await serve(environment=environment, group_size=2)
     one.trainer.release(1, 1)
     await until(lambda: environment.num_waiting == 2)
-    one.producer.endpoint.agents._end_overdue(math.inf)
+    one.producer.endpoint.agents.end_overdue(math.inf)
     await until(lambda: environment.num_waiting == 0)
     one.trainer.release(2, 2)
     dead, group = await one.entries(2)

@@ -34,7 +34,7 @@ def num_alive() -> int:
 def no_agent_is_left(one) -> bool:
     """Those that died are found dead once their time is over, which on a busy machine must not be soon."""
     agents = one.producer.endpoint.agents
-    agents._end_overdue(time.monotonic() + IDLE_S + 1)
+    agents.end_overdue(time.monotonic() + IDLE_S + 1)
     return not agents.num_open
 
 

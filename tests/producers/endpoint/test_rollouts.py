@@ -166,7 +166,7 @@ async def test_without_credit_an_agent_is_told_to_come_again(serve) -> None:
     one = await serve()
     status, body = await one.client.request("POST", "/r")
     assert status == 429 and body["error"]["code"] == "no_credit"
-    async with one.client._session.post("/r") as reply:
+    async with one.client.session.post("/r") as reply:
         assert int(reply.headers["Retry-After"]) > 0
     one.trainer.release(1, 1)
     assert (await one.client.open())["index"] == 1
@@ -182,7 +182,7 @@ async def test_a_prompt_that_cannot_be_posed_is_dead_and_the_next_is_taken(serve
 
 async def test_a_producer_with_old_weights_takes_no_new_task(serve) -> None:
     one = await serve(group_size=1)
-    bound = one.producer._config.lag_bound
+    bound = one.producer.context.config.lag_bound
     one.trainer.release(1, 1, version=bound + 1)
     one.trainer.announce(bound + 1, total_bytes=1, tensors=())  # weights that never load
     await until(lambda: one.producer.weights.behind > bound)
@@ -194,7 +194,7 @@ async def test_a_producer_with_old_weights_takes_no_new_task(serve) -> None:
 
 async def test_a_call_waits_for_weights_that_are_fresh_enough_for_its_group(serve) -> None:
     one = await serve(group_size=1)
-    version = one.producer._config.lag_bound + 3
+    version = one.producer.context.config.lag_bound + 3
     one.trainer.release(1, 1, version=version)
     rollout = await one.client.open()
     calling = asyncio.create_task(one.client.chat(rollout, ASKED))
@@ -221,7 +221,7 @@ async def test_tokens_of_policies_that_changed_in_between_are_labelled_one_by_on
             return await super().wait()
 
     engine, gate = ScriptedEngine(script=tool_user(), max_model_len=4096), Gate()
-    engine._sampling = gate
+    engine.sampling = gate
     gate.set()
     one = await serve(engine, group_size=2)
     one.trainer.release(1, 1)
@@ -247,7 +247,7 @@ async def test_an_agent_that_is_silent_leaves_its_group_short(serve) -> None:
     other = await one.client.open()
     await one.client.converse(other, 1)
     await one.client.finish(other, 1.0)
-    agents_of(one)._open[silent["id"]].last_seen -= 300.0
+    agents_of(one).find(silent["id"]).last_seen -= 300.0
     (group,) = await one.groups(1)
     assert len(group.rollouts) == 1
     status, body = await one.client.request("POST", f"/r/{silent['id']}/finish", 1.0)
@@ -267,9 +267,9 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
     assert third["index"] == 2
     for rollout in (slow, third):
         await one.client.chat(rollout, ASKED)
-    agents_of(one)._end_overdue(time.monotonic() + 40.0)
+    agents_of(one).end_overdue(time.monotonic() + 40.0)
     assert agents_of(one).num_open == 2
-    agents_of(one)._end_overdue(time.monotonic() + 100.0)
+    agents_of(one).end_overdue(time.monotonic() + 100.0)
     entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
     assert len(decode_group(entries[1][Field.PAYLOAD]).rollouts) == 1
     assert entries[2][Field.KIND] == Kind.DEAD
@@ -288,11 +288,11 @@ async def test_an_agent_whose_tool_takes_long_keeps_its_rollout_by_asking_for_th
     one.trainer.release(1, 1)
     asking, silent = await one.client.open(), await one.client.open()
     for rollout in (asking, silent):
-        agents_of(one)._open[rollout["id"]].last_seen -= 200.0
+        agents_of(one).find(rollout["id"]).last_seen -= 200.0
     async with openai.AsyncOpenAI(base_url=asking["base_url"], api_key="none") as client:
         await client.models.list()
-    agents_of(one)._end_overdue(time.monotonic() + 150.0)
-    assert list(agents_of(one)._open) == [asking["id"]]
+    agents_of(one).end_overdue(time.monotonic() + 150.0)
+    assert agents_of(one).num_open == 1 and agents_of(one).find(asking["id"]) is not None
 
 
 async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) -> None:
@@ -302,12 +302,12 @@ async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) 
     one.trainer.release(1, 3)
     silent = [await one.client.open() for _ in range(2)]
     await one.client.chat(silent[0], ASKED)
-    agents_of(one)._end_overdue(time.monotonic() + 60.0)
+    agents_of(one).end_overdue(time.monotonic() + 60.0)
     await one.client.open()
     agents_of(one)._close_group(agents_of(one)._groups[0], "not finished after 100 s (endpoint.group_deadline_s)")
     active = [await one.client.open() for _ in range(2)]
     await one.client.request("POST", f"/r/{active[0]['id']}/finish", 1.0)
-    agents_of(one)._end_overdue(time.monotonic() + 60.0)
+    agents_of(one).end_overdue(time.monotonic() + 60.0)
     entries = {int(fields[Field.INDEX]): fields[Field.REASON].decode() for fields in await one.entries(3)}
     assert entries == {
         1: "abandoned: nothing was heard of the agents: 2 idle for 50 s (endpoint.idle_timeout_s)",
@@ -380,7 +380,7 @@ async def ask_and_hang_up(one, rollout: dict, body: dict) -> None:
     host, _, port = one.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port), limit=1)
     head = f"POST /r/{rollout['id']}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-    calls = agents_of(one)._open[rollout["id"]].ledger.calls
+    calls = agents_of(one).find(rollout["id"]).ledger.calls
     num_before = len(calls)
     writer.write(head.encode() + data)
     await until(lambda: len(calls) > num_before and calls[-1].delivered)
@@ -414,7 +414,7 @@ async def test_an_answer_is_unread_if_its_client_counts_a_retry(serve) -> None:
     path = f"{one.url}/r/{rollout['id']}/v1/chat/completions"
     for count in ("0", "0", "1", "2"):
         headers = {"x-stainless-retry-count": count}
-        async with one.client._session.post(path, json={"messages": ASKED}, headers=headers) as reply:
+        async with one.client.session.post(path, json={"messages": ASKED}, headers=headers) as reply:
             assert reply.status == 200
     assert await trained_lengths(one, rollout) == [1, 4]
 
@@ -423,12 +423,12 @@ async def test_an_answer_that_is_still_made_when_its_client_retries_is_unread(se
     one = await serve(numbered(), group_size=1)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
-    one.engine._token_s = 0.05
+    one.engine.token_s = 0.05
     path, sent = f"{one.url}/r/{rollout['id']}/v1/chat/completions", []
 
     async def ask(count: str) -> None:
         sent.append(count)
-        async with one.client._session.post(
+        async with one.client.session.post(
             path, json={"messages": ASKED}, headers={"x-stainless-retry-count": count}
         ) as reply:
             assert reply.status == 200
@@ -513,7 +513,7 @@ async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None
     rollout = await one.client.open()
     await one.client.converse(rollout, 1)
     await one.client.finish(rollout, 1.0)
-    agents_of(one)._end_overdue(math.inf)
+    agents_of(one).end_overdue(math.inf)
     (group,) = await one.groups(1)
     assert len(group.rollouts) == 1 and group.missing == "1 never opened"
     lines = [json.loads(line) for line in (folder / "producers" / "a.jsonl").read_text().splitlines()]
@@ -545,7 +545,7 @@ async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve, 
         await one.client.converse(rollout, 1)
         await one.client.finish(rollout, 1.0)
     if how == "deadline":
-        agents._end_overdue(math.inf)
+        agents.end_overdue(math.inf)
     (fields,) = await one.entries(1)
     assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"producer: TypeError")
     await until(lambda: not one.producer.table)
@@ -636,7 +636,7 @@ async def test_a_group_that_nobody_opens_is_handed_back(serve) -> None:
     one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=0.2, group_deadline_s=90.0))
     one.trainer.release(1, 1)
     ((released, _),) = one.server.client.xrange(KEYS.prompts)
-    assert await agents_of(one)._claim() and len(one.producer.table) == 1
+    assert await agents_of(one).claim() and len(one.producer.table) == 1
     await until(lambda: not one.producer.table)
     ((again, fields),) = one.server.client.xrange(KEYS.prompts)
     assert again != released and (fields[Field.INDEX], fields[Field.ATTEMPT]) == (b"1", b"0")
@@ -676,7 +676,7 @@ async def test_a_quarantined_producer_hands_a_group_that_nobody_has_opened_back_
     monkeypatch.setattr("penstock.producers.stream.heartbeat.HEARTBEAT_S", 0.05)
     one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=2.0, group_deadline_s=90.0))
     one.trainer.release(1, 1)
-    assert await agents_of(one)._claim() and len(one.producer.table) == 1
+    assert await agents_of(one).claim() and len(one.producer.table) == 1
     one.quarantine()
     await until(lambda: not one.producer.table)
     await asyncio.sleep(3.0)  # its agents' time

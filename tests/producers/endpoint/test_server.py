@@ -331,7 +331,7 @@ async def test_a_body_larger_than_the_model_s_context_calls_for_is_refused(serve
     one.trainer.release(1, 1)
     path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"
     body = io.BytesIO(b"x" * (BODY_BYTES + BODY_BYTES_PER_TOKEN * 4096 + 1))
-    async with one.client._session.post(path, data=body) as reply:
+    async with one.client.session.post(path, data=body) as reply:
         error = (await reply.json())["error"]
         assert (reply.status, error["type"], error["code"]) == (413, "invalid_request_error", "body_too_large")
         assert "5,242,880 bytes; messages need not carry the token ids" in error["message"]
@@ -366,7 +366,7 @@ async def test_a_header_of_any_bytes_is_no_key(serve, monkeypatch) -> None:
 async def test_a_web_page_gets_nothing_without_a_key(serve) -> None:
     one = await serve()
     one.trainer.release(1, 1)
-    async with one.client._session.post("/r", headers={"Origin": "http://page.example"}) as reply:
+    async with one.client.session.post("/r", headers={"Origin": "http://page.example"}) as reply:
         assert reply.status == 403 and (await reply.json())["error"]["type"] == "permission_error"
 
 

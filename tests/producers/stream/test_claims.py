@@ -156,7 +156,7 @@ async def test_an_idle_claim_is_taken_over_one_at_a_time_as_another_attempt(stre
     release(streams.client, 1, 2)
     evaluate(streams.client, 1)
     await first.claims.take()
-    assert await second.claims._take_over(KEYS.prompts) is None
+    assert await second.claims.take_over(KEYS.prompts) is None
     let_idle(streams.client)
     (claim,) = await second.claims.take()
     assert claim.evaluation_id == "3-1" and claim.attempt == 2
@@ -172,7 +172,7 @@ async def test_a_refreshed_claim_is_not_taken_over_and_its_attempts_do_not_rise(
     let_idle(streams.client)
     keeping = asyncio.create_task(first.claims.keep())
     await until(lambda: max(idle_ms(streams.client)) < 10**9)
-    assert await second.claims._take_over(KEYS.prompts) is None
+    assert await second.claims.take_over(KEYS.prompts) is None
     assert list(pending(streams.client).values()) == [("a", 1)]
     keeping.cancel()
 
@@ -206,7 +206,7 @@ async def test_a_group_past_its_deadline_is_no_longer_kept(streams) -> None:
     let_idle(streams.client)
     keeping = asyncio.create_task(first.claims.keep())
     await asyncio.sleep(0.3)
-    taken_over = await second.claims._take_over(KEYS.prompts)
+    taken_over = await second.claims.take_over(KEYS.prompts)
     assert taken_over is not None and taken_over.attempt == 2
     keeping.cancel()
 
@@ -272,7 +272,7 @@ async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, monkeypat
     release(streams.client, 1)
     (claim,) = await holder.claims.take()
     claim.converses = claim.has_progress = True
-    refresh, on_its_way, sent, done = holder.claims._refresh, asyncio.Event(), asyncio.Event(), asyncio.Event()
+    refresh, on_its_way, sent, done = holder.claims.refresh, asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def late(by_stream: dict) -> None:
         on_its_way.set()
@@ -280,7 +280,7 @@ async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, monkeypat
         await refresh(by_stream)
         done.set()
 
-    monkeypatch.setattr(holder.claims, "_refresh", late)
+    monkeypatch.setattr(holder.claims, "refresh", late)
     keeping = asyncio.create_task(holder.claims.keep())
     await on_its_way.wait()
     handing_back = asyncio.create_task(holder.claims.hand_back())
@@ -335,7 +335,7 @@ async def test_an_emptied_server_gets_its_consumer_groups_again(redis_server, co
     release(server.client, 1)
     await holder.claims.take()
     server.client.flushall()
-    await holder.claims._refresh(holder.claims._to_be_kept())
+    await holder.claims.refresh(holder.claims.to_be_kept())
     assert await holder.claims.take() == []
     # In the same millisecond it would get the id of the entry that is still held.
     server.client.xadd(KEYS.prompts, {Field.INDEX: 1, Field.VERSION: 3}, id=f"{int(time.time() * 1000) + 60_000}-0")

@@ -142,8 +142,8 @@ async def test_two_producers_that_start_at_once_under_one_name_become_one(run, m
     async def live(pid: int) -> None:
         producer = one.build(ScriptedEngine(), "twin", one.server)
         # They are one process here; what tells them apart is what they say of themselves.
-        describe = producer._heartbeat._describe
-        producer._heartbeat._describe = lambda: msgspec.structs.replace(describe(), pid=pid)
+        describe = producer.heartbeat._describe
+        producer.heartbeat._describe = lambda: msgspec.structs.replace(describe(), pid=pid)
         await producer.open()
         await producer.serve()
 
