@@ -239,10 +239,12 @@ class HostCopy:
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Under another name first: who joins now makes a new one, and nothing of that is removed.
-                gone = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}")
-                folder.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                # Since its lock file was opened another one may have removed it, and a third made a new one.
+                if os.path.samestat(os.fstat(users), os.stat(folder / "users")):
+                    # Under another name first: who joins now makes a new one, and nothing of that is removed.
+                    gone = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}")
+                    folder.rename(gone)
+                    shutil.rmtree(gone, ignore_errors=True)
         finally:
             os.close(users)
 

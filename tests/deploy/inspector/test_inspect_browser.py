@@ -97,6 +97,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     page.close()
 
 
+@pytest.fixture
+def own_page(tmp_path: Path) -> Iterator[Page]:
+    """For a test that writes groups, which others would see."""
+    page = Page(tmp_path)
+    yield page
+    page.close()
+
+
 def group_is(browser: Browser, index: int) -> None:
     browser.wait_for("document.getElementById('title').innerText", lambda title: title.startswith(f"Group {index}:"))
     # What a frame has not drawn yet has no innerText (content-visibility: auto).
@@ -385,7 +393,8 @@ def test_a_hostile_link_is_text_too(page):
     page.check()
 
 
-def test_what_comes_in_meanwhile_is_told_and_moves_nothing(page):
+def test_what_comes_in_meanwhile_is_told_and_moves_nothing(own_page):
+    page = own_page
     browser = page.open(f"?group={KNOWN_KEY}&sibling=2")
     group_is(browser, KNOWN)
     before = browser.wait_for(INDEXES, len)

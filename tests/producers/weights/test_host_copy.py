@@ -538,6 +538,25 @@ def test_who_joins_while_the_last_one_removes_the_folder_loses_nothing(host: Hos
     assert joined[0].num_bytes == fetched
 
 
+def test_who_leaves_a_folder_that_another_removed_meanwhile_leaves_the_new_one_alone(host: Host, monkeypatch) -> None:
+    manifest = host.log.whole(0, first_policy())
+    leaving = host.producer()
+    flock, has_begun, joined = fcntl.flock, threading.Event(), []
+
+    def replaced_first(descriptor: int, kind: int) -> None:
+        if kind == fcntl.LOCK_EX | fcntl.LOCK_NB and not has_begun.is_set():
+            has_begun.set()
+            leaving.folder.rename(leaving.folder.with_name("removed"))
+            joined.append(host.producer())
+            host.holds(joined[0], manifest)
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_first)
+    leaving.close()
+    fetched = joined[0].num_bytes
+    assert host.holds(joined[0], manifest) == 0 and joined[0].num_bytes == fetched
+
+
 def test_producers_that_come_and_go_always_share_one_folder(host: Host, tmp_path: Path) -> None:
     manifest = host.log.whole(0, first_policy())
     errors: list[BaseException] = []
