@@ -94,7 +94,7 @@ def reference_logprobs(
     """float32 `[num_sampled]`: what `model` gives each sampled token, by one plain forward pass."""
     logits = model(torch.tensor([prompt + sampled])).logits[0].float()
     logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
-    return logprobs[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
+    return logprobs[torch.arange(len(sampled)), torch.tensor(sampled, dtype=torch.long)].numpy()
 
 
 @dataclass
