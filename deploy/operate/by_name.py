@@ -1,5 +1,5 @@
-"""What an operator does with a run, as functions: the run of this name in `runs`, or in the folder `run`, whose Redis
-is started for the moment if it is the run's own and down.
+"""The operator's commands as functions of a run: its name in `runs`, or its folder. A Redis of the run's own that is
+down is started for the call.
 
 All raise ConfigError if there is no such run, and ServerError if its Redis cannot be reached.
 """
@@ -16,7 +16,7 @@ from penstock.schemas.config import ConfigError
 
 
 def audit(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> auditing.Audit:
-    """Where each released index of a run is; `balanced` says whether all are accounted for.
+    """Finds where each released index of a run is; `balanced` says whether all are accounted for.
 
     Raises:
         UnreadableError: no checkpoint is whole.
@@ -26,13 +26,13 @@ def audit(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> auditing.Audit
 
 
 def list_dead(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[dead_letters.Letter]:
-    """The dead letters of a run: what died, when and of what."""
+    """Lists the dead letters of a run: what died, when and of what."""
     with open_run(str(run), Path(runs)) as opened:
         return dead_letters.list_letters(opened)
 
 
 def show_dead(run: str | Path, index: int, *, runs: str | Path = DEFAULT_RUNS) -> list[dead_letters.Content]:
-    """The letters of one task index with prompt, completions and traceback. Raises ConfigError if it has none."""
+    """Reads the letters of one task index with prompt, completions and traceback. Raises ConfigError if it has none."""
     with open_run(str(run), Path(runs)) as opened:
         return dead_letters.show_letters(opened, index)
 
@@ -45,7 +45,7 @@ def requeue_dead(
     every: bool = False,
     runs: str | Path = DEFAULT_RUNS,
 ) -> dead_letters.RequeueResult:
-    """Has dead task indexes released again: these, those that died of `reason`, or every one.
+    """Requests another release of dead task indexes: these, those that died of `reason`, or every one.
 
     Raises:
         ConfigError: not one of the three is given, an index did not die, or the run is finished.
@@ -57,13 +57,13 @@ def requeue_dead(
 
 
 def list_producers(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> producer_list.Producers:
-    """The producers of a run with their policies and rates, and claims whose producer is gone."""
+    """Lists the producers of a run with their policies and rates, and claims whose producer is gone."""
     with open_run(str(run), Path(runs)) as opened:
         return producer_list.list_producers(opened)
 
 
 def list_weights(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> weight_list.LogContent:
-    """The policies in a run's weight log, and who holds which."""
+    """Lists the policies in a run's weight log, and the producers that hold each."""
     with open_run(str(run), Path(runs)) as opened:
         return weight_list.list_weights(opened)
 
@@ -78,15 +78,16 @@ def export(
     base: str | Path | None = None,
     runs: str | Path = DEFAULT_RUNS,
 ) -> str:
-    """Makes `folder`, a new or an empty one, of a checkpoint: a Hugging Face model, or peft's adapter of a run with
-    `[lora]`. Prints what it does. Returns the checkpoint's name.
+    """Exports a checkpoint to `folder`, which is new or empty: as a Hugging Face model, or as peft's adapter of a run
+    with `[lora]`. Prints its progress. Returns the checkpoint's name.
 
     checkpoint: its policy version or name, or "best" for the model of the best evaluation; by default the newest that
         is committed.
-    merged: of an adapter, the whole model, added to the base model in `base`, by default where the run had it.
+    merged: exports the whole model in place of an adapter, added to the base model in `base`, by default where the run
+        had it.
 
     Raises:
-        ConfigError: `folder` is not empty; there is no such checkpoint, or it is not whole; `merged` or `base` does not
+        ConfigError: `folder` is not empty; the checkpoint does not exist or is incomplete; `merged` or `base` does not
             fit it.
         OSError: a file cannot be read or written.
     """

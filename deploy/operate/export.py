@@ -25,16 +25,7 @@ def export(
     merged: bool = False,
     base: Path | None = None,
 ) -> str:
-    """Makes `folder` of the checkpoint `wanted` ("best": the model of the best evaluation), by default of the one that
-    is committed; returns its name.
-
-    merged: an adapter becomes a whole model, of the base in `base`, by default where the run had it.
-
-    Raises:
-        ConfigError: `folder` is not empty; there is no such checkpoint, or it is not whole; `merged` of a checkpoint
-            that holds all weights, or with another base than the adapter's.
-        OSError: a file cannot be read or written.
-    """
+    """Exports the checkpoint `wanted`; see `by_name.export`."""
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise ConfigError(f"{folder}: exists already; expected a new or an empty folder")
     if run.folder is None:
@@ -87,7 +78,7 @@ def _find(run: OpenRun, run_folder: Path, wanted: str | None) -> Path:
 
 
 def _names(run_folder: Path) -> list[str]:
-    """Oldest first."""
+    """Returns the names of the run's checkpoints, oldest first."""
     names = [file.parent.name for file in run_folder.glob(f"{CHECKPOINTS}/[0-9]*/{STATE}")]
     return sorted(names, key=lambda name: int(name.partition("-")[0]))
 

@@ -21,14 +21,14 @@ from penstock.deploy.operate.weight_list import LogContent, LoggedPolicy, Policy
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables
 
 _POLICIES_SHOWN = 20
-"""Beside the anchors, which are all shown."""
+"""In addition to the anchors, which are all shown."""
 _NAMES_SHOWN = 4
 _HANDED_BACK_S = 1e5
-"""No claim stays idle this long: its producer has marked it free."""
+"""A claim idle for longer is one that its producer has marked free."""
 
 
 def print_audit(audit: Audit, console: Console | None = None) -> None:
-    """Prints the ledger, the counts beside it, and whether it balances; without a console, to stdout."""
+    """Prints the ledger, other counts, and whether it balances; without a console, to stdout."""
     console = console or standard_output()
     ledger = audit.ledger
     saved = f"checkpoint {audit.checkpoint}" if audit.checkpoint else "no checkpoint yet"
@@ -36,14 +36,11 @@ def print_audit(audit: Audit, console: Console | None = None) -> None:
     _say(console, f"Run {audit.run}: {state}, {audit.update} updates saved ({saved})")
     console.print(_counts(_ledger_rows(ledger)))
     _say(console, "Beside the ledger")
-    console.print(_counts(_rows_beside(audit)))
+    console.print(_counts(_other_rows(audit)))
     if tables := attrition_tables(audit.attrition, audit.windows):
         _say(console, "What was sampled and what was trained")
     for _, (header, *rows) in tables:
-        table = _bare_table(*header)
-        for row in rows:
-            table.add_row(*(escape(safe(cell)) for cell in row))
-        console.print(table)
+        _print_table(console, header, rows)
     for line in attrition_lines(audit.attrition, ledger.num_open):
         _say(console, line)
     for warning in audit.warnings:
@@ -82,12 +79,12 @@ def _ledger_rows(ledger: LedgerCheck) -> list[tuple[str, int | None, str]]:
     ]
 
 
-def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
+def _other_rows(audit: Audit) -> list[tuple[str, int | None, str]]:
     ledger = audit.ledger
     waiting = f"{ledger.requeued_waiting} dead ones are requeued" if ledger.requeued_waiting else ""
     num_open = audit.num_evaluation_prompts_open
     prompts = "unknown how many prompts are open" if num_open is None else f"{num_open} prompts open"
-    rows: list[tuple[str, int | None, str]] = [
+    always: list[tuple[str, int | None, str]] = [
         ("released again", sum(ledger.released_again.values()), _listed(ledger.released_again)),
         ("duplicates dropped", ledger.duplicates_dropped, ""),
         ("tokens masked for lag", ledger.tokens_masked_lag, ""),
@@ -95,13 +92,12 @@ def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
         ("dead letters", audit.num_letters, waiting),
         ("settled, on the stream", ledger.settled_on_stream, "trimmed by a commit, or dropped as duplicates"),
     ]
-    if ledger.settled_prompts:
-        rows.append(("settled, a prompt", ledger.settled_prompts, "left over by a fault; their groups are dropped"))
-    if ledger.never_released:
-        rows.append(("never released", ledger.never_released, "entries that name no released index; they are refused"))
-    if ledger.dead_without_letter:
-        rows.append(("dead without a letter", ledger.dead_without_letter, "Redis has lost the letters"))
-    return rows
+    after_faults = [
+        ("settled, a prompt", ledger.settled_prompts, "left over by a fault; their groups are dropped"),
+        ("never released", ledger.never_released, "entries that name no released index; they are refused"),
+        ("dead without a letter", ledger.dead_without_letter, "Redis has lost the letters"),
+    ]
+    return [*always, *(row for row in after_faults if row[1])]
 
 
 def _listed(counts: dict[str, int]) -> str:
@@ -116,17 +112,15 @@ def print_letters(letters: Iterable[Letter], console: Console | None = None) -> 
     of_rollouts = [letter for letter in letters if letter.rollout is not None]
     _say(console, f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
     if of_indexes:
-        table = _bare_table("index", "state", "reason", "time", "producer", "payload")
-        for letter in of_indexes:
-            table.add_row(*(escape(cell) for cell in _letter_cells(letter)))
-        console.print(table)
+        header = ("index", "state", "reason", "time", "producer", "payload")
+        _print_table(console, header, map(_letter_cells, of_indexes))
     if of_rollouts:
         _say(console, f"{len(of_rollouts)} rollouts of agents ended without a reward")
-        table = _bare_table("index", "rollout", "reason", "time")
+        rows = []
         for letter in of_rollouts:
             index, _, reason, moment, *_ = _letter_cells(letter)
-            table.add_row(*(escape(cell) for cell in (index, safe(letter.rollout or ""), reason, moment)))
-        console.print(table)
+            rows.append((index, letter.rollout or "", reason, moment))
+        _print_table(console, ("index", "rollout", "reason", "time"), rows)
 
 
 def _letter_cells(letter: Letter) -> tuple[str, ...]:
@@ -181,20 +175,24 @@ def _print_content(content: Content, console: Console) -> None:
         _say_block(console, f"says {number}", sibling.completion or "")
     if not content.siblings:
         return
-    table = _bare_table("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish")
-    for number, sibling in enumerate(content.siblings):
-        parts = ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items())
-        policies, finish = ", ".join(map(str, sibling.versions)), ", ".join(sibling.finish_reasons)
-        counts = (f"{sibling.num_tokens:,}", f"{sibling.num_sampled_tokens:,}")
-        reward = "none" if sibling.reward is None else f"{sibling.reward:g}"
-        table.add_row(str(number), reward, escape(safe(parts)), *counts, policies, finish)
-    console.print(table)
+    rows = [
+        (
+            str(number),
+            "none" if sibling.reward is None else f"{sibling.reward:g}",
+            ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items()),
+            f"{sibling.num_tokens:,}",
+            f"{sibling.num_sampled_tokens:,}",
+            ", ".join(map(str, sibling.versions)),
+            ", ".join(sibling.finish_reasons),
+        )
+        for number, sibling in enumerate(content.siblings)
+    ]
+    _print_table(console, ("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish"), rows)
 
 
 def print_runs(runs: Iterable[ListedRun], console: Console | None = None) -> None:
-    table = _bare_table("run", "state", "model", "updates", "reward", "when")
-    for run in runs:
-        cells = (
+    rows = [
+        (
             run.name,
             run.state,
             run.model,
@@ -202,9 +200,10 @@ def print_runs(runs: Iterable[ListedRun], console: Console | None = None) -> Non
             "" if run.reward is None else f"{run.reward:.3f}",
             "" if run.time_s is None else _moment(run.time_s),
         )
-        table.add_row(*(escape(safe(cell)) for cell in cells))
-    if table.row_count:
-        (console or standard_output()).print(table)
+        for run in runs
+    ]
+    if rows:
+        _print_table(console or standard_output(), ("run", "state", "model", "updates", "reward", "when"), rows)
 
 
 def print_producers(producers: Producers, console: Console | None = None) -> None:
@@ -213,11 +212,8 @@ def print_producers(producers: Producers, console: Console | None = None) -> Non
     state = ", finished" if producers.finished else ""
     _say(console, f"Run {producers.run}{state}: {newest}, {len(producers.alive)} producers alive")
     if producers.alive:
-        names = ("producer", "policy", "lag", "in flight", "tokens/s", "mismatch", "bad loads", "seen", "host:pid")
-        table = _bare_table(*names)
-        for alive in producers.alive:
-            table.add_row(*(escape(safe(cell)) for cell in _alive_cells(alive)))
-        console.print(table)
+        header = ("producer", "policy", "lag", "in flight", "tokens/s", "mismatch", "bad loads", "seen", "host:pid")
+        _print_table(console, header, map(_alive_cells, producers.alive))
     for alive in producers.alive:
         if alive.endpoint:
             _say(console, f"{safe(alive.producer_id)}: agents are served at {safe(alive.endpoint)}")
@@ -267,12 +263,10 @@ def print_weights(content: LogContent, console: Console | None = None) -> None:
         else "not possible: no anchor leads to the newest policy"
     )
     _say(console, f"joining  {joining}")
-    table = _bare_table("policy", "kind", "changed", "bytes", "of dense", "steps", "store", "parent", "when")
     newest_first = content.policies[::-1]
     shown = [policy for n, policy in enumerate(newest_first) if n < _POLICIES_SHOWN or policy.anchor]
-    for policy in shown:
-        table.add_row(*(escape(safe(cell)) for cell in _policy_cells(policy)))
-    console.print(table)
+    header = ("policy", "kind", "changed", "bytes", "of dense", "steps", "store", "parent", "when")
+    _print_table(console, header, map(_policy_cells, shown))
     if len(shown) < len(newest_first):
         _say(console, f"and {len(newest_first) - len(shown):,} deltas before them; --json has all")
     for problem in content.unreadable:
@@ -312,10 +306,7 @@ def _store_line(store: StoreContent) -> str:
 
 def _print_holders(content: LogContent, console: Console) -> None:
     if content.holders:
-        table = _bare_table("policy", "lag", "producers", "on hosts", "which")
-        for held in content.holders:
-            table.add_row(*(escape(safe(cell)) for cell in _holder_cells(held)))
-        console.print(table)
+        _print_table(console, ("policy", "lag", "producers", "on hosts", "which"), map(_holder_cells, content.holders))
     else:
         _say(console, "no producer is alive")
     if content.num_unreadable:
@@ -337,11 +328,18 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + rest
 
 
-def _bare_table(*columns: str, show_header: bool = True) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_header=show_header, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
+def _print_table(console: Console, header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Prints a table, its cells escaped."""
+    table = _bare_table()
+    for number, column in enumerate(header):
         table.add_column(column, overflow="fold", no_wrap=number == 0)
-    return table
+    for row in rows:
+        table.add_row(*(escape(safe(cell)) for cell in row))
+    console.print(table)
+
+
+def _bare_table(*, show_header: bool = True) -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_header=show_header, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _say(console: Console, line: str) -> None:
@@ -349,11 +347,11 @@ def _say(console: Console, line: str) -> None:
 
 
 def _say_block(console: Console, label: str, text: str) -> None:
-    """Says a text of several lines; nothing if it is empty."""
+    """Prints a text of several lines; nothing if it is empty."""
     for number, line in enumerate(text.expandtabs(4).splitlines()):
         _say(console, f"{'' if number else label:8} {safe(line)}")
 
 
 def safe(text: str) -> str:
-    """The text with everything that is not printable escaped."""
+    """Returns the text with every unprintable character escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

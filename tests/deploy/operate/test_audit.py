@@ -338,8 +338,8 @@ def test_a_problem_counts_only_where_every_reading_of_a_moving_run_shows_it(stop
         """Hides one index at a time, a different one each time, as if it moved between two looks."""
         observed = read(client, keys, folder)
         hidden.append(observed.reading.stream[-1 - len(hidden)])
-        stream = [entry for entry in observed.reading.stream if entry != hidden[-1]]
-        return observed._replace(reading=observed.reading._replace(stream=stream), after=[*observed.after, len(hidden)])
+        observed.reading.stream.remove(hidden[-1])
+        return audit_module.ObservedRun(observed.reading, observed.found, moved=True)
 
     monkeypatch.setattr(audit_module, "read_ledger", read_while_one_moves)
     assert stopped.json(capsys, "audit", "test")["balanced"]
