@@ -104,7 +104,7 @@ def _wait_for(client: redis.Redis, keys: Keys, place: str) -> dict[bytes, bytes]
             is_told = True
             waits = f"waiting for its trainer to begin, {WAIT_S:g} s at most"
             print(f"penstock: --run {keys.run!r}: {place} holds no such run yet; {waits}", file=sys.stderr, flush=True)
-        time.sleep(_LOOK_S)
+        time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
     return dict(fields)
 
 

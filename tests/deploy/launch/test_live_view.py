@@ -270,9 +270,7 @@ def test_a_line_is_read_once_it_is_whole(tmp_path):
     assert progress.update.update == 1
 
 
-def test_batches_in_a_row_that_train_nothing_are_warned_of_once_until_one_trains(
-    plain, tmp_path, capsys
-):
+def test_batches_in_a_row_that_train_nothing_are_warned_of_once_until_one_trains(plain, tmp_path, capsys):
     def warnings(*trained: int) -> int:
         for num_groups in trained:
             number = (plain.progress.update.update if plain.progress.update else 0) + 1
