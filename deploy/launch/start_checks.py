@@ -65,11 +65,8 @@ def check(config: RunConfig) -> Checked:
 
 
 def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
-    """Opens the environments and poses their first tasks; returns them after the configuration with their sizes.
-
-    Raises:
-        ConfigError: an environment cannot be used.
-    """
+    """Opens the environments and poses their first tasks; returns them after the configuration with their sizes. Raises
+    ConfigError if an environment cannot be used."""
     environments = open_environments(config)
     environments.check_endpoint(config)
     config = _with_sizes(config, environments)
@@ -232,11 +229,8 @@ def check_redis(config: RunConfig, *, resume: bool) -> None:
 
 
 def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None:
-    """Checks a server by its answer to INFO. place: its address for messages.
-
-    Raises:
-        ConfigError: the server is too old, may evict entries, or is too small for the run.
-    """
+    """Checks a server by its answer to INFO. place: its address for messages. Raises ConfigError if it is too old, may
+    evict entries, or is too small for the run."""
     kind = "valkey" if "valkey_version" in info else "redis"
     version = str(info.get(f"{kind}_version", "unknown"))
     major = version.partition(".")[0]

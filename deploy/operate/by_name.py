@@ -16,11 +16,8 @@ from penstock.schemas.config import ConfigError
 
 
 def audit(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> auditing.Audit:
-    """Finds where each released index of a run is; `balanced` says whether all are accounted for.
-
-    Raises:
-        UnreadableError: no checkpoint is whole.
-    """
+    """Finds where each released index of a run is; `balanced` says whether all are accounted for. Raises
+    UnreadableError if no checkpoint is whole."""
     with open_run(str(run), Path(runs)) as opened:
         return auditing.audit(opened)
 

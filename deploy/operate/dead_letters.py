@@ -106,11 +106,7 @@ def list_letters(run: OpenRun) -> list[Letter]:
 
 
 def show_letters(run: OpenRun, index: int) -> list[Content]:
-    """Reads the letters of one index with their content, oldest first.
-
-    Raises:
-        ConfigError: the index has none.
-    """
+    """Reads the letters of one index with their content, oldest first. Raises ConfigError if the index has none."""
     decode = _decoder(run)
     found = [_content(letter, fields, decode) for letter, fields in _letters(run) if letter.index == index]
     if not found:

@@ -69,11 +69,7 @@ class Producers(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_producers(run: OpenRun) -> Producers:
     """Lists a run's producers. Reads claims before heartbeats: a producer sends a heartbeat before it claims, so no
-    claim of a live producer looks orphaned.
-
-    Raises:
-        ServerError: the run's Redis cannot be reached.
-    """
+    claim of a live producer looks orphaned. Raises ServerError if the run's Redis cannot be reached."""
     client, keys = run.redis, run.keys
     claims = {stream: pending(client, stream) for stream in (keys.prompts, keys.evaluations)}
     heartbeats = _heartbeats(client, keys)
