@@ -178,7 +178,9 @@ class Launcher:
         """Runs one tick. Raises PartDied or Interrupted."""
         if self._signals.count or self._stop_asked.is_set():
             raise Interrupted(self._signals.number)
-        self._check_server()
+        server = self._server.child if self._server is not None else None
+        if server is not None and (status := server.poll()) is not None:
+            raise PartDied(server, describe_status(status))
         self._pool.tick(self._heartbeats.read(), finished=self._finished)
         self._pause()
 
@@ -195,10 +197,6 @@ class Launcher:
                 self._view.state("trainer", "finished")
                 return
             self._watch_others()
-
-    def _check_server(self) -> None:
-        if self._server is not None and self._server.child.poll() is not None:
-            raise PartDied(self._server.child, describe_status(self._server.child.poll() or 0))
 
     def _finished(self) -> bool:
         try:

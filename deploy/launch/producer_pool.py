@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -72,16 +73,16 @@ def read_heartbeats(client: redis.Redis, keys: Keys) -> dict[str, Heartbeat]:
     return found
 
 
+@dataclass
 class _Seat:
     """One local producer: its process, and counts of its earlier processes."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.child: Child | None = None
-        self.start_at = 0.0
-        self.served_since: float | None = None
-        self.num_boots = 0
-        self.num_restarts = 0
+    name: str
+    child: Child | None = None
+    start_at: float = 0.0
+    served_since: float | None = None
+    num_boots: int = 0
+    num_restarts: int = 0
 
 
 def boots_at_once(config: ProducersConfig) -> int:

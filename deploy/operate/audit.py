@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.ledger_check import (
     LedgerCheck,
     LedgerProblem,
@@ -16,7 +17,7 @@ from penstock.deploy.operate.ledger_check import (
     StreamEntry,
     check_ledger,
 )
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import FoundLedger, UnreadableError, read_saved_ledger
 from penstock.deploy.report.attrition import AttritionWindow, windows_of
 from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, read_lines
@@ -79,13 +80,17 @@ class ObservedRun(NamedTuple):
     moved: bool
 
 
-def audit(run: OpenRun) -> Audit:
+def audit(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> Audit:
+    """Finds where each released index of a run is; `balanced` says whether all are accounted for. Raises
+    UnreadableError if no checkpoint can be read, or if the run is not finished and Redis cannot be reached."""
+    with open_run(run, runs) as opened:
+        return _audit(opened)
+
+
+def _audit(run: OpenRun) -> Audit:
     """Reads the run until a reading shows no problem or nothing moved during it, `MAX_READINGS` times at most.
 
     Keeps the problems that every reading shows: a moving run shows others in passing.
-
-    Raises:
-        UnreadableError: the run is not finished and Redis cannot be reached, or no checkpoint can be read.
     """
     if run.folder is None:
         raise UnreadableError(f"{run.name}: its folder, with the checkpoints, is not on this machine")

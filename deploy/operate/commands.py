@@ -69,7 +69,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     import redis
 
     from penstock.deploy.launch.redis_server import ServerError
-    from penstock.deploy.operate.by_name import audit
+    from penstock.deploy.operate.audit import audit
     from penstock.deploy.operate.saved_ledger import UnreadableError
     from penstock.deploy.operate.tables import print_audit
 
@@ -84,21 +84,22 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _print_of(find: str, print_found: str, *options: str) -> Callable[[argparse.Namespace], int]:
-    """Makes the function of a command: what `by_name.<find>` returns for the run and the command's own `options` is
-    printed by `tables.<print_found>`, or as JSON."""
+    """Makes the function of a command: calls `penstock.<find>` with the run and the command's own `options`, and prints
+    the result by `tables.<print_found>`, or as JSON."""
 
     def command(arguments: argparse.Namespace) -> int:
-        from penstock.deploy.operate import by_name, tables
+        import penstock
+        from penstock.deploy.operate import tables
 
         given = {option: getattr(arguments, option) for option in (*options, "runs")}
-        return _show(arguments, getattr(by_name, find)(arguments.run, **given), getattr(tables, print_found))
+        return _show(arguments, getattr(penstock, find)(arguments.run, **given), getattr(tables, print_found))
 
     return command
 
 
 def _export(arguments: argparse.Namespace) -> int:
     """Status 1 if a file cannot be read or written."""
-    from penstock.deploy.operate.by_name import export
+    from penstock.deploy.operate.export import export
 
     fields = ("folder", "checkpoint", "dtype", "merged", "base", "runs")
     try:

@@ -2,15 +2,17 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import redis
 from msgspec.structs import replace
 
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import LedgerState, UnreadableError, read_saved_ledger
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ConfigError
@@ -100,18 +102,21 @@ class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
     without_index: int
 
 
-def list_letters(run: OpenRun) -> list[Letter]:
-    """Lists every letter of a run, oldest first."""
-    return sorted((letter for letter, _ in _letters(run)), key=_age)
+def list_dead(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[Letter]:
+    """Lists the dead letters of a run, oldest first: what died, when and of what."""
+    with open_run(run, runs) as opened:
+        return sorted((letter for letter, _ in _letters(opened)), key=_age)
 
 
-def show_letters(run: OpenRun, index: int) -> list[Content]:
-    """Reads the letters of one index with their content, oldest first. Raises ConfigError if the index has none."""
-    decode = _decoder(run)
-    found = [_content(letter, fields, decode) for letter, fields in _letters(run) if letter.index == index]
+def show_dead(run: str | Path, index: int, *, runs: str | Path = DEFAULT_RUNS) -> list[Content]:
+    """Reads the letters of one task index with prompt, completions and traceback, oldest first. Raises ConfigError if
+    it has none."""
+    with open_run(run, runs) as opened:
+        decode = _decoder(opened)
+        found = [_content(letter, fields, decode) for letter, fields in _letters(opened) if letter.index == index]
     if not found:
         raise ConfigError(
-            f"INDEX = {index}: no dead letter of run {run.name!r} names it; `penstock dead list` shows all"
+            f"INDEX = {index}: no dead letter of run {opened.name!r} names it; `penstock dead list` shows all"
         )
     return sorted(found, key=lambda content: _age(content.letter))
 
@@ -121,17 +126,30 @@ def _age(letter: Letter) -> tuple[float, bool]:
     return letter.time_s, letter.rollout is not None
 
 
-def requeue(
-    run: OpenRun, *, indexes: Collection[int] = (), reason: str | None = None, every: bool = False
+def requeue_dead(
+    run: str | Path,
+    indexes: Sequence[int] = (),
+    *,
+    reason: str | None = None,
+    every: bool = False,
+    runs: str | Path = DEFAULT_RUNS,
 ) -> RequeueResult:
-    """Requests another release of dead indexes: by number, by reason (or its part before the colon), or all of them.
+    """Requests another release of dead task indexes: these, those that died of `reason` (or of that part before the
+    colon), or every one.
 
     The trainer takes the request at its next reconcile (at its start and each checkpoint) and releases them when there
     is credit.
 
     Raises:
-        ConfigError: the run is finished, or an index is not dead.
+        ConfigError: not one of the three is given, an index is not dead, or the run is finished.
     """
+    if sum((bool(indexes), reason is not None, every)) != 1:
+        raise ConfigError("dead requeue: expected one of INDEX..., --reason R and --all")
+    with open_run(run, runs) as opened:
+        return _requeue(opened, indexes, reason, every)
+
+
+def _requeue(run: OpenRun, indexes: Sequence[int], reason: str | None, every: bool) -> RequeueResult:
     if run.redis.hget(run.keys.commit, Commit.FINISHED) == b"1":
         raise _finished(run)
     letters = [letter for letter, _ in _letters(run)]

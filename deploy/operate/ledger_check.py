@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +14,8 @@ _NAMED = 20
 """Most ranges of indexes that a line spells out."""
 
 
-class OpenPrompt(NamedTuple):
+@dataclass(frozen=True)
+class OpenPrompt:
     """An entry of the prompts stream. version: the trainer's policy when it was released."""
 
     entry_id: str
@@ -22,7 +24,8 @@ class OpenPrompt(NamedTuple):
     claimed: bool
 
 
-class StreamEntry(NamedTuple):
+@dataclass(frozen=True)
+class StreamEntry:
     """An entry of the rollout stream. index: 0 if it names none."""
 
     entry_id: str

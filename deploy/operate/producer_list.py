@@ -3,14 +3,16 @@
 import contextlib
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import redis
 
 from penstock.consumers.stream.scripts import announced_of, forks_of
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.audit import pending
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag
@@ -67,7 +69,13 @@ class Producers(msgspec.Struct, frozen=True, kw_only=True):
     """Ids whose heartbeat is of another release."""
 
 
-def list_producers(run: OpenRun) -> Producers:
+def list_producers(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> Producers:
+    """Lists the producers of a run with their policies and rates, and claims whose producer is gone."""
+    with open_run(run, runs) as opened:
+        return producers_of(opened)
+
+
+def producers_of(run: OpenRun) -> Producers:
     """Lists a run's producers. Reads claims before heartbeats: a producer sends a heartbeat before it claims, so no
     claim of a live producer looks orphaned. Raises ServerError if the run's Redis cannot be reached."""
     client, keys = run.redis, run.keys

@@ -47,7 +47,7 @@ class OpenRun(NamedTuple):
 
 
 @contextmanager
-def open_run(run: str, runs: Path) -> Iterator[OpenRun]:
+def open_run(run: str | Path, runs: str | Path) -> Iterator[OpenRun]:
     """Opens the run of this name in `runs`, or in the folder `run`.
 
     If the run's own server is down, it is started on its data, and stopped at the end.
@@ -56,7 +56,7 @@ def open_run(run: str, runs: Path) -> Iterator[OpenRun]:
         ConfigError: no such run, or a run file that cannot be read.
         ServerError: Redis refuses what is asked of it, or the run's own server does not start.
     """
-    name, folder, config = find_run(run, runs)
+    name, folder, config = find_run(str(run), Path(runs))
     with ExitStack() as closing:
         client, without_redis = _connect(config, folder, closing)
         try:

@@ -45,12 +45,10 @@ def print_audit(audit: Audit) -> None:
         print(f"warning: {safe(warning)}")
     for problem in ledger.problems:
         print(f"PROBLEM {problem}")
-    verdict = (
-        f"The ledger balances: each of {ledger.released:,} released indexes is in exactly one place."
-        if ledger.balanced
-        else "The ledger does NOT balance."
-    )
-    print(verdict)
+    if ledger.balanced:
+        print(f"The ledger balances: each of {ledger.released:,} released indexes is in exactly one place.")
+    else:
+        print("The ledger does NOT balance.")
 
 
 def _print_counts(rows: Iterable[tuple[str, int | None, str]]) -> None:

@@ -1,12 +1,14 @@
 """`penstock weights`: the policies in a run's weight log, and the producers that hold each."""
 
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from penstock.deploy.operate.producer_list import Alive, Producers, list_producers
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.operate.producer_list import Alive, Producers, producers_of
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.weights.log import VersionGoneError, WeightLog, read_log
@@ -79,19 +81,20 @@ class LogContent(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: tuple[str, ...]
 
 
-def list_weights(run: OpenRun) -> LogContent:
-    """Reads the log, the names of the chunks in its stores, and the heartbeats.
+def list_weights(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> LogContent:
+    """Lists the policies in a run's weight log, and the producers that hold each. Raises ConfigError if no policy can
+    be read."""
+    with open_run(run, runs) as opened:
+        return _list_weights(opened)
 
-    Raises:
-        ConfigError: there is no log, or none that can be read.
-        ServerError: the run's Redis cannot be reached.
-    """
+
+def _list_weights(run: OpenRun) -> LogContent:
     log = read_log(run.redis, run.keys)
     newest = max(log.announced, default=None)
     if newest is None:
         why = "none has been announced yet, or Redis has lost them"
         raise ConfigError(f"run {run.name}: no policy on its policy stream: {'; '.join(log.unreadable) or why}")
-    producers = list_producers(run)
+    producers = producers_of(run)
     way = _way(log, newest)
     return LogContent(
         run=run.name,

@@ -71,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
-        help="where to recompute (default: cpu beside a run, else trainer.device)",
+        help="where to recompute (default: cpu for a run, else trainer.device)",
     )
     parser.add_argument("--model", metavar="FOLDER", help="of a rollout file, the base model if it has moved")
     parser.add_argument(

@@ -153,7 +153,8 @@ class _NewestGroups:
     """
 
     def __init__(self, client: redis.Redis, keys: Keys, num_groups: int) -> None:
-        self._client, self._keys = client, keys
+        self._client: Any = client
+        self._keys = keys
         self._cursor = "0-0"
         self.groups: deque[RolloutGroup] = deque(maxlen=num_groups)
         self.num_seen = self.num_refused = 0
@@ -165,7 +166,6 @@ class _NewestGroups:
 
     def read(self, block_ms: int | None) -> None:
         """Reads to the stream's end, after waiting up to `block_ms` for a first entry."""
-        found: Any
         while found := self._client.xread({self._keys.rollouts: self._cursor}, count=_ENTRIES, block=block_ms):
             block_ms = None
             for entry_id, fields in found[0][1]:
