@@ -94,14 +94,14 @@ def _read(url: str, run: str, place: str) -> RunDescription:
 
 def _wait_for(client: redis.Redis, keys: Keys, place: str) -> dict[bytes, bytes]:
     """Waits for the run's description and returns its fields; none if its trainer has not begun in `WAIT_S`."""
-    deadline, is_told = time.monotonic() + WAIT_S, False
-    fields: Any
-    while not (fields := client.hgetall(keys.description)) and time.monotonic() < deadline:
-        if not is_told:
-            is_told = True
-            waits = f"waiting for its trainer to begin, {WAIT_S:g} s at most"
-            print(f"penstock: --run {keys.run!r}: {place} holds no such run yet; {waits}", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + WAIT_S
+    fields: Any = client.hgetall(keys.description)
+    if not fields:
+        waits = f"waiting for its trainer to begin, {WAIT_S:g} s at most"
+        print(f"penstock: --run {keys.run!r}: {place} holds no such run yet; {waits}", file=sys.stderr, flush=True)
+    while not fields and time.monotonic() < deadline:
         time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        fields = client.hgetall(keys.description)
     return dict(fields)
 
 
