@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for a failed run, 2 for unusable input, 128 + signal."""
     arguments = _parser().parse_args(argv)
-    # Environments, rewards and objectives are the user's own modules, found in the working directory.
+    # Environments, rewards and objectives may be the user's modules in the working directory.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     sys.path += [path for path in os.environ.get(MODULES_PATH, "").split(os.pathsep) if path not in ("", *sys.path)]
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(arguments.command(arguments))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `penstock try ... | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would print one more
+    except BrokenPipeError:  # `penstock try ... | head`: the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
         return 128 + signal.SIGPIPE
     except ConfigError as error:
         return _fail(error, 2)
@@ -76,7 +76,7 @@ def _fail(error: BaseException, status: int) -> int:
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Errors that need no traceback. Called while one propagates, so that nothing is imported without need."""
+    """Returns the errors that need no traceback. Called while an error propagates: other runs import none of it."""
     import redis
 
     from penstock.deploy.launch.producer_pool import PartDied
@@ -89,10 +89,10 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says which command or option a misspelt one is like."""
+    """Suggests the command or option that a misspelt one resembles."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As in the base class, but unknown options are the error of the command that they were given to."""
+        """As in the base class, but the command that is given unknown options reports them."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options, known = (word.partition("=")[0] for word in unknown), self._option_string_actions
@@ -119,15 +119,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_commands(parser: argparse.ArgumentParser, commands: Iterable[Command]) -> None:
     """Adds a subparser for each command; `dead list` goes below one for `dead`."""
-    first = parser.add_subparsers(required=True, metavar="COMMAND")
-    groups = {}
+    groups = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
     for command in commands:
         group, _, name = command.name.rpartition(" ")
-        if group and group not in groups:
-            below = first.add_parser(group, help=GROUPS[group], description=_sentence(GROUPS[group]))
+        if group not in groups:
+            below = groups[""].add_parser(group, help=GROUPS[group], description=_sentence(GROUPS[group]))
             names = [other.name.split(" ")[1] for other in commands if other.name.startswith(f"{group} ")]
             groups[group] = below.add_subparsers(required=True, metavar="|".join(names))
-        added = groups.get(group, first).add_parser(name, help=command.help, description=_sentence(command.help))
+        added = groups[group].add_parser(name, help=command.help, description=_sentence(command.help))
         command.add_arguments(added)
         added.set_defaults(command=command.run)
 
@@ -154,7 +153,7 @@ def _add_try_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_producer_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run_file(parser, nargs="?")
-    parser.set_defaults(runs=None)  # another folder with --join
+    parser.set_defaults(runs=None)  # the default depends on --join
     parser.add_argument("--id", metavar="ID", help="name of this producer (default: host and process id)")
     parser.add_argument(
         "--join",
@@ -206,7 +205,7 @@ def _add_run_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> 
 
 
 def _load(arguments: argparse.Namespace, *, resume: bool = False) -> RunConfig:
-    """The configuration asked for. With `resume` what is changed is the run's own run file, if there is one."""
+    """Loads the configuration asked for; with `resume`, the run's own run file if there is one."""
     runs = arguments.runs or DEFAULT_RUNS
     return load_config(arguments.run_file, set=arguments.set, name=arguments.name, runs=runs, resume=resume)
 
@@ -275,7 +274,7 @@ def _trainer(arguments: argparse.Namespace) -> int:
     signals = StopSignals()
     try:
         return _train(arguments, signals)
-    except StoppedError as stopped:  # before the trainer's own module could say so
+    except StoppedError as stopped:  # before the trainer's own module handles it
         return _fail(stopped, 0)
     finally:
         signals.ignore()
@@ -298,7 +297,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
 
     ranks, lookout = join(config)
     if not ranks.is_lead:
-        signals.ignore()  # the lead ends in order, and ends the others
+        signals.ignore()  # the lead stops in order, and then ends the other ranks
         return follow(config, ranks, lookout, lambda: redis_url(config, arguments.runs))
     status = 2
     try:
@@ -322,7 +321,7 @@ def _lead(
     from penstock.deploy.launch.start_checks import check, check_server
 
     place = f"Redis at {place_of(redis_url(config, arguments.runs))}"
-    if None in config.num_evaluation_prompts.values():  # not the run file that `penstock run` completed
+    if None in config.num_evaluation_prompts.values():  # a run file that `penstock run` has not completed
         config = check(config).config
     from penstock.consumers.__main__ import main as train
     from penstock.deploy.launch.run_folder import save_run_file
@@ -346,7 +345,7 @@ def _make_model(arguments: argparse.Namespace) -> int:
         fields = tomllib.loads("\n".join(overrides))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--set {' '.join(arguments.set)}: {error}; expected NAME=VALUE with a TOML value") from None
-    # One thread: sums are equal on any number of cores, and a model of this size gains nothing from more.
+    # One thread: sums do not depend on the number of cores, and a model of this size is no faster with more.
     limit_threads(1)
     from penstock.deploy.demo.model_recipe import RECIPES, ModelRecipe, WarmStartError, find_model
 

@@ -1,4 +1,4 @@
-"""Prints the requirements that this environment does not satisfy, one a line. Needs pip, nothing else.
+"""Prints the requirements that this environment does not satisfy, one per line. Needs pip only.
 
 The requirements are those of pyproject.toml for the project and the extras given, or those of one requirements file.
 """
@@ -11,14 +11,14 @@ from pathlib import Path
 try:
     from packaging.requirements import Requirement
 except ImportError:
-    # A new environment has nothing but pip, whose import changes how distutils is found: only the second choice.
+    # A new environment has only pip. Its import changes how distutils is found, so it is the second choice.
     from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 
 
 def missing_requirements(pyproject: Path, extras: list[str]) -> list[str]:
-    """The direct requirements of the project and of `extras` that no installed version satisfies.
+    """Returns the direct requirements of the project and of `extras` that no installed version satisfies.
 
-    Only direct ones: the engine's CPU build asks for packages that are removed again after its installation.
+    Only direct ones: the engine's CPU build requires packages that are removed after its installation.
     """
     project = tomllib.loads(pyproject.read_text())["project"]
     wanted = list(project["dependencies"])
@@ -28,7 +28,7 @@ def missing_requirements(pyproject: Path, extras: list[str]) -> list[str]:
 
 
 def missing_from_file(file: Path) -> list[str]:
-    """The same for a requirements file: requirements and comments, a line each."""
+    """Returns the same for a requirements file: requirements and comments, one per line."""
     lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
     return _missing([line for line in lines if line])
 

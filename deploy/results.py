@@ -1,4 +1,4 @@
-"""What a run has come to: its report, and its numbers by update and by evaluation."""
+"""Reads a run's results: its report, and its numbers by update and by evaluation."""
 
 import sys
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from penstock.schemas.best import BEST_FOLDER, read_best
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What there is of a run in its folder.
+    """The results in a run's folder.
 
-    model: folder of the final model in Hugging Face's format, None until the run is complete. best: of that of the best
-    evaluation, None without `checkpoint.best`. report: `report.html`.
-    summary: the content of `summary.json`; a figure that is not known is None.
+    model: folder of the final model in Hugging Face's format, None until the run is complete. best: folder of the model
+    of the best evaluation, None without `checkpoint.best`. report: `report.html`.
+    summary: the content of `summary.json`; an unknown figure is None.
     """
 
     name: str
@@ -36,8 +36,8 @@ def _folder(run: str | Path, runs: str | Path) -> Path:
 
 
 def report(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> RunResult:
-    """Writes `summary.json` and `report.html` of the run of this name in `runs`, or in the folder `run`, also while it
-    goes on.
+    """Writes `summary.json` and `report.html` of the run of this name in `runs`, or in the folder `run`; the run may be
+    in progress.
 
     Raises:
         ConfigError: no such run, or its `run.toml` is no run file.
@@ -63,8 +63,8 @@ def report(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> RunResult:
 
 
 def load_updates(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[dict[str, Any]]:
-    """The numbers of every update, in order: a row each, with the names of `updates.jsonl`. What a rollback undid is
-    left out. A number that an update does not have is not in its row.
+    """Reads the numbers of every update, in order: a row each, with the names of `updates.jsonl`. Leaves out updates
+    that a rollback undid. A number that an update does not have is not in its row.
 
     Raises:
         ConfigError: no such run, or its `run.toml` is no run file.
@@ -75,21 +75,20 @@ def load_updates(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[di
 
 
 def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[dict[str, Any]]:
-    """The figures of every evaluation, in order: a row each, with the names of `evaluations.jsonl`: `reward`, `pass@8`,
-    `reward/exact` of a part `exact`, and so on. `update` is the one that made the policy. What a rollback undid is left
-    out.
+    """Reads the figures of every evaluation, in order: a row each, with the names of `evaluations.jsonl`: `reward`,
+    `pass@8`, `reward/exact` of a part `exact`, and so on. `update` is the one that made the policy. Leaves out
+    evaluations that a rollback undid.
 
     Raises:
         ConfigError: no such run, or its `run.toml` is no run file.
         TelemetryError: a malformed line (named with its file and number).
     """
-    points = read_telemetry(_folder(run, runs)).evaluations
-    rows = map(msgspec.structs.asdict, points)
+    rows = map(msgspec.structs.asdict, read_telemetry(_folder(run, runs)).evaluations)
     return [row | row.pop("metrics") for row in rows]
 
 
 def print_result(result: RunResult) -> None:
-    """Prints the figures of a run, what to look at, and where its files are."""
+    """Prints the figures of a run, warnings, and the places of its files."""
     from penstock.deploy.report.summary import print_table, warnings_of
 
     print_table(result.summary, standard_output())

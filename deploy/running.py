@@ -1,4 +1,4 @@
-"""A run from its settings to its results: what `penstock run` does."""
+"""Runs from Python: from settings to results, as `penstock run` does."""
 
 import sys
 import threading
@@ -31,7 +31,7 @@ Settings = RunConfig | Mapping[str, Any] | str | Path
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """The signal `number`, of Ctrl-C or SIGTERM, has stopped a run in order: its work is saved."""
+    """Ctrl-C or SIGTERM (`number`) has stopped a run in order: its work is saved."""
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__(f"run {name} was stopped in order; resume=True continues it")
@@ -46,12 +46,7 @@ def load_config(
     runs: str | Path = DEFAULT_RUNS,
     resume: bool = False,
 ) -> RunConfig:
-    """The settings of a run, with every default.
-
-    config: a class or a function in it stands for its import path.
-    set: fields to change, as in `{"trainer.learning_rate": 1e-5}`.
-    name: of the run, in place of that in `config`.
-    resume: it is the own run file of the run of this name in `runs` that is changed; a RunConfig is taken as it is.
+    """Returns the settings of a run, with every default. Arguments as those of `run`.
 
     Raises:
         ConfigError: no such file, an unknown or ill-typed field, settings that contradict each other, or a class or
@@ -77,7 +72,7 @@ def load_config(
 
 
 def _importable(given: Any, field: str) -> Any:
-    """A copy in which classes and functions are their import paths."""
+    """Copies settings, with import paths in place of classes and functions."""
     if isinstance(given, Mapping):
         return {name: _importable(value, f"{field}.{name}".strip(".")) for name, value in given.items()}
     if isinstance(given, list | tuple):
@@ -90,11 +85,8 @@ def _importable(given: Any, field: str) -> Any:
 
 
 def import_path(given: Any, field: str) -> str:
-    """`my_lab.capitals:Capitals` of a class or a function, which a run's processes import for themselves.
-
-    Raises:
-        ConfigError: they cannot; the message names `field`.
-    """
+    """Returns the import path of a class or a function, as in `my_lab.capitals:Capitals`. Raises ConfigError, which
+    names `field`, if the processes of a run cannot import it."""
     module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
     if module == "__main__" or getattr(sys.modules.get(str(module)), str(name), None) is not given:
         where = "this notebook or script" if module == "__main__" else module
@@ -113,10 +105,8 @@ def check(
     runs: str | Path = DEFAULT_RUNS,
     resume: bool = False,
 ) -> RunConfig:
-    """Checks that a run can be started, and starts nothing. Arguments as those of `run`; prints warnings.
-
-    Returns:
-        The settings, with every default.
+    """Checks that a run can be started, without starting it; prints warnings. Returns the settings, with every default.
+    Arguments as those of `run`.
 
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
@@ -153,9 +143,9 @@ def run(
     resume: bool = False,
     stop: threading.Event | None = None,
 ) -> RunResult:
-    """Starts Redis, producers and trainer on this machine, follows them to the end of the run, and writes its report.
+    """Starts Redis, producers and trainer on this machine, follows them until the run ends, and writes its report.
 
-    Progress goes to standard output. The parts of the run find modules where this program does. In the main thread
+    Progress goes to standard output. The parts of the run have this program's module search path. In the main thread
     Ctrl-C and SIGTERM stop the run in order; a second one kills its parts.
 
     config: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one. A class or a
@@ -164,8 +154,8 @@ def run(
     name: of the run, in place of that in `config`.
     runs: folder of all runs.
     resume: continues the run of this name from its last checkpoint, by the run file in its folder, changed by `set`; a
-        RunConfig is taken as it is. A run that is complete is not started again.
-    stop: once it is set, by another thread, the run is stopped in order and what there is of it is returned.
+        RunConfig replaces that file. A complete run is not started again.
+    stop: once another thread sets it, the run is stopped in order, and its results so far are returned.
 
     Raises:
         ConfigError: unusable settings; the message names the field, its value and what was expected.
@@ -211,11 +201,8 @@ def run(
 
 
 def trial_config(config: Settings | type, *, set: Overrides = ()) -> RunConfig:
-    """The settings of a trial: for an environment alone, those of a run with nothing but it.
-
-    Raises:
-        ConfigError: it is neither an environment nor settings.
-    """
+    """Returns the settings of a trial: for an environment alone, those of a run with that environment only. Raises
+    ConfigError if `config` is neither an environment nor settings."""
     if isinstance(config, type):
         config = import_path(config, "config")
     if not isinstance(config, str) or (file := Path(config)).exists():
@@ -246,14 +233,14 @@ def try_environment(config: Settings | type, num_tasks: int = 4, *, set: Overrid
 def evaluate(
     model: str | Path, config: Settings, *, set: Overrides = (), runs: str | Path = DEFAULT_RUNS
 ) -> "Evaluated":
-    """What a model reaches on the held-out prompts of a run's environments. Trains nothing; boots an engine.
+    """Evaluates a model on the held-out prompts of a run's environments. Trains nothing; boots an engine.
 
-    Progress goes to standard error. What this process prints otherwise, the engine above all, goes to a file, which is
-    named and kept only if prompts or the engine failed. Numeric libraries imported from here on take
-    `producers.num_threads`.
+    Progress goes to standard error. Other output of this process, mostly the engine's, goes to a file, which is named
+    and kept only if prompts or the engine failed. Numeric libraries that are imported from now on use
+    `producers.num_threads` threads.
 
-    model: a model's folder, or a run (its name or folder): its newest checkpoint.
-    config: settings as for `run`; they say what is posed, and how.
+    model: a model's folder, or a run (its name or folder), of which the newest checkpoint is evaluated.
+    config: settings as for `run`; they determine the prompts and the sampling.
 
     Raises:
         ConfigError: unusable settings, no such model, or no held-out prompts.

@@ -15,7 +15,7 @@ from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figure
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, run_coroutine
 from penstock.deploy.launch.engine_output import Say
 from penstock.deploy.launch.start_checks import check_environments
-from penstock.deploy.operate.export import export
+from penstock.deploy.operate.export import export_from
 from penstock.deploy.operate.run_access import OpenRun, find_run
 from penstock.producers.__main__ import EngineFactory, answer_parser, start_vllm
 from penstock.producers.endpoint.agent_endpoint import open_calls
@@ -239,6 +239,6 @@ def _whole_model(model: str, runs: Path, say: Callable[[str], None]) -> Iterator
         whole = Path(temporary) / "model"
         run = OpenRun(name, run_folder, config, None, "not asked")
         merged = config.lora is not None
-        checkpoint = export(run, None, whole, config.model.dtype, say, merged=merged)
+        checkpoint = export_from(run, None, whole, config.model.dtype, say, merged=merged)
         say(f"{name}: checkpoint {checkpoint}")
         yield whole

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.schemas.process.logs import line_as_text
 
+_LAST_LINES = 15
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may be loaded.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -57,21 +58,18 @@ class Child:
                 stdin=subprocess.DEVNULL if standard_input is None else subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=None if environment is None else {**os.environ, **environment},
+                env={**os.environ, **(environment or {})},
                 pass_fds=tuple(pass_fds),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
         self.pid = self._process.pid
         if self._process.stdin is not None and standard_input is not None:
-            try:
-                self._process.stdin.write(standard_input)
-                self._process.stdin.close()
-            except BrokenPipeError:
-                pass  # it has ended; poll() says so
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # it has ended; poll() says so
+                pipe.write(standard_input)
 
     def poll(self) -> int | None:
-        """The exit status (negative: a signal), None while it runs."""
+        """Returns the exit status (negative: a signal), None while it runs."""
         if self.returncode is None:
             try:
                 # WNOWAIT: its process id, and so its group's, is not reused before it is reaped.
@@ -89,22 +87,28 @@ class Child:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group."""
+        """Sends SIGKILL to the whole group."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def last_lines(self, count: int = 15) -> str:
-        """The end of the log for a reader: JSON records as text."""
+    def end(self) -> None:
+        """Kills the whole group and waits until the process has ended."""
+        self.kill()
+        while self.poll() is None:
+            time.sleep(0.003)
+
+    def last_lines(self) -> str:
+        """Returns the end of the log, its JSON records as text."""
         with self.log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 16384))
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join("\n".join(map(line_as_text, lines[-count:])).splitlines()[-count:])
+        return "\n".join("\n".join(map(line_as_text, lines[-_LAST_LINES:])).splitlines()[-_LAST_LINES:])
 
 
 def describe_status(returncode: int) -> str:
-    """`ended with status 1`, `was killed by SIGKILL`."""
+    """Returns `ended with status 1`, `was killed by SIGKILL`, and so on."""
     if returncode >= 0:
         return f"ended with status {returncode}"
     try:

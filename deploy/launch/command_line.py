@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEFAULT_RUNS = Path("runs")
 MODULES_PATH = "PENSTOCK_MODULES_PATH"
-"""Environment variable of a run's parts: where the program that started them finds modules."""
+"""Environment variable of a run's parts: the module search path of the program that started them."""
 _UNBOUNDED = 100_000
 
 
@@ -25,7 +25,7 @@ class Command(NamedTuple):
     """One command of `penstock`.
 
     name: one word, or the words of a subcommand, as in `dead list`.
-    run: returns the exit status. It imports what it needs itself, so that `penstock --help` imports none of it.
+    run: returns the exit status. It imports what it needs when called, which keeps `penstock --help` fast.
     """
 
     name: str
@@ -59,11 +59,8 @@ def add_json(parser: argparse.ArgumentParser, help: str = "print JSON for a mach
 
 
 def find_run_file(given: Path) -> Path:
-    """`given` itself, or the run file that ships with Penstock under this name, as `demo`.
-
-    Raises:
-        ConfigError: a bare name that is neither a file nor a shipped run file.
-    """
+    """Returns `given`, or the run file that ships with Penstock under this name, as `demo`. Raises ConfigError for a
+    bare name that is neither a file nor a shipped run file."""
     if given.is_file() or given.suffix or len(given.parts) != 1:
         return given
     shipped = shipped_run_files()
@@ -73,14 +70,14 @@ def find_run_file(given: Path) -> Path:
 
 
 def shipped_run_files() -> dict[str, Path]:
-    """The run files that are installed with Penstock, by name."""
+    """Finds the run files that are installed with Penstock, by name."""
     folder = Path(str(resources.files("penstock.deploy") / "runs"))
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
 
 def standard_output() -> "Console":
-    """A console on standard output. Where that is no terminal and COLUMNS is unset, no line is too long for it: names
-    and paths stay whole."""
+    """Makes a console on standard output. If that is no terminal and COLUMNS is unset, lines are not wrapped: names and
+    paths stay whole."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -95,15 +92,15 @@ def limit_threads(count: int) -> None:
 
 
 def run_as_ranks(num_processes: int, hand_to: Callable[[Callable[[], None]], None] = lambda stop: None) -> int:
-    """Runs this command line as so many ranks on this machine; returns their status."""
+    """Runs this command line as `num_processes` ranks on this machine; returns their exit status."""
     from penstock.consumers.distributed.start import launch
 
     return launch(num_processes, [sys.executable, "-m", "penstock.deploy.cli", *sys.argv[1:]], hand_to)
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs it to its end in a loop of its own: in a thread, where a loop runs in this one, as in a notebook. Ctrl-C
-    cancels it."""
+    """Runs a coroutine to its end in a new event loop, in another thread if this one runs a loop already, as in a
+    notebook. Ctrl-C cancels it."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -121,11 +118,11 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
             task.cancel()
         return await coroutine
 
-    with ThreadPoolExecutor(1) as beside:
-        beside.submit(int).result()  # Ctrl-C while a thread starts would leave it behind: nobody waits for it
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(int).result()  # starts the thread: Ctrl-C during its start would leave it running unwatched
         try:
-            running = beside.submit(asyncio.run, cancellable())
-            while not wait([running], 1.0).done:  # a signal on the way into a wait does not end it
+            running = thread.submit(asyncio.run, cancellable())
+            while not wait([running], 1.0).done:  # with a timeout: a signal just before a wait does not interrupt it
                 pass
             return running.result()
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The metrics endpoints of a run's processes, scraped as Prometheus does."""
+"""Scrapes the metrics endpoints of a run's processes, as Prometheus does."""
 
 import json
 import math
@@ -15,41 +15,41 @@ from prometheus_client.parser import text_string_to_metric_families
 _TIMEOUT_S = 2.0
 _MAX_BYTES = 8_000_000
 _AT_ONCE = 8
-# Without the proxies of the environment: endpoints are on the run's own network.
+# Ignores the proxies of the environment: endpoints are on the run's own network.
 _OPENER = build_opener(ProxyHandler({}))
 
 
 class Samples:
-    """One scrape: numbers by sample name and labels."""
+    """The numbers of one scrape, by sample name and labels."""
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError if `text` is no Prometheus text."""
+        """Raises ValueError if `text` is not in Prometheus' text format."""
         self._by_name: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     self._by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
-        except LookupError as error:  # the parser's, of some broken lines
+        except LookupError as error:  # raised by the parser for some broken lines
             raise ValueError(f"no Prometheus text: {error}") from error
 
     def get(self, name: str, **labels: str) -> float | None:
-        """The first sample of this name with these labels; None if there is none, or it is NaN."""
+        """Returns the first sample of this name with these labels; None if there is none, or it is NaN."""
         for found, value in self._by_name.get(name, ()):
             if labels.items() <= found.items():
                 return None if math.isnan(value) else value
         return None
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The samples of this name by their `label`."""
+        """Returns the samples of this name by the value of `label`."""
         return {labels[label]: value for labels, value in self._by_name.get(name, ()) if label in labels}
 
     def label(self, name: str, label: str) -> str | None:
-        """The value of `label` on the first sample of this name that has it."""
-        return next((labels[label] for labels, _ in self._by_name.get(name, ()) if label in labels), None)
+        """Returns the value of `label` on the first sample of this name that has it; None without one."""
+        return next(iter(self.by_label(name, label)), None)
 
 
 class MetricsEndpoint(NamedTuple):
-    """The answer of one address. samples: None without one; `problem` then says why."""
+    """The answer of one address. samples: None without an answer; `problem` says why."""
 
     role: str
     address: str
@@ -58,7 +58,7 @@ class MetricsEndpoint(NamedTuple):
 
 
 def targets(run_folder: Path) -> dict[str, str]:
-    """`host:port` by role, from the run's `metrics/*.json`; unreadable files are passed over."""
+    """Reads `host:port` by role from the run's `metrics/*.json`; skips unreadable files."""
     found: dict[str, str] = {}
     for file in sorted((run_folder / "metrics").glob("*.json")):
         try:

@@ -1,4 +1,4 @@
-"""What a command that boots an engine prints: progress on stderr, what the engine prints into a file."""
+"""The output of a command that boots an engine: progress to stderr, the engine's own output to a file."""
 
 import os
 import sys
@@ -12,7 +12,8 @@ Say = Callable[[str], None]
 
 
 def progress(is_wanted: bool) -> Say:
-    """Prints progress to the stderr of now, with the seconds since the start, wherever stderr leads later."""
+    """Makes a function that prints progress with the seconds since the start. It prints to the current stderr even if
+    stderr is redirected later."""
     began = time.monotonic()
     stderr = os.dup(2)
 
@@ -26,7 +27,8 @@ def progress(is_wanted: bool) -> Say:
 
 @contextmanager
 def output_in(log: Path) -> Iterator[None]:
-    """Sends the output of this process and its children to a file: engines print much, and stdout is the report's."""
+    """Redirects the output of this process and its children to a file: engines print a lot, and stdout is for the
+    report."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`penstock producer --join`: a run is joined by a host that shares nothing with it but Redis."""
+"""`penstock producer --join`: joins a run from a host that shares only Redis with it."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import redis
@@ -21,29 +22,28 @@ from penstock.schemas.process.plugins import resolve
 from penstock.schemas.process.redis_url import URL, certificate_problem, place_of, with_password
 
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*/*"]
-"""Files of a model on the Hub that nothing here reads."""
+"""Files of a model on the Hub that Penstock does not read."""
 WAIT_S = 600.0
-"""How long a run may take to begin: hosts and containers start in any order."""
+"""Longest wait for a run to begin: hosts and containers start in any order."""
 _LOOK_S = 1.0
 
 
 class RunEndedError(Exception):
-    """There is nothing to join any more."""
+    """The run has ended: there is nothing to join."""
 
 
 def join(url: str, run: str, *, model: str | None, overrides: Sequence[str], runs: Path) -> RunConfig:
-    """The configuration of run `run` in the Redis at `url`, its model in a folder of this host. From now on `url` is
-    this process's REDIS_URL.
+    """Reads the configuration of run `run` from the Redis at `url`, with its model in a folder of this host. Sets this
+    process's REDIS_URL to `url`.
 
     Waits, `WAIT_S` at most, for the run's trainer to begin.
 
     model: folder or Hub name of the base model; None takes the run's own path if the same model is there, else the
-        files that Redis has of it, without weights: the engine gets those of the first policy that it loads.
+        files of the model in Redis, without weights: the engine gets weights with the first policy that it loads.
 
     Raises:
-        ConfigError: not a Redis URL, no such run, another model than the run's, or a module of the run that is not
-            here.
-        RunEndedError: it has ended.
+        ConfigError: not a Redis URL, no such run, another model than the run's, or a missing module of the run.
+        RunEndedError: the run has ended.
         ServerError: Redis does not answer, or refuses.
     """
     secret_url, place = with_password(url, "--join"), f"Redis at {place_of(url)}"
@@ -59,11 +59,8 @@ def join(url: str, run: str, *, model: str | None, overrides: Sequence[str], run
 
 
 def own_folder() -> Path:
-    """The folder of a user's runs that are none of this host: in the system's temporary folder, for nobody else.
-
-    Raises:
-        ConfigError: it is another user's.
-    """
+    """Makes the folder for runs of other hosts: in the system's temporary folder, for this user only. Raises
+    ConfigError if it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
     make_private(folder)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -96,23 +93,20 @@ def _read(url: str, run: str, place: str) -> RunDescription:
 
 
 def _wait_for(client: redis.Redis, keys: Keys, place: str) -> dict[bytes, bytes]:
-    """The fields of the run's description; none if its trainer has not begun in `WAIT_S`."""
-    deadline, is_told = time.monotonic() + WAIT_S, False
-    while True:
-        fields: dict[bytes, bytes] = client.hgetall(keys.description)  # type: ignore[assignment]
-        if fields:
-            return fields
-        if not is_told:
-            is_told = True
-            waits = f"waiting for its trainer to begin, {WAIT_S:g} s at most"
-            print(f"penstock: --run {keys.run!r}: {place} holds no such run yet; {waits}", file=sys.stderr, flush=True)
-        if time.monotonic() >= deadline:
-            return {}
-        time.sleep(_LOOK_S)
+    """Waits for the run's description and returns its fields; none if its trainer has not begun in `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    fields: Any = client.hgetall(keys.description)
+    if not fields:
+        waits = f"waiting for its trainer to begin, {WAIT_S:g} s at most"
+        print(f"penstock: --run {keys.run!r}: {place} holds no such run yet; {waits}", file=sys.stderr, flush=True)
+    while not fields and time.monotonic() < deadline:
+        time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        fields = client.hgetall(keys.description)
+    return dict(fields)
 
 
 def _check_modules(config: RunConfig) -> None:
-    """The user's own code comes with no run: it has to be here."""
+    """Checks that the user's own code, which Redis does not hold, can be imported here."""
     plugs: list[tuple[str, Plug]] = [*environment_fields(config), ("reward", config.reward)]
     plugs += [(f"reward.components[{n}]", each) for n, each in enumerate(config.reward.components)]
     for field, plug in plugs:
@@ -169,7 +163,7 @@ def _find_model(given: str) -> Path:
 
     try:
         return Path(snapshot_download(given, ignore_patterns=_NO_WEIGHTS))
-    except Exception as error:  # the Hub's, its client's, the system's
+    except Exception as error:  # of the Hub, its client, or the system
         raise ConfigError(
             f"--model {given}: no such folder, and not from the Hugging Face Hub: {type(error).__name__}: {error}"
         ) from None

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
@@ -44,9 +43,9 @@ class Interrupted(Exception):
         self.number = number
 
 
-class Signals(AbstractContextManager["Signals"]):
-    """Counts Ctrl-C and SIGTERM while open, so that they take effect between steps only. In another thread than the
-    main one it leaves them to that."""
+class Signals:
+    """Counts Ctrl-C and SIGTERM while open, so that they take effect between steps only. Open in another thread than
+    the main one, it handles no signals."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -67,7 +66,7 @@ class Signals(AbstractContextManager["Signals"]):
 
 
 def part_command(part: str, config: RunConfig, runs: Path, resume: bool) -> list[str]:
-    """The command line of `trainer` or `producer-<n>`, with the resolved run file in the run's folder."""
+    """Returns the command line of `trainer` or `producer-<n>`, with the resolved run file in the run's folder."""
     role = "trainer" if part == "trainer" else "producer"
     run_file = str(config.folder(runs) / RUN_FILE)
     command = [sys.executable, "-m", "penstock.deploy.cli", role, run_file, "--runs", str(runs)]
@@ -79,10 +78,10 @@ def part_command(part: str, config: RunConfig, runs: Path, resume: bool) -> list
 
 
 class Launcher:
-    """Starts the parts of one run, each on its GPUs, and supervises them to its end.
+    """Starts the parts of one run, each on its GPUs, and supervises them until the run ends.
 
-    view: an open view. lock: file descriptor of the run folder's lock, which the run's own Redis keeps.
-    stop: once set, the run is stopped in order, as by SIGINT. command_for: the command line of a part.
+    view: an open view. lock: file descriptor of the run folder's lock, which the run's own Redis keeps open.
+    stop: once set, the run is stopped in order, as by SIGINT. command_for: returns the command line of a part.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Launcher:
         *,
         resume: bool,
         view: View,
-        lock: int | None = None,
+        lock: int,
         stop: threading.Event | None = None,
         command_for: Callable[[str, RunConfig, Path, bool], Sequence[str]] = part_command,
     ) -> None:
@@ -128,6 +127,7 @@ class Launcher:
                 self._trainer = self._start_part("trainer")
                 self._view.state("trainer", "running")
                 self._serve()
+                self._stop()
             except Interrupted as interrupt:
                 self._view.note(f"{interrupt}: stopping in order; a second signal kills")
                 status = 128 + interrupt.number
@@ -136,8 +136,6 @@ class Launcher:
                 self._view.note(f"{death.part} died, stopping the others")
                 self._stop()
                 raise
-            else:
-                self._stop()
             finally:
                 self._kill()
             return status
@@ -153,7 +151,7 @@ class Launcher:
         self._client = connect(url)
         self._heartbeats = Heartbeats(self._client, self._keys)
         if self._resume:
-            # Otherwise producers would exit: the run that is resumed had ended.
+            # A resumed run may have ended; its producers would exit at once.
             self._client.hdel(self._keys.commit, Commit.FINISHED)
 
     def _start_part(self, part: str) -> Child:
@@ -177,15 +175,17 @@ class Launcher:
         )
 
     def _watch_others(self) -> None:
-        """One tick. A death or a signal ends it by an exception."""
+        """Runs one tick. Raises PartDied or Interrupted."""
         if self._signals.count or self._stop_asked.is_set():
             raise Interrupted(self._signals.number)
-        self._check_server()
+        server = self._server.child if self._server is not None else None
+        if server is not None and (status := server.poll()) is not None:
+            raise PartDied(server, describe_status(status))
         self._pool.tick(self._heartbeats.read(), finished=self._finished)
         self._pause()
 
     def _serve(self) -> None:
-        """Waits until the trainer has finished. A death or a signal ends the wait by an exception."""
+        """Waits until the trainer has finished. Raises PartDied or Interrupted."""
         assert self._trainer is not None
         while True:
             status = self._trainer.poll()
@@ -197,10 +197,6 @@ class Launcher:
                 self._view.state("trainer", "finished")
                 return
             self._watch_others()
-
-    def _check_server(self) -> None:
-        if self._server is not None and self._server.child.poll() is not None:
-            raise PartDied(self._server.child, describe_status(self._server.child.poll() or 0))
 
     def _finished(self) -> bool:
         try:
@@ -215,12 +211,13 @@ class Launcher:
     def _stop(self) -> None:
         """Ends every part in order. Another signal kills the parts that are left."""
         self._signals.count = 0
-        with_redis = self._server is None or self._server.child.poll() is None
+        trainer_s, timeout_s = _TRAINER_STOP_S, _PRODUCER_STOP_S
+        if self._server is not None and self._server.child.poll() is not None:
+            trainer_s = timeout_s = _STOP_WITHOUT_REDIS_S
         if self._trainer is not None and self._trainer.poll() is None:
             self._view.state("trainer", "stopping")
             self._trainer.send(signal.SIGTERM)
-            self._wait([self._trainer], _TRAINER_STOP_S if with_redis else _STOP_WITHOUT_REDIS_S)
-        timeout_s = _PRODUCER_STOP_S if with_redis else _STOP_WITHOUT_REDIS_S
+            self._wait([self._trainer], trainer_s)
         self._pool.kill_booting()
         if self._finished():
             self._wait(self._pool.children, timeout_s)
@@ -235,22 +232,19 @@ class Launcher:
         """Waits until all have ended; kills those left after `timeout_s` or at another signal."""
         waiting = [child for child in children if child.returncode is None]
         deadline = time.monotonic() + timeout_s
-        killing = False
         while waiting:
-            for child in [child for child in waiting if child.poll() is not None]:
-                waiting.remove(child)
-                self._view.state(child.name, "stopped" if child.returncode == 0 else describe_status(child.poll() or 0))
-            if not killing and (time.monotonic() > deadline or self._signals.count):
-                killing = True
-                for child in waiting:
+            for child in waiting:
+                if (status := child.poll()) is not None:
+                    self._view.state(child.name, "stopped" if status == 0 else describe_status(status))
+                elif time.monotonic() > deadline or self._signals.count:
                     child.kill()
+            waiting = [child for child in waiting if child.returncode is None]
             self._pause()
 
     def _kill(self) -> None:
         """Kills every part that still runs."""
-        for child in [*([self._trainer] if self._trainer else []), *self._pool.children]:
-            child.kill()
-            while child.poll() is None:
-                time.sleep(0.003)
+        for child in (self._trainer, *self._pool.children):
+            if child is not None:
+                child.end()
         if self._server is not None:
             self._server.kill()

@@ -21,12 +21,10 @@ from penstock.schemas.heartbeat import Heartbeat
 from penstock.schemas.metrics import figure_name
 from penstock.schemas.policy import split_version
 
-_FRAME_S = 0.5
-_LINE_S = 5.0
 _NOTES_SHOWN = 5
 _WAITS = "waits for agents: they abandoned the last groups"
 _IDLE_BATCHES = 5
-"""So many batches in a row that train nothing are worth a warning."""
+"""Batches in a row that train nothing before a warning."""
 
 
 def open_view(config: RunConfig, runs: Path, console: Console | None = None) -> "View":
@@ -40,7 +38,7 @@ def open_view(config: RunConfig, runs: Path, console: Console | None = None) -> 
 class View:
     """Shows a run. Used as a context manager from one thread; costs little between frames."""
 
-    frame_s = _FRAME_S
+    frame_s = 0.5
 
     def __init__(self, config: RunConfig, runs: Path) -> None:
         self.config = config
@@ -56,7 +54,7 @@ class View:
         raise NotImplementedError
 
     def draw(self) -> None:
-        """Shows the present state."""
+        """Shows the current state."""
         raise NotImplementedError
 
     def state(self, part: str, state: str) -> None:
@@ -66,7 +64,7 @@ class View:
             self.note(f"{part}: {state}")
 
     def refresh(self, heartbeats: Mapping[str, Heartbeat]) -> None:
-        """Reads and draws, at most once per frame. To be called often."""
+        """Reads and draws, at most once per `frame_s`. The caller calls it often."""
         if time.monotonic() < self._next_frame:
             return
         self._next_frame = time.monotonic() + self.frame_s
@@ -83,7 +81,6 @@ class View:
     def catch_up(self) -> None:
         """Draws the last state at once."""
         self.progress.poll()
-        self._next_frame = 0.0
         self.draw()
 
     def elapsed(self) -> str:
@@ -98,7 +95,9 @@ class View:
 
 
 class PlainView(View):
-    """A line every `_LINE_S` at most, and one for each event."""
+    """A line of figures every `line_s` at most, and one for each event."""
+
+    line_s = 5.0
 
     def __init__(self, config: RunConfig, runs: Path) -> None:
         super().__init__(config, runs)
@@ -110,19 +109,18 @@ class PlainView(View):
 
     def draw(self) -> None:
         position = self._position()
-        if position == self._shown:
-            return
-        if position[1] == self._shown[1] and time.monotonic() < self._next_line:
-            return
-        self._next_line = time.monotonic() + _LINE_S
-        self._shown = position
-        self.note("  ".join(f"{name} {value}" for name, value in figures(self)))
+        has_evaluation = position[1] != self._shown[1]
+        if position != self._shown and (has_evaluation or time.monotonic() >= self._next_line):
+            self._next_line = time.monotonic() + self.line_s
+            self._shown = position
+            self.note("  ".join(f"{name} {value}" for name, value in figures(self)))
 
     def catch_up(self) -> None:
         self._next_line = 0.0
         super().catch_up()
 
     def _position(self) -> tuple[int, int, int]:
+        """Returns what a line is about: the numbers of batches, evaluations and abandoned groups."""
         update = self.progress.update
         return (update.update if update else 0, len(self.progress.lines.evaluations), self.progress.num_abandoned)
 
@@ -133,7 +131,7 @@ class LiveView(View):
     def __init__(self, config: RunConfig, runs: Path, console: Console) -> None:
         super().__init__(config, runs)
         self._notes: deque[str] = deque(maxlen=_NOTES_SHOWN)
-        # No thread of its own: the launcher forks, and a fork beside a running thread is a risk.
+        # Without a thread: the launcher forks, which is a risk in a process with other threads.
         self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> "View":
@@ -159,7 +157,7 @@ class LiveView(View):
         shown = figures(self)
         numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
         numbers.add_row(*(Text(value, style="bold") for _, value in shown))
-        # The bar ends without a line break, which would put the headings on its line.
+        # The empty line: the bar ends without a line break, and the headings would be on its line.
         return Group(title, bar, Text(), numbers, Text(), self._parts(), Text("\n".join(self._notes), style="dim"))
 
     def _parts(self) -> Table:
@@ -183,10 +181,11 @@ class LiveView(View):
 
 
 def figures(view: View) -> list[tuple[str, str]]:
-    """Names and values of the figures shown, in order."""
+    """Returns names and values of the figures to show, in order."""
     progress, num_updates = view.progress, view.config.num_updates
     update, evaluations = progress.update, progress.lines.evaluations
     figure = view.config.evaluation.figure
+    held_out = _held_out(evaluations[-1], figure) if evaluations else "-"
     metrics = update.metrics if update else {}
     left = progress.left_s(num_updates)
     rate = progress.updates_per_s
@@ -196,7 +195,7 @@ def figures(view: View) -> list[tuple[str, str]]:
         ("updates/s", _number(rate, ".2f")),
         ("left", _duration(left) if left is not None else "-"),
         ("reward", _number(metrics.get("reward"), ".3f")),
-        (held_out_label(figure), _held_out(evaluations[-1], figure) if evaluations else "-"),
+        (f"held-out {figure_name(figure)}", held_out),
         ("lag", _number(progress.mean_lag, ".2f")),
         ("ESS", _number(metrics.get("ess_fraction"), ".3f")),
         ("queue", _number(update.queue_depth if update else None, "d")),
@@ -207,16 +206,11 @@ def figures(view: View) -> list[tuple[str, str]]:
 
 
 def _held_out(point: EvaluationPoint, figure: str) -> str:
-    """`0.500`; `0.250 (3 of 9 failed)`; `9 of 9 failed`, which is no figure of the policy."""
+    """Returns `0.500`; `0.250 (3 of 9 failed)`; or `9 of 9 failed`, where the figure says nothing of the policy."""
     failed = f"{point.num_failed} of {point.num_prompts} failed"
     if point.num_failed == point.num_prompts:
         return failed
     return _number(point.figures.get(figure), ".3f") + (f" ({failed})" if point.num_failed else "")
-
-
-def held_out_label(figure: str) -> str:
-    """`held-out reward`, or `held-out exact` for `reward/exact`."""
-    return f"held-out {figure_name(figure)}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -224,7 +218,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def shown_version(version: int) -> str:
-    """`37`, or `2:37` after two rollbacks."""
+    """Returns `37`, or `2:37` after two rollbacks."""
     epoch, steps = split_version(version)
     if version < 0:
         return "-"

@@ -1,4 +1,4 @@
-"""What this machine has of NVIDIA GPUs, read without initializing CUDA in this process."""
+"""Reads the NVIDIA GPUs of this machine without initializing CUDA in this process."""
 
 import importlib.metadata
 import importlib.util
@@ -16,7 +16,7 @@ _TIMEOUT_S = 60
 
 
 class Gpu(NamedTuple):
-    """number: nvidia-smi's number of it, in the order of the PCI bus."""
+    """number: by nvidia-smi, in the order of the PCI bus."""
 
     number: int
     uuid: str
@@ -27,8 +27,8 @@ class Gpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """gpus: those that CUDA_VISIBLE_DEVICES leaves, in its order. cuda: the version that torch was built for; None for
-    a build for CPUs, with which there are no GPUs either. needs_gpu: the installed vLLM runs on GPUs only."""
+    """gpus: those in CUDA_VISIBLE_DEVICES, in its order. cuda: the version that torch was built for; None for a build
+    for CPUs, which leaves `gpus` empty. needs_gpu: the installed vLLM runs on GPUs only."""
 
     gpus: tuple[Gpu, ...] = ()
     cuda: str | None = None
@@ -36,14 +36,14 @@ class Machine(NamedTuple):
 
 
 def read_machine() -> Machine:
-    """Raises ConfigError if nvidia-smi fails, or CUDA_VISIBLE_DEVICES names a device that it does not list."""
+    """Asks nvidia-smi. Raises ConfigError if it fails, or CUDA_VISIBLE_DEVICES names a device that it does not list."""
     cuda = _cuda_of_torch()
     if cuda is None:
         return Machine()
     gpus = {str(gpu.number): gpu for gpu in _read_gpus()}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = list(gpus) if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
-    # Its build for CPUs is a distribution of another name.
+    # vLLM's build for CPUs is a distribution with another name.
     needs_gpu = any(True for _ in importlib.metadata.Distribution.discover(name="vllm"))
     return Machine(tuple(_find(name, gpus) for name in names), cuda, needs_gpu)
 
@@ -80,8 +80,8 @@ def _gpu(line: str) -> Gpu:
 
 
 def _find(name: str, gpus: dict[str, Gpu]) -> Gpu:
-    of_uuid = [gpu for gpu in gpus.values() if name.startswith("GPU-") and gpu.uuid.startswith(name)]
-    found = [gpus[name]] if name in gpus else of_uuid
+    is_uuid = name.startswith("GPU-")
+    found = [gpu for number, gpu in gpus.items() if number == name or (is_uuid and gpu.uuid.startswith(name))]
     if len(found) != 1:
         listed = ", ".join(gpus) or "none"
         raise ConfigError(f"CUDA_VISIBLE_DEVICES names {name!r}: expected numbers or UUIDs of GPUs here ({listed})")

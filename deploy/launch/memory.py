@@ -1,4 +1,4 @@
-"""The memory of a trainer's rank and of an engine by arithmetic, from the shape of the model; see docs/sizing.md."""
+"""Estimates the memory of a trainer's rank and of an engine from the shape of the model; see docs/sizing.md."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from penstock.schemas.config import ConfigError, LoraConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 USABLE = 0.9
-"""Share of a device that is left beside the CUDA context, NCCL's buffers and what the allocator cannot use."""
+"""Share of a device left by the CUDA context, NCCL's buffers and what the allocator cannot use."""
 PASS_TOKENS = 8192
 """The default of `trainer.tokens_per_microbatch`."""
 
@@ -16,8 +16,8 @@ PASS_TOKENS = 8192
 class ModelShape(NamedTuple):
     """A decoder with attention in every block, by the fields of its config.json.
 
-    intermediate: of one expert where there are some. has_head_norms: a norm of queries and keys, as in Qwen3.
-    max_model_len: the longest sequence in tokens; 0 if it is not told.
+    intermediate: of one expert, if there are experts. has_head_norms: queries and keys are normalized, as in Qwen3.
+    max_model_len: the longest sequence in tokens; 0 if unknown.
     """
 
     name: str
@@ -59,11 +59,11 @@ class ModelShape(NamedTuple):
 
 
 class RankSetting(NamedTuple):
-    """What a rank's memory depends on beside the model.
+    """The settings of a rank that determine its memory, next to the model.
 
-    dtype: `model.dtype`. tokens: of a pass. unsharded: gradients are reduced once an optimizer step. has_reference: a
-    KL term's model is held too. teacher: parameters of a teacher that is held too. adapter: nothing but so many
-    parameters are trained, of an adapter; None trains all.
+    tokens: of a pass. dtype: `model.dtype`. unsharded: gradients are reduced once per optimizer step. has_reference: a
+    KL term's model is held too. teacher: parameters of a teacher that is held too. adapter: parameters of the adapter
+    that is trained; None trains all parameters.
     """
 
     ranks: int
@@ -78,7 +78,7 @@ class RankSetting(NamedTuple):
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
-    """The parameters of an adapter, for the targets that decoders of this shape call so."""
+    """Returns the number of an adapter's parameters, for targets by the usual names in decoders of this shape."""
     attention, mlp = {"q_proj": 1, "o_proj": 1, "k_proj": 2, "v_proj": 2}, ("gate_proj", "up_proj", "down_proj")
     widths = (0, shape.query_width, shape.key_width)
     sizes = {name: shape.hidden + widths[which] for name, which in attention.items()}
@@ -87,7 +87,7 @@ def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
 
 
 def block_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """What autograd keeps of one block for its backward pass. b bytes an element of `dtype`:
+    """Returns what autograd keeps of one block for its backward pass. b bytes per element of `dtype`:
 
     norms         2 hidden (4 + 2b)                  input in float32, normalized, output; each of the two
     attention     3b query + 2b key                  what goes in, grouped into rows; what comes out
@@ -98,19 +98,19 @@ def block_bytes_per_token(shape: ModelShape, dtype: str) -> int:
     b = DTYPE_BYTES[dtype]
     query, key, experts = shape.query_width, shape.key_width, shape.experts_per_token
     kept = 2 * shape.hidden * (4 + 2 * b) + 3 * b * query + 2 * b * key + 4 * b * shape.intermediate * (experts or 1)
-    # One float32 a norm and a head: reciprocal roots, attention's normalizer.
+    # One float32 per norm and head: reciprocal roots, attention's normalizer.
     kept += 8 + 4 * shape.heads + shape.has_head_norms * ((4 + b) * (query + key) + 4 * (shape.heads + shape.kv_heads))
     return kept + 2 * b * shape.hidden * experts
 
 
 def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
-    """The peak of one rank's memory by what it is for. With b bytes an element of `dtype`, N ranks, T tokens a pass:
+    """Returns the peak of one rank's memory by use. With b bytes per element of `dtype`, N ranks, T tokens per pass:
 
     masters, gradients, moments   16 parameters / N                  float32: one, one, two
-    gathered all the while        b root                             of one rank b parameters in bfloat16, rounded for a
-                                                                     pass, and nothing in float32
-    unsharded gradients           4 parameters                       where the ranks add them up once a step
-    reference model, teacher      b parameters / N                   where there are such, of each its own
+    gathered all the while        b root                             with one rank: b parameters in bfloat16, rounded
+                                                                     for a pass, and nothing in float32
+    unsharded gradients           4 parameters                       where the ranks reduce them once per step
+    reference model, teacher      b parameters / N                   where they exist, each with its own parameters
     activations                   T (b hidden layers)                the blocks' inputs, with checkpointing
                                   T layers (block's bytes a token)   without
                                   T (3b + 16) hidden                 embeddings, last norm, the head's inputs, gradients
@@ -120,8 +120,8 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
                                                                      checkpointing computes again
                                   (b + 4) root                       the gradients of embedding and head, at the end
 
-    With an adapter of P parameters masters, gradients and moments take 16 P / N, unsharded gradients 4 P and the frozen
-    base b parameters / N; nothing is rounded for a pass, and there are no gradients of block, embedding and head.
+    With an adapter of P parameters, masters, gradients and moments take 16 P / N, unsharded gradients 4 P and the
+    frozen base b parameters / N; nothing is rounded for a pass, and block, embedding and head have no gradients.
     """
     b, n, tokens = DTYPE_BYTES[setting.dtype], setting.ranks, setting.tokens
     block, root, whole = shape.block_parameters, shape.root_parameters, shape.parameters
@@ -150,19 +150,13 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
         "activations": kept + tokens * (3 * b + 16) * shape.hidden,
         "a block, or the head": max(phases),
     }
-    optional = {
-        "base model": not has_gradients,
-        "unsharded gradients": setting.unsharded,
-        "reference model": setting.has_reference,
-        "teacher": setting.teacher > 0,
-    }
-    return {name: part for name, part in parts.items() if optional.get(name, True)}
+    return {name: part for name, part in parts.items() if part}
 
 
 def engine_bytes(
     shape: ModelShape, dtype: str, num_devices: int, max_model_len: int, max_num_seqs: int
 ) -> dict[str, float]:
-    """The least of one device's memory that an engine over `num_devices` needs, by what it is for."""
+    """Returns the least memory of one device that an engine over `num_devices` needs, by use."""
     b = DTYPE_BYTES[dtype]
     return {
         "weights": b * shape.parameters / num_devices,
@@ -172,11 +166,8 @@ def engine_bytes(
 
 
 def read_shape(folder: Path) -> ModelShape | None:
-    """The shape that a model's config.json tells; None of an architecture that has other fields.
-
-    Raises:
-        ConfigError: it is no JSON.
-    """
+    """Reads a model's shape from its config.json; None for an architecture with other fields. Raises ConfigError if the
+    file is not JSON."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,11 +1,12 @@
-"""Which process of a run gets which GPU of this machine, and whether its memory suffices.
+"""Assigns the GPUs of this machine to the processes of a run, and checks that their memory suffices.
 
-The trainer's ranks come first, a GPU each. Producers take those left in turn, `engine.tensor_parallel_size` each; if
-too few are left, all of them, beside the trainer. Engines that share a GPU divide what the trainer leaves of it.
+The trainer's ranks come first, a GPU each. Producers take the rest in turn, `engine.tensor_parallel_size` each; if too
+few are left, producers share all GPUs with the trainer. Engines that share a GPU divide what the trainer leaves of it.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +23,12 @@ from penstock.deploy.launch.memory import (
 from penstock.schemas.config import ConfigError, RunConfig
 
 OLDEST_DRIVERS = {12: 525, 13: 580}
-"""By major version of CUDA the oldest driver that runs it: NVIDIA, "CUDA Toolkit Release Notes", table 2."""
+"""The oldest driver for each major version of CUDA: NVIDIA, "CUDA Toolkit Release Notes", table 2."""
 _PIPELINE = "pipeline_parallel_size"
 
 
 class DeviceShare(NamedTuple):
-    """What one rank or engine takes of a GPU, in bytes by what it is for; empty where the model's shape is unknown."""
+    """What one rank or engine takes of a GPU. needs: bytes by use; empty if the model's shape is unknown."""
 
     part: str
     who: str
@@ -40,29 +41,29 @@ class DeviceShare(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """shares: none where nothing runs on GPUs. engine_fraction: `engine.gpu_memory_utilization` of every engine."""
+    """shares: empty if nothing runs on GPUs. engine_fraction: `engine.gpu_memory_utilization` of every engine."""
 
     shares: tuple[DeviceShare, ...] = ()
     engine_fraction: float | None = None
 
     @property
     def is_shared(self) -> bool:
-        """Whether two processes meet on a GPU."""
+        """True if two processes share a GPU."""
         used = [share.gpu.number for share in self.shares]
         return len(set(used)) < len(used)
 
     def environment(self, part: str) -> dict[str, str]:
-        """The variables by which `trainer` or `producer-<n>` sees its own GPUs only."""
+        """Returns the environment variables that restrict `trainer` or `producer-<n>` to its own GPUs."""
         own = [str(share.gpu.number) for share in self.shares if share.part == part]
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
 
     def options(self, part: str) -> list[str]:
-        """What is added to the command line of a part."""
-        is_producer = any(share.part == part for share in self.shares) and part != "trainer"
-        return ["--set", f"engine.gpu_memory_utilization={self.engine_fraction}"] if is_producer else []
+        """Returns the options to add to the command line of a part."""
+        has_engine = self.engine_fraction is not None and part != "trainer"
+        return ["--set", f"engine.gpu_memory_utilization={self.engine_fraction}"] if has_engine else []
 
     def table(self) -> str:
-        """Who has which GPU, how much of its memory, and what for; empty where nothing runs on GPUs."""
+        """Returns a table of GPUs, their processes and the memory each takes; empty if nothing runs on GPUs."""
         if not self.shares:
             return ""
         rows = [("GPU", "of GB", "who", "GB", "what for")]
@@ -76,28 +77,22 @@ class Placement(NamedTuple):
 
 
 def place(config: RunConfig, machine: Machine, shape: ModelShape | None) -> Placement:
-    """Gives the parts of a run their GPUs.
+    """Assigns GPUs to the parts of a run.
 
     shape: of the model; None leaves memory unchecked.
 
     Raises:
         ConfigError: no such GPU, too few of them, a driver that is too old, or memory that does not suffice.
     """
-    trainer_asked, producers_asked = config.trainer.devices, config.producers.devices
     if not machine.gpus:
-        _refuse_without_gpus(config, machine)
+        _check_without_gpus(config, machine)
         return Placement()
     _check_drivers(machine)
-    ranks: list[Gpu] = []
-    if config.trainer.device != "cpu":
-        ranks = _ranks(config, machine)
-    elif trainer_asked is not None:
-        raise ConfigError(f"trainer.devices = {list(trainer_asked)} with trainer.device = 'cpu': expected one of them")
-    engines = _engines(config, machine, ranks, producers_asked)
-    return _with_memory(config, shape, ranks, engines)
+    ranks = _ranks(config, machine)
+    return _with_memory(config, shape, ranks, _engines(config, machine, ranks))
 
 
-def _refuse_without_gpus(config: RunConfig, machine: Machine) -> None:
+def _check_without_gpus(config: RunConfig, machine: Machine) -> None:
     here = "nvidia-smi finds none" if machine.cuda else "torch is a build for CPUs"
     if config.trainer.device == "cuda":
         raise ConfigError("trainer.device = 'cuda': torch finds no CUDA device; expected 'auto' or 'cpu' here")
@@ -124,8 +119,12 @@ def _check_drivers(machine: Machine) -> None:
 
 
 def _ranks(config: RunConfig, machine: Machine) -> list[Gpu]:
-    """One GPU for each rank of the trainer."""
+    """Returns a GPU for each rank of the trainer; none for a trainer on the CPU."""
     count, asked = config.trainer.num_processes, config.trainer.devices
+    if config.trainer.device == "cpu":
+        if asked is not None:
+            raise ConfigError(f"trainer.devices = {list(asked)} with trainer.device = 'cpu': expected one of them")
+        return []
     if asked is None:
         if count > len(machine.gpus):
             raise ConfigError(
@@ -140,10 +139,9 @@ def _ranks(config: RunConfig, machine: Machine) -> list[Gpu]:
     return _found("trainer", asked, machine)
 
 
-def _engines(
-    config: RunConfig, machine: Machine, ranks: Sequence[Gpu], asked: Sequence[int] | None
-) -> list[Sequence[Gpu]]:
-    """The GPUs of each producer's engine."""
+def _engines(config: RunConfig, machine: Machine, ranks: Sequence[Gpu]) -> list[Sequence[Gpu]]:
+    """Returns the GPUs of each producer's engine."""
+    asked = config.producers.devices
     stages, setting = config.engine.args.get(_PIPELINE, 1), f"engine.args.{_PIPELINE}"
     if not isinstance(stages, int) or stages < 1:
         raise ConfigError(f"{setting} = {stages!r}: expected 1 or more")
@@ -163,8 +161,8 @@ def _engines(
             raise ConfigError(
                 f"{sizes}: an engine takes {size} GPUs, and {_listed(machine.gpus)} here; expected at most that"
             )
-    chunks = [pool[first : first + size] for first in range(0, len(pool) - size + 1, size)]
-    return [chunks[number % len(chunks)] for number in range(config.producers.count)]
+    groups = cycle(pool[first : first + size] for first in range(0, len(pool) - size + 1, size))
+    return list(islice(groups, config.producers.count))
 
 
 def _found(name: str, asked: Iterable[int], machine: Machine) -> list[Gpu]:
@@ -193,16 +191,15 @@ def _with_memory(
     ]
     for share in shares:
         _check_fits([share], share.gpu.total_bytes, "all of it", "more ranks (trainer.num_processes), ")
-    rest = {gpu.number: USABLE * gpu.total_bytes for own in engines for gpu in own}
-    for share in shares:
-        if share.gpu.number in rest:
-            rest[share.gpu.number] = max(0.0, rest[share.gpu.number] - share.num_bytes)
+    taken_bytes = {share.gpu.number: share.num_bytes for share in shares}
+    used = {gpu.number: gpu for own in engines for gpu in own}
+    rest = {n: max(0.0, USABLE * gpu.total_bytes - taken_bytes.get(n, 0)) for n, gpu in used.items()}
     fraction = config.engine.gpu_memory_utilization
     if fraction is None:
-        beside = sorted(set(rest) & {gpu.number for gpu in ranks})
-        if beside and shape is None:
+        shared = sorted(rest.keys() & taken_bytes.keys())
+        if shared and shape is None:
             raise ConfigError(
-                f"engine.gpu_memory_utilization is not set, and engines share GPU {beside[0]} with the trainer, whose "
+                f"engine.gpu_memory_utilization is not set, and engines share GPU {shared[0]} with the trainer, whose "
                 f"memory is not known for the model of model.path = {config.model.path!r}; expected it to be set"
             )
         fraction = _fraction(engines, rest)
@@ -227,7 +224,7 @@ def _with_memory(
 
 
 def _fraction(engines: Sequence[Sequence[Gpu]], rest: Mapping[int, float]) -> float:
-    """The largest share of a GPU that every engine can have, in whole percents. rest: bytes that are left, by GPU."""
+    """Returns the largest share of a GPU that every engine can have, in whole percents. rest: bytes left, by GPU."""
     every = [gpu for own in engines for gpu in own]
     return min(math.floor(100 * rest[gpu.number] / gpu.total_bytes / every.count(gpu) + 1e-6) / 100 for gpu in every)
 

@@ -1,9 +1,11 @@
-"""The local producers: booted side by side where the cores allow, restarted when one dies."""
+"""The local producers: booted in parallel where the cores allow, restarted when they die."""
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,20 +18,20 @@ from penstock.schemas.heartbeat import Heartbeat, decode_heartbeat
 from penstock.schemas.keys import Keys
 
 MAX_RESTARTS = 3
-"""Restarts of one producer before the run is given up."""
+"""Restarts of one producer before the run fails."""
 MAX_BOOTS = 2
-"""Starts of a producer until it serves for the first time."""
+"""Failed boots of a producer, in a row, after which the run fails."""
 _HEALTHY_S = 600.0
-"""A producer that served for this long has its restarts counted from 0 again."""
+"""A producer that has served for this long has its count of restarts reset."""
 _BOOT_S = 1800.0
 _BACKOFF_S = 1.0
 _LOOK_S = 0.5
 _UNUSABLE_INPUT = 2
-"""Exit status that another try would not change."""
+"""Exit status after which a restart is pointless."""
 
 
 class PartDied(RuntimeError):
-    """A part of the run ended, and the run cannot go on. The message names the part, its status and its log."""
+    """A part of the run ended, and the run cannot continue. The message names the part, its status and its log."""
 
     def __init__(self, child: Child, why: str) -> None:
         super().__init__(f"{child.name} {why}; the end of {child.log}:\n{child.last_lines()}")
@@ -60,34 +62,31 @@ class Heartbeats:
 
 
 def read_heartbeats(client: redis.Redis, keys: Keys) -> dict[str, Heartbeat]:
-    """Reads the heartbeats by producer id. Those of another release are left out: `penstock producers` names them."""
+    """Reads the heartbeats by producer id, without those of another release: `penstock producers` names them."""
     names = list(client.scan_iter(keys.producer_pattern, count=1000))
     values: list[Any] = client.mget(names) if names else []
     found = {}
-    for value in values:
-        try:
-            heartbeat = decode_heartbeat(value) if value is not None else None
-        except msgspec.DecodeError:
-            continue
-        if heartbeat is not None:
+    for value in filter(None, values):
+        with contextlib.suppress(msgspec.DecodeError):
+            heartbeat = decode_heartbeat(value)
             found[heartbeat.producer_id] = heartbeat
     return found
 
 
+@dataclass
 class _Seat:
-    """One local producer: its process, and the record of the processes before."""
+    """One local producer: its process, and counts of its earlier processes."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.child: Child | None = None
-        self.start_at = 0.0
-        self.served_since: float | None = None
-        self.num_boots = 0
-        self.num_restarts = 0
+    name: str
+    child: Child | None = None
+    start_at: float = 0.0
+    served_since: float | None = None
+    num_boots: int = 0
+    num_restarts: int = 0
 
 
 def boots_at_once(config: ProducersConfig) -> int:
-    """How many of a run's parts may boot beside each other: one for each core that an engine's threads leave free."""
+    """Returns how many of a run's parts may boot in parallel: cores over threads of an engine, at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, num_cores // config.num_threads)
@@ -96,8 +95,8 @@ def boots_at_once(config: ProducersConfig) -> int:
 class ProducerPool:
     """Producers `producer-0` to `producer-<count - 1>`.
 
-    `tick` waits for nothing. At most `boots_at_once` producers boot beside each other; once a boot has failed, one at a
-    time. Booting ends with the first heartbeat of that process.
+    `tick` does not wait. At most `boots_at_once` producers boot in parallel; after a failed boot, one at a time. A boot
+    ends with the first heartbeat of its process.
     """
 
     def __init__(self, count: int, boots_at_once: int, start: Callable[[str], Child], view: View) -> None:
@@ -112,16 +111,13 @@ class ProducerPool:
 
     @property
     def is_settled(self) -> bool:
-        """True if another part may boot now: every producer serves, or boots where parts may boot side by side."""
-        beside = self._boots_at_once > 1
-        return all(seat.served_since is not None or (beside and seat.child is not None) for seat in self._seats)
+        """True if another part may boot now: every producer serves, or boots where parts may boot in parallel."""
+        parallel = self._boots_at_once > 1
+        return all(seat.served_since is not None or (parallel and seat.child is not None) for seat in self._seats)
 
     def tick(self, heartbeats: Mapping[str, Heartbeat], *, finished: Callable[[], bool]) -> None:
-        """Starts the producers that are due, and restarts those that have died.
-
-        Raises:
-            PartDied: a producer does not start, or died too often.
-        """
+        """Starts the producers that are due, and restarts those that have died. Raises PartDied if one does not start,
+        or died too often."""
         for seat in self._seats:
             if seat.child is not None and seat.child.poll() is not None:
                 self._restart_later(seat, seat.child, finished)
@@ -172,9 +168,7 @@ class ProducerPool:
         """Kills the producers that never served: they hold no prompt, and a booting engine handles no signal."""
         for seat in self._seats:
             if seat.child is not None and seat.served_since is None and seat.child.poll() is None:
-                seat.child.kill()
-                while seat.child.poll() is None:
-                    time.sleep(0.003)
+                seat.child.end()
                 self._view.state(seat.name, "stopped before it served: the run ends")
 
     def terminate(self) -> None:

@@ -11,16 +11,14 @@ from penstock.deploy.launch.endpoints import Samples, scrape, targets
 from penstock.deploy.report.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
 from penstock.schemas.metrics import TrainerMetric as M
 
-_SCRAPE_S = 3.0
-"""Seconds between two looks at the trainer's metrics."""
 _RATE_WINDOW = 60
-"""Polls over which the rate is taken."""
+"""New batches seen over which the rate is measured."""
 _UPDATES_KEPT = 5000
 _PAUSES_KEPT = 2000
 
 
 class Tail:
-    """Reads the records appended to a JSON-lines file since the last call; passes over lines that are none."""
+    """Reads the records appended to a JSON-lines file since the last call; skips lines that are no records."""
 
     def __init__(self, file: Path, kind: Any) -> None:
         self._file = file
@@ -42,7 +40,7 @@ class Tail:
             try:
                 records.append(to_record(msgspec.json.decode(line), self._kind))
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # a view shows what it can read; the report is where a broken line is an error
+                continue  # the report treats a broken line as an error, a view does not
         return records
 
 
@@ -64,14 +62,13 @@ class RunLines:
         self._producer_lines: dict[str, Tail] = {}
 
     def read(self) -> None:
-        """Takes in what was appended since the last call."""
+        """Reads what was appended since the last call."""
         self.updates.extend(self._update_lines.read())
         self.evaluations += self._evaluation_lines.read()
         for file in sorted((self._folder / "producers").glob("*.jsonl")):
             lines = self._producer_lines.setdefault(file.stem, Tail(file, ProducerEvent))
-            pauses = self.pauses.setdefault(file.stem, deque(maxlen=_PAUSES_KEPT))
             found = [(event.time_s, event.pause_s) for event in lines.read() if isinstance(event, WeightsLoaded)]
-            pauses.extend(found)
+            self.pauses.setdefault(file.stem, deque(maxlen=_PAUSES_KEPT)).extend(found)
             self.num_pauses[file.stem] += len(found)
 
 
@@ -79,8 +76,11 @@ class Progress:
     """The progress of a run on this machine, by the lines in its folder and the trainer's metrics.
 
     num_dead: groups that have died since the trainer started. num_abandoned: those that agents have abandoned since
-        the last good one, 0 unless no batch came between the last two looks: the run waits for agents.
+        the last good one; 0 if a batch came between the last two scrapes. Otherwise the run waits for agents.
     """
+
+    scrape_s = 3.0
+    """Seconds between two scrapes of the trainer's metrics."""
 
     def __init__(self, run_folder: Path) -> None:
         self.lines = RunLines(run_folder)
@@ -89,7 +89,7 @@ class Progress:
         self._scrape_at = 0.0
         self._scraped_after: int | None = None
         self._seen: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
-        # Lines of an earlier session of a resumed run say how far it came, not how fast this one is.
+        # Lines of a resumed run's earlier sessions do not count for the rate of this one.
         self.poll()
         self._seen.clear()
 
@@ -99,7 +99,7 @@ class Progress:
         return self.lines.updates[-1] if self.lines.updates else None
 
     def poll(self) -> None:
-        """Takes in what was appended since the last call."""
+        """Reads what was appended since the last call, and the trainer's metrics every `scrape_s`."""
         before = self.update
         self.lines.read()
         update = self.update
@@ -111,7 +111,7 @@ class Progress:
             (endpoint,) = scrape([("trainer", address)])
             if endpoint.samples is not None:
                 self._look(endpoint.samples)
-            self._scrape_at = time.monotonic() + _SCRAPE_S
+            self._scrape_at = time.monotonic() + self.scrape_s
 
     def _look(self, trainer: Samples) -> None:
         update = self.update.update if self.update is not None else 0
@@ -127,14 +127,14 @@ class Progress:
 
     @property
     def updates_per_s(self) -> float | None:
-        """Batches per second over the last polls; None before there are two."""
+        """Batches per second over the last `_RATE_WINDOW` seen; None before two were seen."""
         if len(self._seen) < 2:
             return None
         (start_s, start), (end_s, end) = self._seen[0], self._seen[-1]
         return (end - start) / (end_s - start_s) if end > start else None
 
     def left_s(self, num_updates: int) -> float | None:
-        """Seconds until update `num_updates` at the present rate; None without a rate."""
+        """Returns the seconds until update `num_updates` at the current rate; None without a rate."""
         rate, update = self.updates_per_s, self.update
         return None if rate is None or update is None else max(0, num_updates - update.update) / rate
 

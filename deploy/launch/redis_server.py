@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from penstock.deploy.launch.child import Child, describe_status
-from penstock.deploy.launch.server_binary import ServerBinary, inspect, note_writer, server_for, writer_of
+from penstock.deploy.launch.server_binary import ServerBinary, note_writer, server_for, writer_of
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.redis_url import connection_file
@@ -31,11 +31,8 @@ class ServerError(RuntimeError):
 
 
 def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
-    """Makes a client for short commands, without retries. `name` is the setting that the URL comes from.
-
-    Raises:
-        ConfigError: not a Redis URL.
-    """
+    """Makes a client for short commands, without retries. name: the setting that the URL comes from. Raises ConfigError
+    if it is not a Redis URL."""
     try:
         return redis.Redis.from_url(
             url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S
@@ -47,10 +44,9 @@ def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
 class RedisServer:
     """A running server that dies with this process. Its data in `<run_folder>/redis/` outlive it.
 
-    The server that wrote the data is preferred: Redis and Valkey cannot always read each other's files.
-
-    `url` holds the password; so does `connection.json` (mode 0600), which every later command reads.
-    `lock` is a file descriptor the server keeps open for as long as it lives.
+    url: with the password, which `connection.json` (mode 0600) holds too, for later commands.
+    lock: a file descriptor that the server keeps open while it lives.
+    binary: by default the server that wrote the data: Redis and Valkey cannot always read each other's files.
 
     Raises:
         ConfigError: no server binary.
@@ -58,14 +54,14 @@ class RedisServer:
     """
 
     def __init__(
-        self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None, binary: Path | None = None
+        self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None, binary: ServerBinary | None = None
     ) -> None:
         self.folder = (run_folder / "redis").absolute()
-        self._binary = _inspected(binary) if binary is not None else server_for(self.folder)
+        self._binary = binary or server_for(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         self._connection_file = connection_file(run_folder)
-        self._remove_traces_of_predecessor()
+        self._remove_predecessor_files()
         if not (self.folder / "appendonlydir").exists():
             note_writer(self.folder, self._binary)
         self._socket = self._choose_socket()
@@ -77,7 +73,7 @@ class RedisServer:
             "redis",
             [str(self._binary.binary), "-"],  # the configuration comes on standard input: a command line is public
             log=run_folder / "logs" / "redis.log",
-            death_signal=signal.SIGTERM,  # it still writes its append-only file out
+            death_signal=signal.SIGTERM,  # lets it write its append-only file
             standard_input=self._configuration(password, maxmemory_mb).encode(),
             pass_fds=() if lock is None else (lock,),
         )
@@ -109,12 +105,12 @@ class RedisServer:
         return "".join(f"{name} {value}\n" for name, value in settings.items())
 
     def _choose_socket(self) -> Path:
-        beside_the_data = self.folder / "redis.sock"
-        if len(os.fsencode(beside_the_data)) <= _MAX_SOCKET_PATH_BYTES:
-            return beside_the_data
+        socket = self.folder / "redis.sock"
+        if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
+            return socket
         return Path(tempfile.mkdtemp(prefix="penstock-")) / "redis.sock"
 
-    def _remove_traces_of_predecessor(self) -> None:
+    def _remove_predecessor_files(self) -> None:
         try:
             socket = Path(json.loads(self._connection_file.read_text())["socket"])
         except (FileNotFoundError, KeyError, ValueError):
@@ -144,12 +140,11 @@ class RedisServer:
 
     def _other_writer(self) -> str:
         writer = writer_of(self.folder)
-        if writer is None or self._binary.reads_what(writer):
+        if writer is None or self._binary.surely_reads(writer):
             return ""
-        wanted = f"{writer.kind} {'.'.join(map(str, writer.version))}"
         return (
             f"the data in {self.folder} were written by {writer}, which is not here any more; {self._binary} was found "
-            f"and may not be able to read them: install {wanted} or newer; "
+            f"and may not be able to read them: install {writer.kind} {writer.version_text} or newer; "
         )
 
     def stop(self) -> None:
@@ -163,18 +158,9 @@ class RedisServer:
 
     def kill(self) -> None:
         """Ends the server at once."""
-        self.child.kill()
-        while self.child.poll() is None:
-            time.sleep(0.003)
+        self.child.end()
         self._connection_file.unlink(missing_ok=True)
         _remove_socket(self._socket, self.folder)
-
-
-def _inspected(binary: Path) -> ServerBinary:
-    server = inspect(binary)
-    if server is None:
-        raise ConfigError(f"{binary} is no Redis or Valkey server: --version names none")
-    return server
 
 
 def _remove_socket(socket: Path, data_folder: Path) -> None:

@@ -1,9 +1,11 @@
-"""The folder of one run: claimed by one launcher at a time, with the resolved run file in it."""
+"""The folder of one run, used by one launcher at a time, with the resolved run file."""
 
 import fcntl
 import os
 import time
 from pathlib import Path
+
+import msgspec
 
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import ConfigError, RunConfig, load_config
@@ -15,9 +17,9 @@ LOCK_WAIT_S = 10.0
 
 
 class RunFolder:
-    """`runs/<name>/`, its owner's alone, locked while in use.
+    """`runs/<name>/`, readable by its owner only, locked while in use.
 
-    The run's own Redis holds the lock too: it may outlive a killed launcher until its file is written, and a second
+    The run's own Redis holds the lock too: it may outlive a killed launcher while it writes its file, and a second
     server must not read that file before.
 
     Raises:
@@ -47,9 +49,9 @@ class RunFolder:
         return lock
 
     def save(self, config: RunConfig) -> list[str]:
-        """Writes `run.toml` and returns how it differs from the one before, a `field: old -> new` each."""
+        """Writes `run.toml` and returns its differences from the previous one, each as `field: old -> new`."""
         file = self.path / RUN_FILE
-        differences = list(_differences(load_config(file), config)) if file.is_file() else []
+        differences = _differences(load_config(file), config) if file.is_file() else []
         save_run_file(config, self.path)
         return differences
 
@@ -67,7 +69,7 @@ def save_run_file(config: RunConfig, run_folder: Path) -> None:
 
 
 def try_lock(run_folder: Path) -> int | None:
-    """Takes the lock that launcher and server of a run hold while they live; None if it is taken."""
+    """Takes the lock that the launcher and the server of a run hold while they live; None if it is taken."""
     lock = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,23 +80,21 @@ def try_lock(run_folder: Path) -> int | None:
 
 
 def find_run_folder(run: str, runs: Path) -> Path:
-    """The folder of a run by its name in `runs`, or by itself. Raises ConfigError if there is none."""
+    """Finds a run's folder by the run's name in `runs`, or by its path. Raises ConfigError if there is none."""
     folders = [folder for folder in (Path(run), runs / run) if folder.is_dir()]
     if not folders:
         raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
     runs_own = (f for f in folders if (f / RECORD_FOLDER).is_dir() or (f / RUN_FILE).is_file())
-    return next(runs_own, folders[-1])  # the last: another folder of this name may lie in the working directory
+    return next(runs_own, folders[-1])  # the last: a folder of this name in the working directory may be another's
 
 
-def _differences(old: object, new: object, path: str = "") -> list[str]:
+def _differences(old: msgspec.Struct, new: msgspec.Struct, path: str = "") -> list[str]:
+    """Compares two structs field by field; `path` is what to write before a field's name."""
     found: list[str] = []
-    for name in getattr(type(new), "__struct_fields__", ()):
+    for name in new.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
-        where = f"{path}{name}"
-        if before == after:
-            continue
-        if type(before) is type(after) and hasattr(type(after), "__struct_fields__"):
-            found += _differences(before, after, where + ".")
-        else:
-            found.append(f"{where}: {before!r} -> {after!r}")
+        if isinstance(after, msgspec.Struct) and type(before) is type(after):
+            found += _differences(before, after, f"{path}{name}.")
+        elif before != after:
+            found.append(f"{path}{name}: {before!r} -> {after!r}")
     return found

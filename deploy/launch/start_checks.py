@@ -1,4 +1,4 @@
-"""The checks of a run before anything is started."""
+"""Checks a run before anything is started."""
 
 import os
 import re
@@ -31,7 +31,7 @@ from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SPAN = 0.1
-"""Of a sampled token's version span."""
+"""For version spans, per sampled token."""
 _BYTES_PER_CONTEXT_TOKEN = 4
 _BYTES_PER_TEACHER_LOGPROB = 4
 _BYTES_PER_ROLLOUT = 512
@@ -39,10 +39,7 @@ _BYTES_PER_ROLLOUT = 512
 
 
 class Checked(NamedTuple):
-    """A run that can be started.
-
-    config: see `_with_sizes`. warnings: one line each.
-    """
+    """A run that can be started. config: see `_with_sizes`. warnings: one line each."""
 
     config: RunConfig
     warnings: list[str]
@@ -68,11 +65,8 @@ def check(config: RunConfig) -> Checked:
 
 
 def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
-    """The environments, which pose their first tasks, and the configuration with their sizes; see `Checked`.
-
-    Raises:
-        ConfigError: one cannot be used.
-    """
+    """Opens the environments and poses their first tasks; returns them after the configuration with their sizes. Raises
+    ConfigError if an environment cannot be used."""
     environments = open_environments(config)
     environments.check_endpoint(config)
     config = _with_sizes(config, environments)
@@ -82,13 +76,13 @@ def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
 
 
 def place_parts(config: RunConfig) -> Placement:
-    """Gives every part of a run on this machine its GPUs; see `place`."""
+    """Assigns the GPUs of this machine to the parts of a run; see `place`."""
     machine = read_machine()
     return place(config, machine, read_shape(Path(config.model.path)) if machine.gpus else None)
 
 
 def _check_prompts(field: str, plug: EnvironmentConfig, environment: Environment) -> None:
-    """Poses the first task of either kind that the run may pose. field: the environment's, for errors."""
+    """Poses the first task of each kind that the run may pose. field: the environment's, for errors."""
     asked = {"prompt": plug.weight, "evaluation_prompt": environment.num_evaluation_prompts}
     for name in filter(asked.get, asked):
         try:
@@ -101,14 +95,14 @@ def _check_prompts(field: str, plug: EnvironmentConfig, environment: Environment
 
 
 def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
-    """The configuration with the number of held-out prompts of each environment, and of its tasks if a curriculum
+    """Returns the configuration with each environment's number of held-out prompts, and of tasks if a curriculum
     chooses among them."""
     sized: dict[str, EnvironmentConfig] = {}
+    has_curriculum = config.curriculum.path != DEFAULT_CURRICULUM
     for field, each in environment_fields(config):
         environment = environments.named(each.name).environment
-        chooses = config.curriculum.path != DEFAULT_CURRICULUM
         available = environment.num_evaluation_prompts
-        num_tasks = getattr(environment, "num_tasks", None) if chooses else None
+        num_tasks = getattr(environment, "num_tasks", None) if has_curriculum else None
         if available < 0:
             raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
         if not available and not each.weight:
@@ -138,8 +132,8 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless objective and advantage function can be made and fit, and a teacher has the model's
-    vocabulary. Imports torch."""
+    """Raises ConfigError unless objective and advantage function can be made and fit the run, and a teacher has the
+    model's vocabulary. Imports torch."""
     from penstock.consumers.learning import advantages, interfaces
 
     advantages.check_advantage(config.advantage)
@@ -151,7 +145,7 @@ def check_objective(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Checks what a producer would notice only after the engine has started."""
+    """Checks the settings that a producer would refuse only after the engine has started."""
     try:
         engine_arguments(config, config.seed, cpu=not read_machine().needs_gpu, backend="", extension="")
     except EngineError as error:
@@ -182,7 +176,7 @@ def _check_model(config: RunConfig) -> None:
             f"--local-dir {path}` fetches one from the Hugging Face Hub, `penstock make-model {path}` makes the demo's)"
         )
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {config.model.path!r}: no config.json in it; expected a transformers model")
+        raise ConfigError(f"model.path = {path!r}: no config.json in it; expected a transformers model")
 
 
 def _check_memory(config: RunConfig) -> Iterator[str]:
@@ -192,7 +186,7 @@ def _check_memory(config: RunConfig) -> Iterator[str]:
             f"group_size = {config.group_size} with sampling.max_tokens = {config.max_tokens}: a full group "
             f"takes {group_bytes / 1e6:.1f} MB, an entry {MAX_ENTRY_BYTES / 1e6:.1f} MB at most; such groups fail"
         )
-    if configured_url(config) is None:  # a server of the run's own; `check_server` looks at any other
+    if configured_url(config) is None:  # the run's own server; `check_server` checks any other
         _check_limit(config, f"redis.maxmemory_mb = {config.redis.maxmemory_mb}", config.redis.maxmemory_mb)
 
 
@@ -206,7 +200,7 @@ def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
 
 
 def check_redis(config: RunConfig, *, resume: bool) -> None:
-    """Checks that a run of this name can use Redis: a binary for a server of its own, or the server that is configured.
+    """Checks the configured server, or that there is a binary for the run's own.
 
     Raises:
         ConfigError: no binary, not a Redis URL, a server that holds a run of this name already, or see `check_server`.
@@ -235,11 +229,8 @@ def check_redis(config: RunConfig, *, resume: bool) -> None:
 
 
 def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None:
-    """Checks a server by its answer to INFO. place: its address for messages.
-
-    Raises:
-        ConfigError: too old, would evict what it is given, or too small for the run.
-    """
+    """Checks a server by its answer to INFO. place: its address for messages. Raises ConfigError if it is too old, may
+    evict entries, or is too small for the run."""
     kind = "valkey" if "valkey_version" in info else "redis"
     version = str(info.get(f"{kind}_version", "unknown"))
     major = version.partition(".")[0]
@@ -258,7 +249,7 @@ def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None
 
 
 def estimated_group_bytes(config: RunConfig) -> int:
-    """The size of an encoded group whose completions all reach max_tokens."""
+    """Estimates the size of an encoded group whose completions all reach max_tokens."""
     sampled = config.max_tokens
     context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
     per_sampled = config.sampling.token_bytes + _BYTES_PER_SPAN
@@ -268,11 +259,10 @@ def estimated_group_bytes(config: RunConfig) -> int:
 
 
 def resolved_toml(config: RunConfig) -> str:
-    """The configuration as TOML with every default; fields that are not set are comments at the end."""
+    """Returns the configuration as TOML with every default; fields that are not set are comments at the end."""
     document = msgspec.to_builtins(config)
-    unset = list(_pop_unset(document, ""))
-    comments = "".join(f"\n# {path} is not set" for path in unset)
-    return tomli_w.dumps(document) + (comments + "\n" if comments else "")
+    comments = [f"\n# {path} is not set" for path in _pop_unset(document, "")]
+    return tomli_w.dumps(document) + "".join([*comments, "\n"] if comments else [])
 
 
 def _pop_unset(table: dict[str, Any], prefix: str) -> Iterator[str]:

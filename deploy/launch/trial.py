@@ -16,7 +16,7 @@ from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import FinishReason
 
 MOST_COMPLETIONS = 4
-"""Of one prompt."""
+"""Completions of one prompt."""
 _MOST_PIECES = 64
 
 
@@ -26,12 +26,12 @@ async def show_tasks(config: RunConfig, num_prompts: int) -> bool:
     Raises:
         ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.
     """
-    model, environments = _TrialModel(config), open_environments(config)
-    trials = [_Trial(config, each, model) for each in environments]
+    tokenizer, model, shown_model = _load(config)
+    trials = [_Trial(config, each, tokenizer, model) for each in open_environments(config)]
     for trial in trials:
         held_out, settings = trial.environment.num_evaluation_prompts, config.every_environment[trial.name]
         print(f"environment  {settings.path}, {held_out} held-out prompts")
-        print(f"model        {config.model.path if model.tokenizer else model.missing}")
+        print(f"model        {shown_model}")
         if trial.converses:
             print("note         it converses: completions are those of its first turn, and are not scored")
         for index in range(1, num_prompts + 1) if settings.weight else ():
@@ -40,54 +40,35 @@ async def show_tasks(config: RunConfig, num_prompts: int) -> bool:
         if held_out:
             print("\nheld-out task 1")
             await trial.show(1, held_out=True)
-        trial.close()
-    return not any(trial.has_failed for trial in trials)
-
-
-class _TrialModel:
-    """missing: why there is none."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.missing = "none: prompts are not tokenized, and nothing is sampled (--set model.path=FOLDER)"
-        self.tokenizer: Any = None
-        self.model: Any = None
-        if config.model.path and not Path(config.model.path).is_dir():
-            self.missing = f"no folder {config.model.path!r} yet: prompts are not tokenized, nothing is sampled"
-        elif config.model.path:
-            self.tokenizer = load_tokenizer(config)
-            self.model = _load_model(config)
+        trial.scorer.close()
+    return not any(trial.shown_errors for trial in trials)
 
 
 class _Trial:
-    def __init__(self, config: RunConfig, source: RunEnvironment, model: _TrialModel) -> None:
+    """One environment. tokenizer, model: None without a model."""
+
+    def __init__(self, config: RunConfig, source: RunEnvironment, tokenizer: Any, model: Any) -> None:
         self._config = config
         self.name = source.name
         self.environment = source.environment
         self.converses = source.converses
+        self.scorer = RewardScorer(source.rewards, config.reward)
+        self.shown_errors: set[str] = set()
         self._sampling = source.sampling
         self._takes_facts = any(each.takes_facts for each in source.rewards)
-        self._scorer = RewardScorer(source.rewards, config.reward)
-        self._shown_errors: set[str] = set()
-        self.tokenizer, self._model = model.tokenizer, model.model
-
-    @property
-    def has_failed(self) -> bool:
-        return bool(self._shown_errors)
-
-    def close(self) -> None:
-        self._scorer.close()
+        self._tokenizer, self._model = tokenizer, model
 
     async def show(self, index: int, held_out: bool) -> None:
         """Prints one task with its gold answer's reward, and its completions with theirs."""
         try:
             prompt = pose(self.environment, index, held_out=held_out)
-            token_ids = tokenize(self.tokenizer, prompt) if self.tokenizer else []
+            token_ids = tokenize(self._tokenizer, prompt) if self._tokenizer else []
         except Exception as error:  # the environment and the chat template are the user's
             self._failed("prompt", error)
             return
-        if self.tokenizer:
-            _say("prompt", self.tokenizer.decode(token_ids))
-            _say("tokens", f"{len(token_ids)}: {_pieces(self.tokenizer, token_ids)}")
+        if self._tokenizer:
+            _say("prompt", self._tokenizer.decode(token_ids))
+            _say("tokens", f"{len(token_ids)}: {_pieces(self._tokenizer, token_ids)}")
         else:
             if prompt.text is not None:
                 _say("prompt", prompt.text)
@@ -104,16 +85,16 @@ class _Trial:
             _show("", reward)
 
     async def _show_gold(self, prompt: Prompt, num_prompt_tokens: int) -> None:
-        """Scores the answer as it stands, and in a box if that is worth nothing."""
+        """Scores the answer as it is, and in a box if its reward is 0."""
         if not prompt.answer:
             return
         _say("answer", prompt.answer)
-        if self._takes_facts and not self.tokenizer:
+        if self._takes_facts and not self._tokenizer:
             _say("note", "not scored: the reward takes `facts`, which need a model (--set model.path=FOLDER)")
             return
         forms = {"as a completion ": prompt.answer, "in a \\boxed{} ": f"\\boxed{{{prompt.answer}}}"}
         for form, text in forms.items():
-            num_tokens = len(self.tokenizer.encode(text, add_special_tokens=False)) if self.tokenizer else 0
+            num_tokens = len(self._tokenizer.encode(text, add_special_tokens=False)) if self._tokenizer else 0
             facts = self._facts(num_prompt_tokens, num_tokens, "stop")
             rewards = await self._score(prompt, [text], [facts])
             for reward in rewards:
@@ -123,9 +104,9 @@ class _Trial:
         _say("warning", "the gold answer is worth nothing in either form: can any completion be right?")
 
     async def _score(self, prompt: Prompt, texts: Sequence[str], facts: Sequence[RolloutFacts]) -> Sequence[Reward]:
-        """The rewards of siblings; none, and the error printed, if they have none."""
+        """Returns the rewards of siblings; if the reward fails, prints the error and returns none."""
         try:
-            return await self._scorer.score(prompt, texts, facts)
+            return await self.scorer.score(prompt, texts, facts)
         except RewardError as error:
             self._failed("reward", error.__cause__ or error)
             return ()
@@ -139,15 +120,15 @@ class _Trial:
         )
 
     def _sampled(self, token_ids: list[int]) -> Iterator[tuple[str, RolloutFacts]]:
-        """Completions by transformers' own generation, with the run's sampling settings."""
-        if not self.tokenizer:
+        """Samples completions by transformers' own generation, with the run's sampling settings."""
+        if not self._tokenizer:
             return
         import torch
         from transformers import GenerationConfig
 
         sampling, model = self._sampling, self._model
         ends = model.generation_config.eos_token_id
-        ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id, *sampling.stop_token_ids}
+        ends = {*(ends if isinstance(ends, list) else [ends]), self._tokenizer.eos_token_id, *sampling.stop_token_ids}
         ends.discard(None)
         is_greedy = sampling.temperature < 1e-5
         varied = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(0, sampling.top_k)}
@@ -157,23 +138,33 @@ class _Trial:
             eos_token_id=sorted(ends) or None,
             pad_token_id=min(ends, default=0),
             do_sample=not is_greedy,
-            repetition_penalty=1.0,  # not the model's own, which replaces what is not given
+            repetition_penalty=1.0,  # in place of the model's own
             **({} if is_greedy else varied),
         )
         with torch.no_grad():
             found = model.generate(torch.tensor([token_ids], device=model.device), generation_config=settings)
         for sampled in found[:, len(token_ids) :].tolist():
             end = next((n for n, token_id in enumerate(sampled) if token_id in ends), len(sampled))
-            text = self.tokenizer.decode(sampled[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = self._tokenizer.decode(sampled[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             ended = end < len(sampled)
             yield text, self._facts(len(token_ids), end + ended, "stop" if ended else "length")
 
     def _failed(self, what: str, error: BaseException) -> None:
         """Prints an error, with its traceback unless one from the same place was printed before."""
         place = f"{type(error)}{traceback.format_tb(error.__traceback__)}"
-        lines = traceback.format_exception_only(error)[:1] if place in self._shown_errors else []
-        self._shown_errors.add(place)
+        lines = traceback.format_exception_only(error)[:1] if place in self.shown_errors else []
+        self.shown_errors.add(place)
         _say(f"{what}!", "".join(lines or traceback.format_exception(error)).rstrip())
+
+
+def _load(config: RunConfig) -> tuple[Any, Any, str]:
+    """Loads tokenizer and model; returns them, or None without a model, and the line to print about the model."""
+    path = config.model.path
+    if not path:
+        return None, None, "none: prompts are not tokenized, and nothing is sampled (--set model.path=FOLDER)"
+    if not Path(path).is_dir():
+        return None, None, f"no folder {path!r} yet: prompts are not tokenized, nothing is sampled"
+    return load_tokenizer(config), _load_model(config), path
 
 
 def _load_model(config: RunConfig) -> Any:
@@ -193,7 +184,7 @@ def _load_model(config: RunConfig) -> Any:
 
 
 def _pieces(tokenizer: Any, token_ids: list[int]) -> str:
-    """The tokens of a prompt one by one, the middle of a long one left out."""
+    """Returns the tokens of a prompt separated by bars, without the middle of a long one."""
     shown = [tokenizer.decode([token_id]) for token_id in token_ids]
     if len(shown) > _MOST_PIECES:
         half = _MOST_PIECES // 2

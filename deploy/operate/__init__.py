@@ -1,5 +1,7 @@
 """The operator's commands: `penstock list`, `audit`, `dead`, `producers`, `weights` and `export`.
 
-Imported through `commands`; from Python through `by_name` and `run_list.list_runs`; by other views of a run through
-`run_access`, which opens it, `producer_list` and `tables`; by `penstock run --resume` through `resumed.check_resumed`.
+Imported through `commands`; from Python through `audit`, `dead_letters`, `export`, `producer_list`, `run_list` and
+`weight_list`, whose functions take a run's name in `runs` or its folder, start the run's own Redis for the call if it
+is down, and raise ConfigError if there is no such run and ServerError if its Redis cannot be reached. Other views of a
+run use `run_access`, which opens it, `producer_list` and `tables`; `penstock run --resume` uses `resumed`.
 """

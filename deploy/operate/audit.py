@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.ledger_check import (
     LedgerCheck,
     LedgerProblem,
@@ -16,7 +17,7 @@ from penstock.deploy.operate.ledger_check import (
     StreamEntry,
     check_ledger,
 )
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import FoundLedger, UnreadableError, read_saved_ledger
 from penstock.deploy.report.attrition import AttritionWindow, windows_of
 from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, read_lines
@@ -24,13 +25,13 @@ from penstock.schemas.attrition import Attrition
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
 MAX_READINGS = 8
-"""Readings of a moving run. A problem counts if every reading shows it."""
+"""Most readings of a moving run. A problem counts if every reading shows it."""
 _PAUSE_S = 0.25
 _ENTRIES = 256
 _PAYLOADS = 16
-"""Entries, payloads included, that the script reads at once."""
+"""Entries that the script reads at once, payloads included."""
 
-# The indexes alone: payloads stay where they are. KEYS: stream; ARGV: first id, count, field
+# Returns the indexes without the payloads. KEYS: stream; ARGV: first id, count, field
 _INDEXES = """#!lua flags=no-writes,allow-oom
 local found = {}
 for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])) do
@@ -57,14 +58,14 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     num_evaluations: int
     """Completed."""
     num_evaluation_prompts_open: int | None
-    """None without Redis, which alone knows; so is `num_letters`."""
+    """None without Redis, as is `num_letters`."""
     num_letters: int | None
     num_readings: int
     warnings: tuple[str, ...]
     attrition: Attrition
     """What became of the rollouts, as of the checkpoint."""
     windows: tuple[AttritionWindow, ...]
-    """The same by part of the run; none without its `updates.jsonl`."""
+    """The same by part of the run; empty without its `updates.jsonl`."""
 
     @property
     def balanced(self) -> bool:
@@ -72,21 +73,24 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservedRun(NamedTuple):
-    """One reading with its checkpoint. before, after: equal if nothing moved during the reading."""
+    """One reading with its checkpoint. moved: anything changed in Redis meanwhile."""
 
     reading: Reading
     found: FoundLedger
-    before: list[Any]
-    after: list[Any]
+    moved: bool
 
 
-def audit(run: OpenRun) -> Audit:
-    """Reads the run until a reading is clean or undisturbed, `MAX_READINGS` times at most.
+def audit(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> Audit:
+    """Finds where each released index of a run is; `balanced` says whether all are accounted for. Raises
+    UnreadableError if no checkpoint can be read, or if the run is not finished and Redis cannot be reached."""
+    with open_run(run, runs) as opened:
+        return _audit(opened)
 
-    Only problems that every reading shows are kept: a moving run shows others in passing.
 
-    Raises:
-        UnreadableError: the run is not finished and Redis cannot be reached, or no checkpoint can be read.
+def _audit(run: OpenRun) -> Audit:
+    """Reads the run until a reading shows no problem or nothing moved during it, `MAX_READINGS` times at most.
+
+    Keeps the problems that every reading shows: a moving run shows others in passing.
     """
     if run.folder is None:
         raise UnreadableError(f"{run.name}: its folder, with the checkpoints, is not on this machine")
@@ -104,11 +108,8 @@ def audit(run: OpenRun) -> Audit:
         checked = check_ledger(observed.reading)
         seen = {(problem.what, index) for problem in checked.problems for index in problem.indexes or (0,)}
         persistent = seen if persistent is None else persistent & seen
-        if (
-            not persistent
-            or (observed.before == observed.after and not observed.found.warnings)
-            or number == MAX_READINGS
-        ):
+        undisturbed = not observed.moved and not observed.found.warnings
+        if not persistent or undisturbed or number == MAX_READINGS:
             break
         time.sleep(_PAUSE_S)
     checked = msgspec.structs.replace(checked, problems=_kept(checked.problems, persistent or set()))
@@ -125,8 +126,8 @@ def _kept(problems: tuple[LedgerProblem, ...], persistent: set[tuple[str, int]])
 
 
 def read_ledger(client: redis.Redis, keys: Keys, folder: Path) -> ObservedRun:
-    """Reads prompts, stream and checkpoint in the order in which a group passes them, so that a moving one is met at
-    least once. The number of released indexes comes first: a release after it is not missed."""
+    """Reads prompts, stream and checkpoint in the order in which a group passes them, so that a moving group is seen
+    at least once. Reads the number of released indexes first: a later release is not counted as lost."""
     before = _moment(client, keys)
     commit: Any = client.hgetall(keys.commit)
     prompts = _read_prompts(client, keys)
@@ -147,11 +148,11 @@ def read_ledger(client: redis.Redis, keys: Keys, folder: Path) -> ObservedRun:
         letters={_number(index) for index in letters},
         finished=commit.get(Commit.FINISHED) == b"1" if commit else _was_finished(folder),
     )
-    return ObservedRun(reading, found, before, _moment(client, keys))
+    return ObservedRun(reading, found, moved=_moment(client, keys) != before)
 
 
 def _moment(client: redis.Redis, keys: Keys) -> list[Any]:
-    """Changes whenever a release, an append, a claim's end or a commit happens."""
+    """Returns a value that changes with every release, append, end of a claim and commit."""
     pipeline = client.pipeline(transaction=True)
     pipeline.hgetall(keys.commit)
     pipeline.xlen(keys.prompts)
@@ -176,7 +177,7 @@ def _read_prompts(client: redis.Redis, keys: Keys) -> list[OpenPrompt]:
 
 
 def pending(client: redis.Redis, stream: str) -> list[dict[str, Any]]:
-    """Every claim on a prompts stream: `message_id`, `consumer`, `time_since_delivered` (ms), `times_delivered`."""
+    """Lists the claims on a prompt stream: `message_id`, `consumer`, `time_since_delivered` (ms), `times_delivered`."""
     found: list[dict[str, Any]] = []
     start = "-"
     while True:
@@ -193,7 +194,7 @@ def pending(client: redis.Redis, stream: str) -> list[dict[str, Any]]:
 
 
 def _read_indexes(client: redis.Redis, stream: str) -> list[tuple[str, bytes]]:
-    """(entry id, its index field or nothing) of a whole stream."""
+    """Returns (entry id, its index field or nothing) of a whole stream."""
     found: list[tuple[str, bytes]] = []
     start = "-"
     while True:
@@ -205,12 +206,12 @@ def _read_indexes(client: redis.Redis, stream: str) -> list[tuple[str, bytes]]:
 
 
 def _add_indexes(client: Any, stream: str, start: str, count: int) -> Any:
-    """Returns the answer on a client; queues the command on a pipeline."""
+    """Runs the script on a client and returns its answer, or queues it on a pipeline."""
     return client.execute_command("EVAL_RO", _INDEXES, 1, stream, start, count, Field.INDEX)
 
 
 def _number(field: bytes | None) -> int:
-    """0, which is no index, if the field is no number."""
+    """Returns the number in a field; 0, which is no index, if there is none."""
     return number_in(field) or 0
 
 
@@ -228,22 +229,19 @@ def _audit_without_redis(run: OpenRun, folder: Path) -> Audit:
             f"{run.name}: not finished, and only Redis knows where its open indexes are; {run.without_redis}"
         )
     found = read_saved_ledger(folder, None)
-    reading = Reading(found.saved, 0, [], [], {}, set(_all_dead(found)), finished=True)
+    dead = {index for start, end in found.saved.ledger.dead for index in range(start, end)}
+    reading = Reading(found.saved, 0, [], [], {}, dead, finished=True)
     found = found._replace(warnings=(*found.warnings, f"by its newest checkpoint alone: {run.without_redis}"))
     unknown: dict[str, Any] = dict.fromkeys(("settled_on_stream", "settled_prompts", "never_released"))
     return _result(run, folder, found, True, msgspec.structs.replace(check_ledger(reading), **unknown), 1)
 
 
 def _was_finished(folder: Path) -> bool:
-    """By what the trainer wrote into the folder, for a Redis that is gone."""
+    """Returns whether the run is finished by the trainer's own file, for a Redis that is gone."""
     try:
         return bool(json.loads((folder / "trainer.json").read_text())["finished"])
     except (OSError, ValueError, KeyError):
         return False
-
-
-def _all_dead(found: FoundLedger) -> list[int]:
-    return [index for start, end in found.saved.ledger.dead for index in range(start, end)]
 
 
 def _result(

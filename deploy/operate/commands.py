@@ -34,7 +34,7 @@ def _add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reason", metavar="R", help="all indexes that died of R: a reason, or its part before the colon"
     )
-    parser.add_argument("--all", action="store_true", help="all dead indexes")
+    parser.add_argument("--all", dest="every", action="store_true", help="all dead indexes")
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     import redis
 
     from penstock.deploy.launch.redis_server import ServerError
-    from penstock.deploy.operate.by_name import audit
+    from penstock.deploy.operate.audit import audit
     from penstock.deploy.operate.saved_ledger import UnreadableError
     from penstock.deploy.operate.tables import print_audit
 
@@ -83,45 +83,23 @@ def _audit(arguments: argparse.Namespace) -> int:
     return 0 if found.balanced else 1
 
 
-def _dead_list(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.by_name import list_dead
-    from penstock.deploy.operate.tables import print_letters
+def _print_of(find: str, print_found: str, *options: str) -> Callable[[argparse.Namespace], int]:
+    """Makes the function of a command: calls `penstock.<find>` with the run and the command's own `options`, and prints
+    the result by `tables.<print_found>`, or as JSON."""
 
-    return _show(arguments, list_dead(arguments.run, runs=arguments.runs), print_letters)
+    def command(arguments: argparse.Namespace) -> int:
+        import penstock
+        from penstock.deploy.operate import tables
 
+        given = {option: getattr(arguments, option) for option in (*options, "runs")}
+        return _show(arguments, getattr(penstock, find)(arguments.run, **given), getattr(tables, print_found))
 
-def _dead_show(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.by_name import show_dead
-    from penstock.deploy.operate.tables import print_contents
-
-    return _show(arguments, show_dead(arguments.run, arguments.index, runs=arguments.runs), print_contents)
-
-
-def _dead_requeue(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.by_name import requeue_dead
-    from penstock.deploy.operate.tables import print_requeued
-
-    which = {"indexes": arguments.indexes, "reason": arguments.reason, "every": arguments.all}
-    return _show(arguments, requeue_dead(arguments.run, **which, runs=arguments.runs), print_requeued)
-
-
-def _producers(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.by_name import list_producers
-    from penstock.deploy.operate.tables import print_producers
-
-    return _show(arguments, list_producers(arguments.run, runs=arguments.runs), print_producers)
-
-
-def _weights(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.by_name import list_weights
-    from penstock.deploy.operate.tables import print_weights
-
-    return _show(arguments, list_weights(arguments.run, runs=arguments.runs), print_weights)
+    return command
 
 
 def _export(arguments: argparse.Namespace) -> int:
     """Status 1 if a file cannot be read or written."""
-    from penstock.deploy.operate.by_name import export
+    from penstock.deploy.operate.export import export
 
     fields = ("folder", "checkpoint", "dtype", "merged", "base", "runs")
     try:
@@ -144,15 +122,35 @@ def _show(arguments: argparse.Namespace, found: Any, print_found: Callable[[Any]
 COMMANDS = (
     Command("list", "list the runs on this machine, the latest first", _add_list_arguments, _list),
     Command("audit", "show where each released index of a run is; status 1 when one is not", _add_arguments, _audit),
-    Command("dead list", "list the dead letters of a run", _add_arguments, _dead_list),
-    Command("dead show", "show the letters of one index with their content", _add_show_arguments, _dead_show),
-    Command("dead requeue", "release dead indexes again", _add_requeue_arguments, _dead_requeue),
+    Command("dead list", "list the dead letters of a run", _add_arguments, _print_of("list_dead", "print_letters")),
+    Command(
+        "dead show",
+        "show the letters of one index with their content",
+        _add_show_arguments,
+        _print_of("show_dead", "print_contents", "index"),
+    ),
+    Command(
+        "dead requeue",
+        "release dead indexes again",
+        _add_requeue_arguments,
+        _print_of("requeue_dead", "print_requeued", "indexes", "reason", "every"),
+    ),
     Command(
         "export",
         "make a Hugging Face folder of a checkpoint's model, or peft's of its adapter",
         _add_export_arguments,
         _export,
     ),
-    Command("producers", "list a run's producers, and claims whose producer is gone", _add_arguments, _producers),
-    Command("weights", "list the policies in a run's weight log, and who holds which", _add_arguments, _weights),
+    Command(
+        "producers",
+        "list a run's producers, and claims whose producer is gone",
+        _add_arguments,
+        _print_of("list_producers", "print_producers"),
+    ),
+    Command(
+        "weights",
+        "list the policies in a run's weight log, and who holds which",
+        _add_arguments,
+        _print_of("list_weights", "print_weights"),
+    ),
 )

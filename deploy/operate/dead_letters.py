@@ -2,14 +2,17 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import redis
 from msgspec.structs import replace
 
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import LedgerState, UnreadableError, read_saved_ledger
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ConfigError
@@ -42,7 +45,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     """The dead letter of an index, or of one agent's rollout (state `rollout`), which settles no index.
 
     index: None for a record that named none.
-    producer: None if the payload names none.
+    producer: None if neither letter nor payload names one.
     rollout: its id; None for the letter of an index.
     """
 
@@ -78,8 +81,8 @@ class Sibling(msgspec.Struct, frozen=True, kw_only=True):
 class Content(msgspec.Struct, frozen=True, kw_only=True):
     """A letter with its payload, as far as it can be read.
 
-    problem: why the payload cannot be read, or not be trained on. traceback: of the error of the user's code that it
-    died of; empty without one.
+    problem: why the payload cannot be read or trained on. traceback: of the error in the user's code that killed it;
+    empty without one.
     """
 
     letter: Letter
@@ -93,116 +96,109 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
-    """indexes: to be released again by the trainer. without_index: number of letters that name none."""
+    """indexes: those the trainer will release again. without_index: number of letters that name no index."""
 
     indexes: tuple[int, ...]
     without_index: int
 
 
-def list_letters(run: OpenRun) -> list[Letter]:
-    """Every letter of a run, oldest first; of one millisecond, those of indexes before those of rollouts."""
-    return sorted((*_dead_indexes(run), *_dead_rollouts(run)), key=lambda letter: letter.time_s)
+def list_dead(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[Letter]:
+    """Lists the dead letters of a run, oldest first: what died, when and of what."""
+    with open_run(run, runs) as opened:
+        return sorted((letter for letter, _ in _letters(opened)), key=_age)
 
 
-def _dead_indexes(run: OpenRun) -> list[Letter]:
-    state_of = _states(run)
-    return [_letter(entry_id, fields, state_of) for entry_id, fields in _entries(run, run.keys.dead)]
-
-
-def _dead_rollouts(run: OpenRun) -> list[Letter]:
-    """Reads each once: a producer that missed the answer to an append repeats it."""
-    letters = [_rollout_letter(entry_id, fields) for entry_id, fields in _entries(run, run.keys.dead_rollouts)]
-    return list({(letter.index, letter.rollout): letter for letter in reversed(letters)}.values())[::-1]
-
-
-def show_letters(run: OpenRun, index: int) -> list[Content]:
-    """The letters of one index, oldest first.
-
-    Raises:
-        ConfigError: the index has none.
-    """
-    state_of, decode = _states(run), _decoder(run)
-    wanted = str(index).encode()
-    found = [
-        _content(_letter(entry_id, fields, state_of), fields, decode)
-        for entry_id, fields in _entries(run, run.keys.dead)
-        if fields.get(Field.INDEX) == wanted
-    ]
-    for entry_id, fields in _entries(run, run.keys.dead_rollouts):
-        if fields.get(Field.INDEX) == wanted:
-            found.append(Content(letter=_rollout_letter(entry_id, fields), traceback=_text(fields, Field.TRACEBACK)))
-    found = list({content.letter.rollout or content.letter.entry_id: content for content in found}.values())
-    found.sort(key=lambda content: content.letter.time_s)
+def show_dead(run: str | Path, index: int, *, runs: str | Path = DEFAULT_RUNS) -> list[Content]:
+    """Reads the letters of one task index with prompt, completions and traceback, oldest first. Raises ConfigError if
+    it has none."""
+    with open_run(run, runs) as opened:
+        decode = _decoder(opened)
+        found = [_content(letter, fields, decode) for letter, fields in _letters(opened) if letter.index == index]
     if not found:
         raise ConfigError(
-            f"INDEX = {index}: no dead letter of run {run.name!r} names it; `penstock dead list` shows all"
+            f"INDEX = {index}: no dead letter of run {opened.name!r} names it; `penstock dead list` shows all"
         )
-    return found
+    return sorted(found, key=lambda content: _age(content.letter))
 
 
-def requeue(
-    run: OpenRun, *, indexes: Collection[int] = (), reason: str | None = None, every: bool = False
+def _age(letter: Letter) -> tuple[float, bool]:
+    """Returns a sort key: oldest first; of one millisecond, letters of indexes before those of rollouts."""
+    return letter.time_s, letter.rollout is not None
+
+
+def requeue_dead(
+    run: str | Path,
+    indexes: Sequence[int] = (),
+    *,
+    reason: str | None = None,
+    every: bool = False,
+    runs: str | Path = DEFAULT_RUNS,
 ) -> RequeueResult:
-    """Requests the release of dead indexes: by number, by reason (or its part before the colon), or all of them.
+    """Requests another release of dead task indexes: these, those that died of `reason` (or of that part before the
+    colon), or every one.
 
     The trainer takes the request at its next reconcile (at its start and each checkpoint) and releases them when there
     is credit.
 
     Raises:
-        ConfigError: the run is finished, or an index is not dead.
+        ConfigError: not one of the three is given, an index is not dead, or the run is finished.
     """
+    if sum((bool(indexes), reason is not None, every)) != 1:
+        raise ConfigError("dead requeue: expected one of INDEX..., --reason R and --all")
+    with open_run(run, runs) as opened:
+        return _requeue(opened, indexes, reason, every)
+
+
+def _requeue(run: OpenRun, indexes: Sequence[int], reason: str | None, every: bool) -> RequeueResult:
     if run.redis.hget(run.keys.commit, Commit.FINISHED) == b"1":
         raise _finished(run)
-    letters = _dead_indexes(run)
-    standing = {letter.index: letter for letter in letters if letter.state == "dead" and letter.index is not None}
-    if indexes:
-        _check_indexes(run, indexes, letters, standing)
-    chosen = {
-        index: letter.entry_id
-        for index, letter in standing.items()
-        if every or index in indexes or (reason is not None and reason in (letter.reason, letter.kind))
-    }
-    if reason is not None and not chosen:
-        kinds = ", ".join(sorted({letter.kind for letter in standing.values()})) or "none"
-        raise ConfigError(f"--reason {reason}: no index of run {run.name!r} died of it; expected one of: {kinds}")
-    without_index = sum(
-        letter.index is None and (every or (reason is not None and reason in (letter.reason, letter.kind)))
-        for letter in letters
-    )
-    return RequeueResult(indexes=tuple(_send(run, chosen)), without_index=without_index)
-
-
-def _check_indexes(
-    run: OpenRun, indexes: Collection[int], letters: list[Letter], standing: Collection[int | None]
-) -> None:
-    for index in sorted(set(indexes)):
-        if index in standing:
-            continue
-        states = [letter.state for letter in (*_dead_rollouts(run), *letters) if letter.index == index]
+    letters = [letter for letter, _ in _letters(run)]
+    dead = [letter for letter in letters if letter.state == "dead"]
+    for index in sorted(set(indexes).difference(letter.index for letter in dead)):
+        states = [letter.state for letter in letters if letter.index == index]
         why = f"its last letter is marked {states[-1]!r}" if states else "no dead letter names it"
         raise ConfigError(f"INDEX = {index}: not dead in run {run.name!r}: {why}; nothing was requeued")
+    asked = [letter for letter in letters if every or letter.index in indexes or reason in (letter.reason, letter.kind)]
+    chosen = [(str(letter.index), letter.entry_id) for letter in asked if letter.state == "dead"]
+    if reason is not None and not chosen:
+        kinds = ", ".join(sorted({letter.kind for letter in dead})) or "none"
+        raise ConfigError(f"--reason {reason}: no index of run {run.name!r} died of it; expected one of: {kinds}")
+    without_index = sum(letter.state == "no index" for letter in asked)
+    return RequeueResult(indexes=tuple(sorted(_send(run, chosen))), without_index=without_index)
 
 
-def _send(run: OpenRun, chosen: dict[int, str]) -> list[int]:
+def _send(run: OpenRun, chosen: list[tuple[str, str]]) -> Iterator[int]:
+    """Requests the release of (index, letter) pairs; yields the indexes taken."""
     keys = [run.keys.commit, run.keys.dead_index, run.keys.requeued]
     script = run.redis.register_script(_REQUEUE)
-    pairs = sorted(chosen.items())
-    taken: list[int] = []
-    for start in range(0, len(pairs), _PAIRS):
-        arguments = [part for pair in pairs[start : start + _PAIRS] for part in pair]
+    for start in range(0, len(chosen), _PAIRS):
         try:
-            taken += [int(index) for index in script(keys=keys, args=arguments)]
+            taken: Any = script(keys=keys, args=list(chain(*chosen[start : start + _PAIRS])))
         except redis.ResponseError as error:
             if "FINISHED" not in str(error):
                 raise
             raise _finished(run) from None
-    return taken
+        yield from map(int, taken)
 
 
 def _finished(run: OpenRun) -> ConfigError:
     return ConfigError(
         f"run {run.name!r} is finished and releases nothing more; continue it first, with --resume and more updates"
     )
+
+
+def _letters(run: OpenRun) -> Iterator[tuple[Letter, dict[bytes, bytes]]]:
+    """Yields every letter with the fields of its entry, those of rollouts first. Of one rollout it yields one letter:
+    a producer that missed the answer to an append repeats it."""
+    seen = set()
+    for entry_id, fields in _entries(run, run.keys.dead_rollouts):
+        letter = _letter(entry_id, fields, "rollout")
+        if (letter.index, letter.rollout) not in seen:
+            seen.add((letter.index, letter.rollout))
+            yield letter, fields
+    state_of = _states(run)
+    for entry_id, fields in _entries(run, run.keys.dead):
+        yield _letter(entry_id, fields, state_of(number_in(fields.get(Field.INDEX)), entry_id)), fields
 
 
 def _entries(run: OpenRun, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
@@ -217,8 +213,8 @@ def _entries(run: OpenRun, stream: str) -> Iterator[tuple[str, dict[bytes, bytes
 
 
 def _states(run: OpenRun) -> Callable[[int | None, str], State]:
-    """Makes a function that gives a letter's state, by Redis and by the last committed checkpoint."""
-    standing: Any = run.redis.hgetall(run.keys.dead_index)
+    """Makes a function that returns a letter's state, by Redis and the last committed checkpoint."""
+    current: Any = run.redis.hgetall(run.keys.dead_index)
     requested: Any = run.redis.hgetall(run.keys.requeued)
     ledger = _saved_ledger(run)
 
@@ -228,7 +224,7 @@ def _states(run: OpenRun) -> Callable[[int | None, str], State]:
         name, letter = str(index).encode(), entry_id.encode()
         if requested.get(name) == letter:
             return "released again" if ledger.requeued.get(index, ("", ""))[0] == entry_id else "requeued"
-        if standing.get(name) != letter:
+        if current.get(name) != letter:
             return "older"
         settled = any(start <= index < end for start, end in (*ledger.trained, *ledger.skipped))
         return "settled since" if settled else "dead"
@@ -246,29 +242,17 @@ def _saved_ledger(run: OpenRun) -> LedgerState:
         return LedgerState()  # the audit says what is wrong with the checkpoints
 
 
-def _letter(entry_id: str, fields: dict[bytes, bytes], state_of: Callable[[int | None, str], State]) -> Letter:
-    index, payload = number_in(fields.get(Field.INDEX)), fields.get(Field.PAYLOAD, b"")
-    return Letter(
-        entry_id=entry_id,
-        index=index,
-        reason=_text(fields, Field.REASON),
-        time_s=_time_s(entry_id),
-        state=state_of(index, entry_id),
-        producer=_text(fields, Field.PRODUCER) or _producer(payload),
-        payload_bytes=len(payload),
-    )
-
-
-def _rollout_letter(entry_id: str, fields: dict[bytes, bytes]) -> Letter:
+def _letter(entry_id: str, fields: dict[bytes, bytes], state: State) -> Letter:
+    payload = fields.get(Field.PAYLOAD, b"")
     return Letter(
         entry_id=entry_id,
         index=number_in(fields.get(Field.INDEX)),
         reason=_text(fields, Field.REASON),
-        time_s=_time_s(entry_id),
-        state="rollout",
-        producer=_text(fields, Field.PRODUCER) or None,
-        payload_bytes=0,
-        rollout=_text(fields, Field.ROLLOUT),
+        time_s=int(entry_id.partition("-")[0]) / 1000,
+        state=state,
+        producer=_text(fields, Field.PRODUCER) or _producer(payload),
+        payload_bytes=len(payload),
+        rollout=_text(fields, Field.ROLLOUT) if state == "rollout" else None,
     )
 
 
@@ -276,16 +260,12 @@ def _text(fields: dict[bytes, bytes], name: bytes) -> str:
     return fields.get(name, b"").decode(errors="replace")
 
 
-def _time_s(entry_id: str) -> float:
-    return int(entry_id.partition("-")[0]) / 1000
-
-
 class _Named(msgspec.Struct):
     producer_id: str
 
 
 def _producer(payload: bytes) -> str | None:
-    """The producer that a record names, even if the record is invalid."""
+    """Returns the producer that a record names, even if the record is invalid."""
     try:
         return msgspec.msgpack.decode(payload, type=_Named).producer_id
     except (ValueError, RecursionError):

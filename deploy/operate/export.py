@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.consumers.learning.export import export_adapter, export_kept, export_merged, export_model
 from penstock.consumers.stream.checkpoints import CheckpointError, Export, export_checkpoint, read_state
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger
 from penstock.schemas.adapter import saved_identity
 from penstock.schemas.best import BEST_FOLDER, read_best
@@ -16,6 +17,34 @@ from penstock.schemas.keys import Commit
 
 
 def export(
+    run: str | Path,
+    folder: str | Path,
+    *,
+    checkpoint: str | int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    merged: bool = False,
+    base: str | Path | None = None,
+    runs: str | Path = DEFAULT_RUNS,
+) -> str:
+    """Exports a checkpoint to `folder`, which is new or empty: as a Hugging Face model, or as peft's adapter of a run
+    with `[lora]`. Prints its progress. Returns the checkpoint's name.
+
+    checkpoint: its policy version or name, or "best" for the model of the best evaluation; by default the newest that
+        is committed.
+    merged: exports the whole model in place of an adapter, added to the base model in `base`, by default where the run
+        had it.
+
+    Raises:
+        ConfigError: `folder` is not empty; the checkpoint does not exist or is incomplete; `merged` or `base` does not
+            fit it.
+        OSError: a file cannot be read or written.
+    """
+    wanted, model = None if checkpoint is None else str(checkpoint), None if base is None else Path(base)
+    with open_run(run, runs) as opened:
+        return export_from(opened, wanted, Path(folder), dtype, partial(print, flush=True), merged=merged, base=model)
+
+
+def export_from(
     run: OpenRun,
     wanted: str | None,
     folder: Path,
@@ -25,16 +54,7 @@ def export(
     merged: bool = False,
     base: Path | None = None,
 ) -> str:
-    """Makes `folder` of the checkpoint `wanted` ("best": the model of the best evaluation), by default of the one that
-    is committed; returns its name.
-
-    merged: an adapter becomes a whole model, of the base in `base`, by default where the run had it.
-
-    Raises:
-        ConfigError: `folder` is not empty; there is no such checkpoint, or it is not whole; `merged` of a checkpoint
-            that holds all weights, or with another base than the adapter's.
-        OSError: a file cannot be read or written.
-    """
+    """Exports the checkpoint `wanted` of an opened run; see `export`."""
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise ConfigError(f"{folder}: exists already; expected a new or an empty folder")
     if run.folder is None:
@@ -87,7 +107,7 @@ def _find(run: OpenRun, run_folder: Path, wanted: str | None) -> Path:
 
 
 def _names(run_folder: Path) -> list[str]:
-    """Oldest first."""
+    """Returns the names of the run's checkpoints, oldest first."""
     names = [file.parent.name for file in run_folder.glob(f"{CHECKPOINTS}/[0-9]*/{STATE}")]
     return sorted(names, key=lambda name: int(name.partition("-")[0]))
 

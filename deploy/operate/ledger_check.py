@@ -1,4 +1,4 @@
-"""Checks a ledger: where each released index is, and what is wrong with that. No Redis, no files."""
+"""Checks a ledger: where each released index is, and what is wrong. No Redis, no files."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.consumers.stream.ledger import IndexRanges
 from penstock.deploy.operate.saved_ledger import LedgerState, Range, SavedLedger
 
 _NAMED = 20
-"""Ranges of indexes that a line spells out."""
+"""Most ranges of indexes that a line spells out."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class OpenPrompt:
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """An entry of the rollout stream; index 0 where it names none."""
+    """An entry of the rollout stream. index: 0 if it names none."""
 
     entry_id: str
     index: int
@@ -64,7 +65,7 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     dead: int
     dead_reasons: dict[str, int]
     on_stream: int
-    """Generated and not settled in the checkpoint: still to be read, or read by the trainer."""
+    """Generated and not settled in the checkpoint, whether the trainer has read them or not."""
     claimed: int
     queued: int
     postponed: int
@@ -78,10 +79,10 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     requeued_waiting: int
     """Dead and requeued by an operator."""
     settled_on_stream: int | None
-    """Entries of settled indexes, which the next commit trims or the trainer drops. None if Redis cannot be reached, as
-    are the next two."""
+    """Entries of settled indexes, which the next commit trims or the trainer drops. This field and the next two are
+    None if Redis cannot be reached."""
     settled_prompts: int | None
-    """Prompts of settled indexes, left over by a fault; their groups are dropped."""
+    """Prompts of settled indexes, left behind by a fault; their groups are dropped."""
     never_released: int | None
     """Entries that name no released index."""
     dead_without_letter: int
@@ -97,7 +98,7 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_ledger(reading: Reading) -> LedgerCheck:
-    """Counts where the indexes of one reading are, with every problem that it shows."""
+    """Counts the indexes of one reading by place, and finds every problem in it."""
     ledger, released = reading.saved.ledger, max(reading.released, reading.saved.ledger.num_released)
     trained, skipped, dead = (set(_members(runs)) for runs in (ledger.trained, ledger.skipped, ledger.dead))
     settled = trained | skipped | dead
@@ -121,7 +122,7 @@ def check_ledger(reading: Reading) -> LedgerCheck:
         trained=len(trained),
         skipped=len(skipped),
         dead=len(dead),
-        dead_reasons={reason: _size(runs) for reason, runs in sorted(ledger.dead_by_reason.items())},
+        dead_reasons={reason: len(list(_members(runs))) for reason, runs in sorted(ledger.dead_by_reason.items())},
         on_stream=shown["on_stream"],
         claimed=shown["claimed"],
         queued=shown["queued"],
@@ -158,7 +159,7 @@ def _places(reading: Reading, unsettled: Iterable[int]) -> dict[str, set[int]]:
 
 
 def _settled_twice(ledger: LedgerState) -> Iterator[LedgerProblem]:
-    """Finds indexes that two sets hold, or one set twice."""
+    """Finds indexes that are in two sets, or twice in one."""
     found: dict[int, list[str]] = {}
     for outcome in ("trained", "skipped", "dead"):
         for index in _members(getattr(ledger, outcome)):
@@ -172,11 +173,11 @@ def _settled_twice(ledger: LedgerState) -> Iterator[LedgerProblem]:
 
 
 def _released_again(reading: Reading, trained: set[int], may_not_be_open: set[int]) -> set[int]:
-    """Indexes that the trainer has released although the checkpoint holds them as settled.
+    """Returns the indexes that the trainer has released although the checkpoint holds them as settled.
 
-    A prompt may outlive its group by a fault: a power loss brings it back, a repeated command stores it twice. Such a
-    prompt was released before its index was settled, by a policy older than the checkpoint's (or by the checkpoint's
-    own, for dead and skipped indexes, which make no policy), and does no harm.
+    A fault may leave a prompt whose group is settled: a power loss brings it back, a repeated command stores it twice.
+    Such a prompt was released before its index was settled, by a policy older than the checkpoint's (or by the
+    checkpoint's own, for dead and skipped indexes, which make no policy), and is harmless.
     """
     policy = reading.saved.policy_version
     return {
@@ -188,7 +189,7 @@ def _released_again(reading: Reading, trained: set[int], may_not_be_open: set[in
 
 
 def _is_requested(index: int, requested: dict[int, str], ledger: LedgerState) -> bool:
-    """True if an operator's request is not in the checkpoint yet. The trainer may have taken it already."""
+    """Returns whether an operator's request is not in the checkpoint yet. The trainer may have taken it already."""
     letter = requested.get(index)
     return letter is not None and ledger.requeued.get(index, ("", ""))[0] != letter
 
@@ -208,23 +209,16 @@ def _members(runs: Iterable[Range]) -> Iterator[int]:
         yield from range(start, end)
 
 
-def _size(runs: Iterable[Range]) -> int:
-    return sum(end - start for start, end in runs)
-
-
 def _id_key(entry_id: str) -> tuple[int, int]:
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence)
 
 
 def name_indexes(indexes: Iterable[int]) -> str:
-    """`3, 7-9, 12`; of many, the first ranges and the total number."""
-    runs: list[list[int]] = []
-    ordered = sorted(indexes)
-    for index in ordered:
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_NAMED]]
-    return ", ".join(shown) + (f", … ({len(ordered)} in all)" if len(runs) > _NAMED else "")
+    """Returns `3, 7-9, 12`; of many, the first ranges and the total number."""
+    found = IndexRanges()
+    for index in indexes:
+        found.add(index)
+    runs = found.ranges()
+    shown = [str(start) if end == start + 1 else f"{start}-{end - 1}" for start, end in runs[:_NAMED]]
+    return ", ".join(shown) + (f", … ({len(found)} in all)" if len(runs) > _NAMED else "")

@@ -1,15 +1,18 @@
 """`penstock producers`: the producers of a run, their policies, and claims whose producer is gone."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import redis
 
 from penstock.consumers.stream.scripts import announced_of, forks_of
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.audit import pending
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag
@@ -40,9 +43,9 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     """URL at which it serves agents; empty without an endpoint."""
     last_error: str
     mismatch: float | None = None
-    """What the trainer has found of its rows: |engine - trainer| at lag 0, in nats; None before the first."""
+    """|engine - trainer| of its rows at lag 0, by the trainer, in nats; None before the first."""
     quarantine: str = ""
-    """Why the trainer trains nothing of it; empty if it does."""
+    """Why the trainer trains on none of its groups; empty if it does."""
 
 
 class Orphaned(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,30 +69,28 @@ class Producers(msgspec.Struct, frozen=True, kw_only=True):
     """Ids whose heartbeat is of another release."""
 
 
-def list_producers(run: OpenRun) -> Producers:
-    """Lists producers. Claims are read before heartbeats: a producer sends one before it claims, so that no claim of a
-    live producer looks orphaned.
+def list_producers(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> Producers:
+    """Lists the producers of a run with their policies and rates, and claims whose producer is gone."""
+    with open_run(run, runs) as opened:
+        return producers_of(opened)
 
-    Raises:
-        ServerError: the run's Redis cannot be reached.
-    """
+
+def producers_of(run: OpenRun) -> Producers:
+    """Lists a run's producers. Reads claims before heartbeats: a producer sends a heartbeat before it claims, so no
+    claim of a live producer looks orphaned. Raises ServerError if the run's Redis cannot be reached."""
     client, keys = run.redis, run.keys
     claims = {stream: pending(client, stream) for stream in (keys.prompts, keys.evaluations)}
     heartbeats = _heartbeats(client, keys)
     commit: Any = client.hgetall(keys.commit)
     parity = read_parity(client, keys)
     newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
-    num_claims: dict[str, int] = {}
-    for rows in claims.values():
-        for row in rows:
-            consumer = _shown(row["consumer"])
-            num_claims[consumer] = num_claims.get(consumer, 0) + 1
+    num_claims = Counter(_shown(row["consumer"]) for rows in claims.values() for row in rows)
     return Producers(
         run=run.name,
         newest_version=newest,
         finished=commit.get(Commit.FINISHED) == b"1",
         alive=tuple(
-            _alive(heartbeat, age_s, num_claims.get(producer_id, 0), newest, commit, parity)
+            _alive(heartbeat, age_s, num_claims[producer_id], newest, commit, parity)
             for producer_id, (heartbeat, age_s) in sorted(heartbeats.items(), key=lambda item: (len(item[0]), item[0]))
             if heartbeat is not None
         ),
@@ -105,7 +106,7 @@ def list_producers(run: OpenRun) -> Producers:
 
 
 def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, tuple[Heartbeat | None, float]]:
-    """Reads, by producer id, its heartbeat (None if it cannot be decoded) and the seconds since it was sent."""
+    """Returns, by producer id, its heartbeat (None if it cannot be decoded) and the seconds since it was sent."""
     found = {}
     prefix = keys.producer("").encode()
     for name in set(client.scan_iter(keys.producer_pattern, count=1000)):
@@ -124,7 +125,7 @@ def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, tuple[Heartbeat | 
 
 
 def read_parity(client: redis.Redis, keys: Keys) -> dict[str, ProducerParity]:
-    """What the trainer has found of the producers' rows, by instance."""
+    """Returns the trainer's measurements of the producers' rows, by instance."""
     found: dict[str, ProducerParity] = {}
     fields: Any = client.hgetall(keys.parity)
     for instance, value in fields.items():
@@ -168,7 +169,7 @@ def _alive(
 
 
 def lag_by_commit(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | None:
-    """The lag of a policy behind the newest, by the commit hash; None if it is not known."""
+    """Returns a policy's lag behind the newest, by the commit hash; None if it is not known."""
     if newest is None:
         return None
     try:
@@ -190,5 +191,5 @@ def _orphaned(consumer: str, prompts: list[dict[str, Any]], evaluations: list[di
 
 
 def _shown(name: bytes) -> str:
-    """A producer's id, which a broken or hostile producer may make any bytes."""
+    """Returns a producer's id as text: a broken or hostile producer may send any bytes."""
     return name.decode(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""The check of a run that is continued, before an engine boots. Imports no torch."""
+"""Checks a run that is resumed, before an engine boots. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from penstock.schemas.config import ConfigError, RunConfig, load_config
 
 def check_resumed(config: RunConfig, runs: Path) -> None:
     """Raises ConfigError if the newest checkpoint of a run holds an adapter of another base or other settings than the
-    run's, or all weights for an adapter; or if the run began without the teacher's server that it is to have."""
+    run's, or all weights where the run trains an adapter; or if a teacher's server is new to the run."""
     _check_teacher(config, config.folder(runs) / RUN_FILE)
     try:
         name = read_saved_ledger(config.folder(runs), None).name
@@ -20,7 +20,7 @@ def check_resumed(config: RunConfig, runs: Path) -> None:
         checkpoint = config.folder(runs) / CHECKPOINTS / name
         state = json.loads((checkpoint / STATE).read_text())
     except (UnreadableError, OSError):
-        return  # the trainer says what is wrong with them
+        return  # the trainer reports what is wrong with the checkpoints
     check_identity(saved_identity(state["learner"]), identity_of(config), str(checkpoint))
 
 

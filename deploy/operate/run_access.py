@@ -24,7 +24,7 @@ _LOOK_S = 0.1
 class OpenRun(NamedTuple):
     """A run as seen from this machine.
 
-    client: its Redis, which answers; None if there is none, and `without_redis` then says why.
+    client: its Redis, if it answers; otherwise None, and `without_redis` says why.
     folder, config: None for a run that is known by name only, through REDIS_URL.
     """
 
@@ -40,18 +40,14 @@ class OpenRun(NamedTuple):
 
     @property
     def redis(self) -> redis.Redis:
-        """The run's Redis.
-
-        Raises:
-            ServerError: it cannot be reached.
-        """
+        """The run's Redis. Raises ServerError if it cannot be reached."""
         if self.client is None:
             raise ServerError(self.without_redis)
         return self.client
 
 
 @contextmanager
-def open_run(run: str, runs: Path) -> Iterator[OpenRun]:
+def open_run(run: str | Path, runs: str | Path) -> Iterator[OpenRun]:
     """Opens the run of this name in `runs`, or in the folder `run`.
 
     If the run's own server is down, it is started on its data, and stopped at the end.
@@ -60,7 +56,7 @@ def open_run(run: str, runs: Path) -> Iterator[OpenRun]:
         ConfigError: no such run, or a run file that cannot be read.
         ServerError: Redis refuses what is asked of it, or the run's own server does not start.
     """
-    name, folder, config = find_run(run, runs)
+    name, folder, config = find_run(str(run), Path(runs))
     with ExitStack() as closing:
         client, without_redis = _connect(config, folder, closing)
         try:
@@ -99,7 +95,7 @@ def _folder(run: str, runs: Path) -> Path | None:
 
 
 def _connect(config: RunConfig | None, folder: Path | None, closing: ExitStack) -> tuple[redis.Redis | None, str]:
-    """(client, "") or (None, why not)."""
+    """Returns (client, "") or (None, why not)."""
     url = configured_url(config)
     if url is None and config is not None and folder is not None:
         return _connect_to_own(config, folder, closing)
@@ -114,21 +110,19 @@ def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tupl
     """Connects to the run's own server, or starts one on its data.
 
     Waits, `WAIT_S` at most, while another process holds the run's lock and no server answers, as when a launcher
-    starts or stops; an answer or the released lock unblocks it.
+    starts or stops. An answer or the released lock ends the wait.
     """
     if not connection_file(folder).exists() and not (folder / "redis" / "appendonlydir").is_dir():
         return None, f"{folder / 'redis'} holds no data: this run has had no server of its own"
     deadline = time.monotonic() + WAIT_S
     while True:
-        why = "it is not running"
-        url = own_url(folder)
-        if url is not None:
+        why: str | None = "it is not running"
+        if (url := own_url(folder)) is not None:
             client = connect(url, str(connection_file(folder)))
             closing.callback(client.close)
-            silent = _why_silent(client)
-            if silent is None:
+            why = _why_silent(client)
+            if why is None:
                 return client, ""
-            why = silent
         lock = try_lock(folder)
         if lock is not None:
             closing.callback(os.close, lock)
@@ -141,7 +135,7 @@ def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tupl
 
 
 def own_url(folder: Path) -> str | None:
-    """The URL of the run's own server, by its connection file; None without one."""
+    """Reads the URL of the run's own server from its connection file; None without one."""
     try:
         return str(json.loads(connection_file(folder).read_text())["url"])
     except (FileNotFoundError, KeyError, ValueError):
@@ -149,7 +143,7 @@ def own_url(folder: Path) -> str | None:
 
 
 def _why_silent(client: redis.Redis) -> str | None:
-    """Why the server does not answer, None if it does. Waits while it reads its data, `_LOAD_S` at most."""
+    """Returns why the server does not answer, None if it does. Waits while it reads its data, `_LOAD_S` at most."""
     deadline = time.monotonic() + _LOAD_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The runs in a folder, by the files that each leaves there: no Redis is asked."""
+"""Lists the runs in a folder by the files that each leaves there, without Redis."""
 
 import os
 import tomllib
@@ -19,8 +19,8 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
-    """`running`, `finished`, `stopped`; `parts` if it is not finished and no `penstock run` has started it; else the
-    reason why its folder cannot be read."""
+    """`running`, `finished`, `stopped`; `parts` if it is not finished and `penstock run` has not started it; else why
+    its folder cannot be read."""
     model: str = ""
     num_updates: int = 0
     num_updates_wanted: int = 0
@@ -29,10 +29,8 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_runs(runs: str | Path = DEFAULT_RUNS) -> list[ListedRun]:
-    """The runs whose folders are in `runs`, the latest first."""
-    runs = Path(runs)
-    folders = [folder for folder in runs.iterdir() if folder.is_dir()] if runs.is_dir() else []
-    found = [run for run in map(_listed, folders) if run is not None]
+    """Lists the runs whose folders are in `runs`, the latest first."""
+    found = [run for run in map(_listed, Path(runs).glob("*/")) if run is not None]
     return sorted(found, key=lambda run: (run.time_s or 0.0, run.name), reverse=True)
 
 
@@ -71,7 +69,7 @@ def _state(folder: Path) -> str:
 
 
 def _last_line(file: Path) -> dict[str, Any]:
-    """The last whole JSON line; empty without one."""
+    """Reads the last complete JSON line; returns an empty dict without one."""
     if not file.is_file():
         return {}
     with file.open("rb") as stream:

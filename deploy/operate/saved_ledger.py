@@ -17,11 +17,11 @@ Range = tuple[int, int]
 
 
 class UnreadableError(RuntimeError):
-    """A run that cannot be audited; the message says why."""
+    """The ledger of a run cannot be read; the message says why."""
 
 
 class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger as a checkpoint holds it; a range is half-open."""
+    """The ledger as a checkpoint holds it. Ranges are half-open."""
 
     trained: tuple[Range, ...] = ()
     skipped: tuple[Range, ...] = ()
@@ -31,14 +31,14 @@ class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
     requeued: dict[int, tuple[str, str]] = {}
     """By index: the letter for which it was released again, and the last rollout entry at that time."""
     postponed: tuple[int, ...] = ()
-    """Unsettled, and known to the trainer only, which releases them again when there is credit."""
+    """Unsettled, known to the trainer alone, which releases them again when there is credit."""
     num_duplicates_dropped: int = 0
     num_released: int = 0
     attrition: Attrition = msgspec.field(default_factory=Attrition)
 
 
 class SavedLedger(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one checkpoint. The default holds before the first one."""
+    """The state of one checkpoint; by default, of a run before its first."""
 
     policy_version: int = -1
     num_batches: int = 0
@@ -57,14 +57,14 @@ class FoundLedger(NamedTuple):
 def read_saved_ledger(run_folder: Path, pointer: str | None) -> FoundLedger:
     """Reads the ledger of the checkpoint that `pointer` names, or of the newest before it if that is missing or torn.
 
-    Only the state is checked against its checksum, not the weights beside it.
+    Checks the checksum of the state, not those of the weights.
 
     Raises:
         UnreadableError: there are checkpoints, and none can be read.
     """
     folder = run_folder / CHECKPOINTS
     names = [path.name for path in folder.iterdir() if _version(path.name) is not None] if folder.is_dir() else []
-    # The version orders them; a checkpoint that is newer than the pointer's was never committed.
+    # A checkpoint with a higher version than the pointer's was never committed.
     names.sort(key=lambda name: (name == pointer, _version(name)), reverse=True)
     warnings = []
     if pointer is not None and pointer in names:
@@ -82,7 +82,7 @@ def read_saved_ledger(run_folder: Path, pointer: str | None) -> FoundLedger:
 
 
 def _read(checkpoint: Path) -> SavedLedger:
-    """Raises OSError or ValueError (which msgspec's errors are) if the checkpoint cannot be used."""
+    """Reads and checks a checkpoint's state. Raises OSError or ValueError (as msgspec's errors are) if it fails."""
     sums = json.loads((checkpoint / SUMS).read_text())
     data = (checkpoint / STATE).read_bytes()
     if not isinstance(sums, dict) or STATE not in sums:
@@ -96,6 +96,6 @@ def _read(checkpoint: Path) -> SavedLedger:
 
 
 def _version(name: str) -> int | None:
-    """The policy version that a checkpoint's name begins with; None if it is no checkpoint."""
+    """Returns the policy version that a checkpoint's name begins with; None if it is no checkpoint."""
     version = name.partition("-")[0]
     return int(version) if version.isdigit() and "-" in name else None

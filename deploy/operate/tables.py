@@ -1,4 +1,4 @@
-"""Tables of the operator's commands.
+"""Prints the results of the operator's commands on standard output.
 
 Reasons, prompts and names come from producers: control characters in them are shown escaped.
 """
@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -21,51 +20,45 @@ from penstock.deploy.operate.weight_list import LogContent, LoggedPolicy, Policy
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables
 
 _POLICIES_SHOWN = 20
-"""Beside the anchors, which are all shown."""
+"""In addition to the anchors, which are all shown."""
 _NAMES_SHOWN = 4
 _HANDED_BACK_S = 1e5
-"""No claim stays idle this long: its producer has marked it free."""
+"""A claim idle for longer is one that its producer has marked free."""
 
 
-def print_audit(audit: Audit, console: Console | None = None) -> None:
-    """Prints the ledger, the counts beside it, and whether it balances; without a console, to stdout."""
-    console = console or standard_output()
+def print_audit(audit: Audit) -> None:
+    """Prints the ledger, other counts, and whether it balances."""
     ledger = audit.ledger
     saved = f"checkpoint {audit.checkpoint}" if audit.checkpoint else "no checkpoint yet"
     state = "finished" if audit.finished else "not finished"
-    _say(console, f"Run {audit.run}: {state}, {audit.update} updates saved ({saved})")
-    console.print(_counts(_ledger_rows(ledger)))
-    _say(console, "Beside the ledger")
-    console.print(_counts(_rows_beside(audit)))
+    print(f"Run {audit.run}: {state}, {audit.update} updates saved ({saved})")
+    _print_counts(_ledger_rows(ledger))
+    print("Beside the ledger")
+    _print_counts(_other_rows(audit))
     if tables := attrition_tables(audit.attrition, audit.windows):
-        _say(console, "What was sampled and what was trained")
+        print("What was sampled and what was trained")
     for _, (header, *rows) in tables:
-        table = _bare_table(*header)
-        for row in rows:
-            table.add_row(*(escape(safe(cell)) for cell in row))
-        console.print(table)
+        _print_table(header, rows)
     for line in attrition_lines(audit.attrition, ledger.num_open):
-        _say(console, line)
+        print(line)
     for warning in audit.warnings:
-        _say(console, f"warning: {warning}")
+        print(f"warning: {safe(warning)}")
     for problem in ledger.problems:
-        _say(console, f"PROBLEM {problem}")
-    verdict = (
-        f"The ledger balances: each of {ledger.released:,} released indexes is in exactly one place."
-        if ledger.balanced
-        else "The ledger does NOT balance."
-    )
-    _say(console, verdict)
+        print(f"PROBLEM {problem}")
+    if ledger.balanced:
+        print(f"The ledger balances: each of {ledger.released:,} released indexes is in exactly one place.")
+    else:
+        print("The ledger does NOT balance.")
 
 
-def _counts(rows: list[tuple[str, int | None, str]]) -> Table:
+def _print_counts(rows: Iterable[tuple[str, int | None, str]]) -> None:
     table = _bare_table(show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     for label, count, remark in rows:
         table.add_row(label, "unknown" if count is None else f"{count:,}", escape(remark))
-    return table
+    standard_output().print(table)
 
 
 def _ledger_rows(ledger: LedgerCheck) -> list[tuple[str, int | None, str]]:
@@ -82,12 +75,12 @@ def _ledger_rows(ledger: LedgerCheck) -> list[tuple[str, int | None, str]]:
     ]
 
 
-def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
+def _other_rows(audit: Audit) -> list[tuple[str, int | None, str]]:
     ledger = audit.ledger
     waiting = f"{ledger.requeued_waiting} dead ones are requeued" if ledger.requeued_waiting else ""
     num_open = audit.num_evaluation_prompts_open
     prompts = "unknown how many prompts are open" if num_open is None else f"{num_open} prompts open"
-    rows: list[tuple[str, int | None, str]] = [
+    always: list[tuple[str, int | None, str]] = [
         ("released again", sum(ledger.released_again.values()), _listed(ledger.released_again)),
         ("duplicates dropped", ledger.duplicates_dropped, ""),
         ("tokens masked for lag", ledger.tokens_masked_lag, ""),
@@ -95,38 +88,34 @@ def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
         ("dead letters", audit.num_letters, waiting),
         ("settled, on the stream", ledger.settled_on_stream, "trimmed by a commit, or dropped as duplicates"),
     ]
-    if ledger.settled_prompts:
-        rows.append(("settled, a prompt", ledger.settled_prompts, "left over by a fault; their groups are dropped"))
-    if ledger.never_released:
-        rows.append(("never released", ledger.never_released, "entries that name no released index; they are refused"))
-    if ledger.dead_without_letter:
-        rows.append(("dead without a letter", ledger.dead_without_letter, "Redis has lost the letters"))
-    return rows
+    after_faults = [
+        ("settled, a prompt", ledger.settled_prompts, "left over by a fault; their groups are dropped"),
+        ("never released", ledger.never_released, "entries that name no released index; they are refused"),
+        ("dead without a letter", ledger.dead_without_letter, "Redis has lost the letters"),
+    ]
+    return [*always, *(row for row in after_faults if row[1])]
 
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{safe(name)} {count:,}" for name, count in counts.items())
 
 
-def print_letters(letters: Iterable[Letter], console: Console | None = None) -> None:
+def print_letters(letters: Iterable[Letter]) -> None:
     """Prints the letters of indexes, then those of agents' rollouts."""
-    console = console or standard_output()
     letters = list(letters)
     of_indexes = [letter for letter in letters if letter.rollout is None]
     of_rollouts = [letter for letter in letters if letter.rollout is not None]
-    _say(console, f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
+    print(f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
     if of_indexes:
-        table = _bare_table("index", "state", "reason", "time", "producer", "payload")
-        for letter in of_indexes:
-            table.add_row(*(escape(cell) for cell in _letter_cells(letter)))
-        console.print(table)
+        header = ("index", "state", "reason", "time", "producer", "payload")
+        _print_table(header, map(_letter_cells, of_indexes))
     if of_rollouts:
-        _say(console, f"{len(of_rollouts)} rollouts of agents ended without a reward")
-        table = _bare_table("index", "rollout", "reason", "time")
+        print(f"{len(of_rollouts)} rollouts of agents ended without a reward")
+        rows = []
         for letter in of_rollouts:
             index, _, reason, moment, *_ = _letter_cells(letter)
-            table.add_row(*(escape(cell) for cell in (index, safe(letter.rollout or ""), reason, moment)))
-        console.print(table)
+            rows.append((index, letter.rollout or "", reason, moment))
+        _print_table(("index", "rollout", "reason", "time"), rows)
 
 
 def _letter_cells(letter: Letter) -> tuple[str, ...]:
@@ -147,9 +136,9 @@ def _moment(time_s: float) -> str:
         return f"{time_s:.0f} s"
 
 
-def print_contents(contents: Iterable[Content], console: Console | None = None) -> None:
+def print_contents(contents: Iterable[Content]) -> None:
     for content in contents:
-        _print_content(content, console or standard_output())
+        _print_content(content)
 
 
 def print_requeued(done: RequeueResult) -> None:
@@ -161,40 +150,44 @@ def print_requeued(done: RequeueResult) -> None:
         print(f"{done.without_index} letters name no index, so there is nothing to release for them")
 
 
-def _print_content(content: Content, console: Console) -> None:
+def _print_content(content: Content) -> None:
     """Prints one letter with its content."""
     index, state, reason, moment, producer, size = _letter_cells(content.letter)
-    _say(console, f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
+    print(f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
     if content.letter.rollout is not None:
-        _say(console, f"rollout  {safe(content.letter.rollout)}")
-    _say(console, f"reason   {reason}")
-    _say_block(console, "raised", content.traceback)
+        print(f"rollout  {safe(content.letter.rollout)}")
+    print(f"reason   {reason}")
+    _print_block("raised", content.traceback)
     if content.problem is not None:
-        _say(console, f"payload  {safe(content.problem)}")
+        print(f"payload  {safe(content.problem)}")
     if content.hex_preview is not None:
-        _say(console, f"begins   {content.hex_preview}")
+        print(f"begins   {content.hex_preview}")
     if content.siblings is None:
         return
-    _say_block(console, "prompt", content.prompt or "")
-    _say_block(console, "answer", content.answer or "")
+    _print_block("prompt", content.prompt or "")
+    _print_block("answer", content.answer or "")
     for number, sibling in enumerate(content.siblings):
-        _say_block(console, f"says {number}", sibling.completion or "")
+        _print_block(f"says {number}", sibling.completion or "")
     if not content.siblings:
         return
-    table = _bare_table("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish")
-    for number, sibling in enumerate(content.siblings):
-        parts = ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items())
-        policies, finish = ", ".join(map(str, sibling.versions)), ", ".join(sibling.finish_reasons)
-        counts = (f"{sibling.num_tokens:,}", f"{sibling.num_sampled_tokens:,}")
-        reward = "none" if sibling.reward is None else f"{sibling.reward:g}"
-        table.add_row(str(number), reward, escape(safe(parts)), *counts, policies, finish)
-    console.print(table)
+    rows = [
+        (
+            str(number),
+            "none" if sibling.reward is None else f"{sibling.reward:g}",
+            ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items()),
+            f"{sibling.num_tokens:,}",
+            f"{sibling.num_sampled_tokens:,}",
+            ", ".join(map(str, sibling.versions)),
+            ", ".join(sibling.finish_reasons),
+        )
+        for number, sibling in enumerate(content.siblings)
+    ]
+    _print_table(("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish"), rows)
 
 
-def print_runs(runs: Iterable[ListedRun], console: Console | None = None) -> None:
-    table = _bare_table("run", "state", "model", "updates", "reward", "when")
-    for run in runs:
-        cells = (
+def print_runs(runs: Iterable[ListedRun]) -> None:
+    rows = [
+        (
             run.name,
             run.state,
             run.model,
@@ -202,33 +195,30 @@ def print_runs(runs: Iterable[ListedRun], console: Console | None = None) -> Non
             "" if run.reward is None else f"{run.reward:.3f}",
             "" if run.time_s is None else _moment(run.time_s),
         )
-        table.add_row(*(escape(safe(cell)) for cell in cells))
-    if table.row_count:
-        (console or standard_output()).print(table)
+        for run in runs
+    ]
+    if rows:
+        _print_table(("run", "state", "model", "updates", "reward", "when"), rows)
 
 
-def print_producers(producers: Producers, console: Console | None = None) -> None:
-    console = console or standard_output()
+def print_producers(producers: Producers) -> None:
     newest = f"newest policy {producers.newest_version}" if producers.newest_version is not None else "no policy yet"
     state = ", finished" if producers.finished else ""
-    _say(console, f"Run {producers.run}{state}: {newest}, {len(producers.alive)} producers alive")
+    print(f"Run {producers.run}{state}: {newest}, {len(producers.alive)} producers alive")
     if producers.alive:
-        names = ("producer", "policy", "lag", "in flight", "tokens/s", "mismatch", "bad loads", "seen", "host:pid")
-        table = _bare_table(*names)
-        for alive in producers.alive:
-            table.add_row(*(escape(safe(cell)) for cell in _alive_cells(alive)))
-        console.print(table)
+        header = ("producer", "policy", "lag", "in flight", "tokens/s", "mismatch", "bad loads", "seen", "host:pid")
+        _print_table(header, map(_alive_cells, producers.alive))
     for alive in producers.alive:
         if alive.endpoint:
-            _say(console, f"{safe(alive.producer_id)}: agents are served at {safe(alive.endpoint)}")
+            print(f"{safe(alive.producer_id)}: agents are served at {safe(alive.endpoint)}")
         if alive.quarantine:
-            _say(console, f"{safe(alive.producer_id)}: quarantined, nothing of it is trained: {safe(alive.quarantine)}")
+            print(f"{safe(alive.producer_id)}: quarantined, nothing of it is trained: {safe(alive.quarantine)}")
         if alive.last_error:
-            _say(console, f"{safe(alive.producer_id)}: last error: {safe(alive.last_error)}")
+            print(f"{safe(alive.producer_id)}: last error: {safe(alive.last_error)}")
     for producer_id in producers.unreadable:
-        _say(console, f"{safe(producer_id)}: alive, with a heartbeat of another release")
+        print(f"{safe(producer_id)}: alive, with a heartbeat of another release")
     for orphaned in producers.orphaned:
-        _say(console, _orphaned_line(orphaned))
+        print(_orphaned_line(orphaned))
 
 
 def _alive_cells(alive: Alive) -> tuple[str, ...]:
@@ -255,31 +245,28 @@ def _orphaned_line(orphaned: Orphaned) -> str:
     return f"{safe(orphaned.consumer)}: no heartbeat, but it holds {held}, {idle}"
 
 
-def print_weights(content: LogContent, console: Console | None = None) -> None:
-    console = console or standard_output()
+def print_weights(content: LogContent) -> None:
     when = f" of {_moment(content.newest_time_s)}" if content.newest_time_s is not None else ""
     state = ", finished" if content.finished else ""
     kept = len({policy.version for policy in content.policies})
-    _say(console, f"Run {content.run}{state}: newest policy {content.newest_version}{when}, {kept} versions kept")
+    print(f"Run {content.run}{state}: newest policy {content.newest_version}{when}, {kept} versions kept")
     joining = (
         f"{content.newest_bytes:,} bytes, the anchor and {content.newest_steps - 1} deltas"
         if content.newest_bytes is not None and content.newest_steps is not None
         else "not possible: no anchor leads to the newest policy"
     )
-    _say(console, f"joining  {joining}")
-    table = _bare_table("policy", "kind", "changed", "bytes", "of dense", "steps", "store", "parent", "when")
+    print(f"joining  {joining}")
     newest_first = content.policies[::-1]
     shown = [policy for n, policy in enumerate(newest_first) if n < _POLICIES_SHOWN or policy.anchor]
-    for policy in shown:
-        table.add_row(*(escape(safe(cell)) for cell in _policy_cells(policy)))
-    console.print(table)
+    header = ("policy", "kind", "changed", "bytes", "of dense", "steps", "store", "parent", "when")
+    _print_table(header, map(_policy_cells, shown))
     if len(shown) < len(newest_first):
-        _say(console, f"and {len(newest_first) - len(shown):,} deltas before them; --json has all")
+        print(f"and {len(newest_first) - len(shown):,} deltas before them; --json has all")
     for problem in content.unreadable:
-        _say(console, f"PROBLEM  {safe(problem)}")
+        print(f"PROBLEM  {safe(problem)}")
     for store in content.stores:
-        _say(console, f"store    {_store_line(store)}")
-    _print_holders(content, console)
+        print(f"store    {_store_line(store)}")
+    _print_holders(content)
 
 
 def _policy_cells(policy: LoggedPolicy) -> tuple[str, ...]:
@@ -310,16 +297,13 @@ def _store_line(store: StoreContent) -> str:
     return f"{line}{missing}{unnamed}"
 
 
-def _print_holders(content: LogContent, console: Console) -> None:
+def _print_holders(content: LogContent) -> None:
     if content.holders:
-        table = _bare_table("policy", "lag", "producers", "on hosts", "which")
-        for held in content.holders:
-            table.add_row(*(escape(safe(cell)) for cell in _holder_cells(held)))
-        console.print(table)
+        _print_table(("policy", "lag", "producers", "on hosts", "which"), map(_holder_cells, content.holders))
     else:
-        _say(console, "no producer is alive")
+        print("no producer is alive")
     if content.num_unreadable:
-        _say(console, f"{content.num_unreadable} producers send heartbeats of another release")
+        print(f"{content.num_unreadable} producers send heartbeats of another release")
 
 
 def _holder_cells(held: PolicyHolders) -> tuple[str, ...]:
@@ -337,23 +321,26 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + rest
 
 
-def _bare_table(*columns: str, show_header: bool = True) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_header=show_header, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
+def _print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Prints a table, its cells escaped."""
+    table = _bare_table()
+    for number, column in enumerate(header):
         table.add_column(column, overflow="fold", no_wrap=number == 0)
-    return table
+    for row in rows:
+        table.add_row(*(escape(safe(cell)) for cell in row))
+    standard_output().print(table)
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+def _bare_table(*, show_header: bool = True) -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_header=show_header, pad_edge=False, padding=(0, 1, 0, 0))
 
 
-def _say_block(console: Console, label: str, text: str) -> None:
-    """Says a text of several lines; nothing if it is empty."""
+def _print_block(label: str, text: str) -> None:
+    """Prints a text of several lines; nothing if it is empty."""
     for number, line in enumerate(text.expandtabs(4).splitlines()):
-        _say(console, f"{'' if number else label:8} {safe(line)}")
+        print(f"{'' if number else label:8} {safe(line)}")
 
 
 def safe(text: str) -> str:
-    """The text with everything that is not printable escaped."""
+    """Returns the text with every unprintable character escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,11 +1,14 @@
-"""`penstock weights`: what a run's weight log holds, version by version, and which producers hold which of them."""
+"""`penstock weights`: the policies in a run's weight log, and the producers that hold each."""
 
 from collections import Counter
+from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from penstock.deploy.operate.producer_list import Producers, list_producers
-from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.operate.producer_list import Alive, Producers, producers_of
+from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.weights.log import VersionGoneError, WeightLog, read_log
@@ -15,10 +18,10 @@ from penstock.schemas.weights.stores import ChunkStoreError, open_store
 class LoggedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """One manifest.
 
-    announced: it is on the policy stream. anchor: it is whole, and a reader that holds nothing may begin with it.
-    delta_of: None if it is whole. num_changed: elements that the delta changes; None of a whole policy.
+    announced: it is on the policy stream. anchor: it is whole, and a reader without a policy may begin with it.
+    delta_of: None of a whole policy. num_changed: elements that the delta changes; None of a whole policy.
     num_steps: manifests that a reader without a policy applies to get this one; None if nothing leads to it.
-    time_s: None if the manifest does not say.
+    time_s: None if the manifest has no time.
     """
 
     version: int
@@ -38,8 +41,8 @@ class LoggedPolicy(msgspec.Struct, frozen=True, kw_only=True):
 class StoreContent(msgspec.Struct, frozen=True, kw_only=True):
     """The chunks of one store that manifests name.
 
-    num_missing: of those, how many the store does not have. num_unnamed: others that it has: of a policy that is being
-        published, or left by a trainer that died. Both None if it cannot be read, and `problem` then says why.
+    num_missing: how many of them the store lacks. num_unnamed: other chunks in the store: of a policy that is being
+        published, or left by a trainer that died. Both are None if the store cannot be read; `problem` says why.
     """
 
     place: str
@@ -51,7 +54,7 @@ class StoreContent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyHolders(msgspec.Struct, frozen=True, kw_only=True):
-    """The producers that sample with one version, and how many of them are on which host. lag: as that of `Alive`."""
+    """The producers that sample with one version, and their number by host. lag: as that of `Alive`."""
 
     version: int
     lag: int | None
@@ -60,7 +63,7 @@ class PolicyHolders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogContent(msgspec.Struct, frozen=True, kw_only=True):
-    """newest_steps, newest_bytes: what a reader without a policy fetches for the newest; None if nothing leads there.
+    """newest_steps, newest_bytes: what a reader without a policy fetches for the newest; None if nothing leads to it.
 
     num_unreadable: producers whose heartbeat is of another release. unreadable: entries that are no manifests.
     """
@@ -78,19 +81,20 @@ class LogContent(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: tuple[str, ...]
 
 
-def list_weights(run: OpenRun) -> LogContent:
-    """Reads the log, the names of the chunks in its stores, and the heartbeats.
+def list_weights(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> LogContent:
+    """Lists the policies in a run's weight log, and the producers that hold each. Raises ConfigError if no policy can
+    be read."""
+    with open_run(run, runs) as opened:
+        return _list_weights(opened)
 
-    Raises:
-        ConfigError: there is no log, or none that can be read.
-        ServerError: the run's Redis cannot be reached.
-    """
+
+def _list_weights(run: OpenRun) -> LogContent:
     log = read_log(run.redis, run.keys)
     newest = max(log.announced, default=None)
     if newest is None:
         why = "none has been announced yet, or Redis has lost them"
         raise ConfigError(f"run {run.name}: no policy on its policy stream: {'; '.join(log.unreadable) or why}")
-    producers = list_producers(run)
+    producers = producers_of(run)
     way = _way(log, newest)
     return LogContent(
         run=run.name,
@@ -108,7 +112,7 @@ def list_weights(run: OpenRun) -> LogContent:
 
 
 def _manifests(log: WeightLog) -> list[WeightManifest]:
-    """In order of version; of one version its anchor, then its delta."""
+    """Lists the manifests by version, of one version its anchor before its delta."""
     found = []
     for version in sorted({*log.announced, *log.anchors}):
         announced, anchor = log.announced.get(version), log.anchors.get(version)
@@ -143,34 +147,24 @@ def _way(log: WeightLog, version: int) -> list[WeightManifest] | None:
 
 
 def _stores(run: OpenRun, log: WeightLog) -> tuple[StoreContent, ...]:
-    """The log is read again after the stores: a chunk that was dropped meanwhile is not missing."""
-    before = _chunks(log)
-    there: dict[str, set[str]] = {}
-    problems: dict[str, str] = {}
-    for place in before:
-        try:
-            there[place] = set(open_store(place, run.keys, lambda command: command(run.redis)).keys())
-        except (ChunkStoreError, ConfigError) as error:
-            problems[place] = str(error)
-    after = _chunks(read_log(run.redis, run.keys))
+    """Compares each store's chunks with the log, read again afterwards: a chunk that was dropped meanwhile is not
+    missing."""
     found = []
-    for place, chunks in before.items():
-        keys, still = there.get(place), after.get(place, {})
-        found.append(
-            StoreContent(
-                place=place,
-                num_chunks=len(chunks),
-                num_bytes=sum(chunks.values()),
-                num_missing=len((chunks.keys() & still.keys()) - keys) if keys is not None else None,
-                num_unnamed=len(keys - chunks.keys() - still.keys()) if keys is not None else None,
-                problem=problems.get(place, ""),
-            )
-        )
+    for place, chunks in _chunks(log).items():
+        content = StoreContent(place=place, num_chunks=len(chunks), num_bytes=sum(chunks.values()))
+        try:
+            keys = set(open_store(place, run.keys, lambda command: command(run.redis)).keys())
+        except (ChunkStoreError, ConfigError) as error:
+            found.append(replace(content, problem=str(error)))
+            continue
+        still = _chunks(read_log(run.redis, run.keys)).get(place, {})
+        missing, unnamed = (chunks.keys() & still.keys()) - keys, keys - chunks.keys() - still.keys()
+        found.append(replace(content, num_missing=len(missing), num_unnamed=len(unnamed)))
     return tuple(found)
 
 
 def _chunks(log: WeightLog) -> dict[str, dict[str, int]]:
-    """By store, the bytes of each chunk that manifests name."""
+    """Returns, by store, the bytes of each chunk that manifests name."""
     found: dict[str, dict[str, int]] = {}
     for manifest in (*log.announced.values(), *log.anchors.values()):
         found.setdefault(manifest.store, {}).update((chunk.key, chunk.num_bytes) for chunk in manifest.chunks)
@@ -178,14 +172,16 @@ def _chunks(log: WeightLog) -> dict[str, dict[str, int]]:
 
 
 def _holders(producers: Producers) -> tuple[PolicyHolders, ...]:
-    """The newest version first."""
-    alive = producers.alive
+    """Groups the producers by version, the newest first."""
+    by_version: dict[int, list[Alive]] = {}
+    for each in producers.alive:
+        by_version.setdefault(each.policy_version, []).append(each)
     return tuple(
         PolicyHolders(
             version=version,
-            lag=next(each.lag for each in alive if each.policy_version == version),
-            producers=tuple(each.producer_id for each in alive if each.policy_version == version),
-            hosts=dict(Counter(each.host for each in alive if each.policy_version == version).most_common()),
+            lag=holders[0].lag,
+            producers=tuple(each.producer_id for each in holders),
+            hosts=dict(Counter(each.host for each in holders).most_common()),
         )
-        for version in sorted({each.policy_version for each in alive}, reverse=True)
+        for version, holders in sorted(by_version.items(), reverse=True)
     )

@@ -1,4 +1,4 @@
-"""The command `penstock parity`: opens its target, runs the check, shows the report; and the refusal of the gate."""
+"""The command `penstock parity`: opens its target, runs the check, shows the report. Also reports a gate's refusal."""
 
 import argparse
 import os
@@ -35,7 +35,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_runs(parser)
     add_json(parser, "print the report as JSON for a machine")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="record the rollouts in FILE, their weights beside")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="record the rollouts in FILE, their weights in FILE.weights"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -69,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
-        help="where to recompute (default: cpu beside a run, else trainer.device)",
+        help="where to recompute (default: cpu for a run, else trainer.device)",
     )
     parser.add_argument("--model", metavar="FOLDER", help="of a rollout file, the base model if it has moved")
     parser.add_argument(
@@ -90,8 +92,8 @@ class _Opened(NamedTuple):
     """An opened target.
 
     out: folder of the results. device: as `trainer.device`.
-    num_threads: beside a run as many as its trainer has; None leaves torch's default.
-    capture: hidden states of a probe.
+    num_threads: for a run, those of its trainer; None keeps torch's default.
+    capture: file with a probe's hidden states.
     """
 
     input: "ParityInput"
@@ -102,7 +104,7 @@ class _Opened(NamedTuple):
 
 
 def _parity(arguments: argparse.Namespace) -> int:
-    """The verdict's exit status; 2 with one line on stderr if the check cannot be made."""
+    """Returns the verdict's exit status; 2, with one line on stderr, if the check cannot be made."""
     import redis
 
     from penstock.consumers.parity.report import ParityError
@@ -110,21 +112,12 @@ def _parity(arguments: argparse.Namespace) -> int:
     from penstock.deploy.launch.redis_server import ServerError
     from penstock.producers.interfaces import EngineError, WeightLoadError
 
-    missing = (
-        ParityError,
-        RolloutFileError,
-        ConfigError,
-        ServerError,
-        EngineError,
-        WeightLoadError,
-        redis.RedisError,
-        OSError,
-    )
+    refused = (ParityError, RolloutFileError, ConfigError, ServerError, EngineError, WeightLoadError)
     say = progress(not arguments.json)
     try:
         with ExitStack() as closing:
             return _check(_open(arguments, say, closing), arguments, say)
-    except missing as error:
+    except (*refused, redis.RedisError, OSError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return _COULD_NOT_TELL
     except Exception:  # a defect of the check: Python's own status, 1, means a mismatch
@@ -136,7 +129,7 @@ def _open(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Ope
     target = Path(arguments.target)
     if is_rollout_file(target):
         _refuse_others(arguments, "rollout file")
-        return _open_rollout_file(target, arguments, closing)
+        return _open_rollout_file(target, arguments)
     if target.suffix == ".toml" or _is_shipped(arguments):
         _refuse_others(arguments, "run file")
         return _open_probe(find_run_file(target), arguments, say, closing)
@@ -149,7 +142,7 @@ def _open(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Ope
 
 
 def _is_shipped(arguments: argparse.Namespace) -> bool:
-    """Whether this is the name of a shipped run file and of no run."""
+    """Returns whether the target is the name of a shipped run file and of no run."""
     target = Path(arguments.target)
     is_run = target.exists() or (arguments.runs / target).exists() or "REDIS_URL" in os.environ
     return not is_run and arguments.target in shipped_run_files()
@@ -164,7 +157,7 @@ _ONLY = {
     "weights": ("rollout file", None),
     "dtype": ("rollout file", None),
 }
-"""Options for one kind of target, with their defaults."""
+"""Options that one kind of target takes, with that kind and their defaults."""
 
 
 def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
@@ -176,7 +169,7 @@ def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
             raise ConfigError(f"--{name} {shown}: {arguments.target} is a {kind}, and only a {takes} takes that option")
 
 
-def _open_rollout_file(file: Path, arguments: argparse.Namespace, closing: ExitStack) -> _Opened:
+def _open_rollout_file(file: Path, arguments: argparse.Namespace) -> _Opened:
     from penstock.deploy.parity.inputs import from_rollout_file
 
     found = from_rollout_file(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)
@@ -218,7 +211,7 @@ def _open_run(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> 
 
 
 def _temporary(closing: ExitStack) -> Path:
-    """A folder for weights, on the disk that TMPDIR names."""
+    """Makes a folder for weights, on the disk that TMPDIR names."""
     return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="penstock-parity-")))
 
 
@@ -284,21 +277,21 @@ def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace
 
 
 class _GateReport(msgspec.Struct):
-    """The part of the gate's report that is read back; its numbers may hold null for NaN."""
+    """The part of the gate's report that is read here; others may hold null for NaN."""
 
     verdict: Verdict
     gate: str = ""
 
 
 def gate_refusal(run_folder: Path, since_s: float) -> Verdict | None:
-    """Why the trainer's gate refused to train; None if it did not since `since_s`, in seconds since the epoch."""
+    """Returns why the trainer's gate refused to train; None if it has not since `since_s` (unix time)."""
     file = run_folder / REPORT_FILE
     try:
         if file.stat().st_mtime < since_s:
             return None
         report = msgspec.json.decode(file.read_bytes(), type=_GateReport)
     except (OSError, msgspec.DecodeError):
-        return None  # the trainer's log, which is shown in any case, says why it ended
+        return None  # the trainer's log, which is shown anyway, says why it ended
     return report.verdict if report.gate == "refuse" and report.verdict.status != "parity" else None
 
 
@@ -317,7 +310,7 @@ def raise_gate_refusal(run_folder: Path, since_s: float) -> None:
     print_verdict(verdict)
     print(f"report    {run_folder / REPORT_FILE}")
     raise GateRefusedError(
-        "the parity gate refuses to train. Mend it, then start under another name "
+        "the parity gate refuses to train. Fix it, then start under another name "
         f"(--name). `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same"
     )
 

@@ -1,7 +1,8 @@
-"""A parity report as text, and as a picture: engine against trainer, and the gap by position and by lag."""
+"""Shows a parity report as text, and as a picture: engine against trainer, and the gap by position and by lag."""
 
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.consumers.parity.report import Gap, Hypothesis, ParityReport, Status, Verdict
+from penstock.consumers.parity.report import Gap, ParityReport, Status, Verdict
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
 from penstock.schemas.metrics import LAG_LABELS, lag_label
@@ -70,7 +71,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
 
 
 def _versions(versions: tuple[int, ...]) -> str:
-    """Versions as their number within the epoch, or as `epoch:steps` if there were several epochs."""
+    """Lists versions by their number within the epoch, or as `epoch:steps` if there were several epochs."""
     if not versions:
         return "no policy"
     several = max(versions) >= VERSIONS_PER_EPOCH
@@ -81,24 +82,16 @@ def _versions(versions: tuple[int, ...]) -> str:
 
 
 def _hypotheses(report: ParityReport) -> Table:
-    table = _bare_table()
-    for heading in ("layer", "these are logprobs ..."):
-        table.add_column(heading, overflow="fold")
-    for heading in ("tokens", "mean", "p99", "max"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table = _table(("layer", "these are logprobs ..."), ("tokens", "mean", "p99", "max"), has_remark=True)
     before = ""
     for each in report.hypotheses:
         layer = each.layer if each.layer != before else ""
         before = each.layer
         style = "bold" if each.name == report.verdict.cause else ""
-        table.add_row(layer, escape(each.says), *_numbers(each.gap), escape(_remark(each, report)), style=style)
+        within = "within tolerance" if report.tolerance.allows(each.gap) else ""
+        remark = "; ".join(filter(None, (within, each.note)))
+        table.add_row(layer, escape(each.says), *_numbers(each.gap), escape(remark), style=style)
     return table
-
-
-def _remark(each: Hypothesis, report: ParityReport) -> str:
-    within = "within tolerance" if report.tolerance.allows(each.gap) else ""
-    return "; ".join(filter(None, (within, each.note)))
 
 
 def _numbers(gap: Gap) -> tuple[str, str, str, str]:
@@ -108,9 +101,7 @@ def _numbers(gap: Gap) -> tuple[str, str, str, str]:
 
 
 def _lags(report: ParityReport) -> Table:
-    table = _bare_table()
-    for heading in ("lag", "tokens", "mean |Δ|", "p99 |Δ|", "KL", "k3", "χ²", "ESS", "|ratio - 1| ·10⁴"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table((), ("lag", "tokens", "mean |Δ|", "p99 |Δ|", "KL", "k3", "χ²", "ESS", "|ratio - 1| ·10⁴"))
     for row in report.lags:
         table.add_row(
             row.label,
@@ -123,12 +114,8 @@ def _lags(report: ParityReport) -> Table:
 
 
 def _layers(report: ParityReport) -> Table:
-    """The layers that are off, else the worst few."""
-    table = _bare_table()
-    table.add_column("part", no_wrap=True)
-    for heading in ("error", "allowed"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    """Shows the layers that are off, else the worst few."""
+    table = _table(("part",), ("error", "allowed"), has_remark=True)
     off = [layer for layer in report.layers if layer.is_off]
     ranked = sorted(report.layers, key=lambda layer: -layer.error / layer.allowed)
     shown = off[:_LAYERS_SHOWN] or ranked[:_LAYERS_SHOWN]
@@ -139,8 +126,16 @@ def _layers(report: ParityReport) -> Table:
     return table
 
 
-def _bare_table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
+def _table(texts: Sequence[str], numbers: Sequence[str], *, has_remark: bool = False) -> Table:
+    """Makes an empty table: columns of text, columns of numbers, and a column without a heading for remarks."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if has_remark:
+        table.add_column("", overflow="fold")
+    return table
 
 
 def _say(console: Console, text: str) -> None:
@@ -148,7 +143,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def _console() -> Console:
-    """A console on stdout; a pipe or a file gets a fixed width."""
+    """Makes a console on stdout, of a fixed width for a pipe or a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
 
@@ -172,22 +167,17 @@ def draw(report: ParityReport) -> Figure:
     trainer = np.array([point.trainer for point in report.points])
     known = np.isfinite(engine) & np.isfinite(trainer)
     positions = np.array([point.position for point in report.points], dtype=float)
-    colours = np.array([_lag_colour(point.lag) for point in report.points], dtype=object)
+    labels = [lag_label(point.lag) if point.lag >= 0 else "unknown" for point in report.points]
+    colours = np.array([_colour_of(label) for label in labels], dtype=object)
     _draw_scatter(against, engine[known], trainer[known], colours[known])
     _draw_by_position(by_position, positions[known], np.abs(engine - trainer)[known], report)
     _draw_by_lag(by_lag, report)
     return figure
 
 
-def _lag_colour(lag: int) -> str:
-    """-1 is an unknown lag."""
-    return _colour_of(lag_label(lag)) if lag >= 0 else drawing.MUTED
-
-
 def _draw_scatter(ax: Axes, engine: np.ndarray, trainer: np.ndarray, colours: np.ndarray) -> None:
     ax.set_title("each token", pad=_ROOM_FOR_LEGEND)
-    ax.set_xlabel("logprob recorded by the engine, nats")
-    ax.set_ylabel("logprob by the trainer, nats")
+    ax.set(xlabel="logprob recorded by the engine, nats", ylabel="logprob by the trainer, nats")
     if not len(engine):
         _say_nothing(ax)
         return
@@ -200,8 +190,7 @@ def _draw_scatter(ax: Axes, engine: np.ndarray, trainer: np.ndarray, colours: np
 def _draw_by_position(ax: Axes, positions: np.ndarray, gaps: np.ndarray, report: ParityReport) -> None:
     ax.set_title("gap by position", pad=_ROOM_FOR_LEGEND)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_xlabel("sampled tokens before it")
-    ax.set_ylabel("|engine - trainer|, nats")
+    ax.set(xlabel="sampled tokens before it", ylabel="|engine - trainer|, nats")
     _logarithmic(ax)
     if not len(gaps):
         _say_nothing(ax)
@@ -210,18 +199,15 @@ def _draw_by_position(ax: Axes, positions: np.ndarray, gaps: np.ndarray, report:
     ax.scatter(positions, gaps, s=7, color=drawing.BLUE, alpha=0.2, linewidths=0, rasterized=True)
     edges = np.unique(np.linspace(0, positions.max() + 1, min(_BINS, int(positions.max()) + 1) + 1).round())
     bins = np.digitize(positions, edges) - 1
-    filled = [n for n in range(len(edges) - 1) if (bins == n).any()]
-    middles = [(edges[n] + edges[n + 1] - 1) / 2 for n in filled]
-    ax.plot(
-        middles, [gaps[bins == n].mean() for n in filled], color=drawing.INK, marker="o", markersize=3, label="mean"
-    )
+    filled = np.unique(bins)
+    middles, means = (edges[filled] + edges[filled + 1] - 1) / 2, [gaps[bins == n].mean() for n in filled]
+    ax.plot(middles, means, color=drawing.INK, marker="o", markersize=3, label="mean")
     _draw_tolerance(ax, report)
 
 
 def _draw_by_lag(ax: Axes, report: ParityReport) -> None:
     ax.set_title("gap by lag", pad=_ROOM_FOR_LEGEND)
-    ax.set_xlabel("lag, optimizer steps")
-    ax.set_ylabel("|engine - trainer now|, nats")
+    ax.set(xlabel="lag, optimizer steps", ylabel="|engine - trainer now|, nats")
     _logarithmic(ax)
     if not report.lags:
         _say_nothing(ax)

@@ -1,4 +1,4 @@
-"""The input of a check: rollouts and the weights they name, from a run's stream or from a rollout file."""
+"""Reads the input of a check: rollouts and the weights they name, from a run's stream or from a rollout file."""
 
 import time
 from collections import deque
@@ -23,13 +23,13 @@ from penstock.schemas.policy import lag
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
 
 _BEFORE, _AFTER = 2, 1
-"""Versions beside those that tokens name: an update that was skipped, or landed early, would have served them."""
+"""Versions before and after those that tokens name, which an update that was skipped, or came early, would explain."""
 _ENTRIES = 16
 _BLOCK_MS = 500
 
 
 def with_neighbours(versions: Iterable[int]) -> set[int]:
-    """`versions` and those just before and after each, whose weights a check tries in their place."""
+    """Returns `versions` and those just before and after each, whose weights a check tries in their place."""
     return {neighbour for version in versions for neighbour in range(max(0, version - _BEFORE), version + _AFTER + 1)}
 
 
@@ -54,17 +54,14 @@ class ParityInput:
 
     @property
     def lag_of(self) -> Callable[[int], int] | None:
-        """The lag of a version for the newest one; None if that is unknown."""
+        """A function that returns a version's lag behind the newest one; None if that is unknown."""
         if self.policy_version < 0:
             return None
         return lambda version: lag(version, self.policy_version, self.forks, self.announced)
 
     def save(self, file: Path) -> str:
-        """Writes the rollouts to `file` and the weights they name, with their neighbours, to `<file>.weights`.
-
-        Returns:
-            A line that says so.
-        """
+        """Writes the rollouts to `file` and the weights they name, with their neighbours, to `<file>.weights`. Returns
+        a line that says so."""
         folder = file.with_name(file.name + ".weights")
         copies = self.weights.copy(with_neighbours(_versions_of(self.groups)), folder)
         model = Path(self.config.model.path)
@@ -84,7 +81,7 @@ class ParityInput:
 
 
 def _versions_of(groups: Iterable[RolloutGroup]) -> set[int]:
-    """Every policy version that sampled a token of `groups`."""
+    """Returns every policy version that sampled a token of `groups`."""
     return {
         span.version
         for group in groups
@@ -95,11 +92,7 @@ def _versions_of(groups: Iterable[RolloutGroup]) -> set[int]:
 
 
 def tokenizer_for(config: RunConfig) -> Any:
-    """The tokenizer in the model's folder.
-
-    Raises:
-        ParityError: there is none.
-    """
+    """Loads the tokenizer in the model's folder. Raises ParityError if there is none."""
     try:
         return load_tokenizer(config)
     except ConfigError as error:
@@ -109,11 +102,11 @@ def tokenizer_for(config: RunConfig) -> Any:
 def from_rollout_file(
     file: Path, *, model: str | None = None, folder: Path | None = None, dtype: str | None = None
 ) -> ParityInput:
-    """The rollouts of a rollout file. `model`, `folder` and `dtype` replace those in its header.
+    """Reads the rollouts of a rollout file. `model`, `folder` and `dtype` replace those in its header.
 
     Raises:
-        ParityError: the base model or `folder` is not there, or the model is another one than the rollouts are of.
-        RolloutFileError: no whole rollout file.
+        ParityError: the base model or `folder` is missing, or the model is not the one that sampled the rollouts.
+        RolloutFileError: no complete rollout file.
     """
     header, groups = read_rollout_file(file)
     path = Path(model or header.model)
@@ -154,13 +147,14 @@ def from_rollout_file(
 
 
 class _NewestGroups:
-    """The newest groups of a rollout stream, at most `num_groups`, by XREAD: nothing is acknowledged or trimmed.
+    """The newest groups of a rollout stream, at most `num_groups`. Reads by XREAD: acknowledges and trims nothing.
 
-    num_seen: groups read so far. num_refused: the ones that break the contract; `refusal` says what the last one broke.
+    num_seen: groups read so far. num_refused: those that break the contract; `refusal` says how the last one does.
     """
 
     def __init__(self, client: redis.Redis, keys: Keys, num_groups: int) -> None:
-        self._client, self._keys = client, keys
+        self._client: Any = client
+        self._keys = keys
         self._cursor = "0-0"
         self.groups: deque[RolloutGroup] = deque(maxlen=num_groups)
         self.num_seen = self.num_refused = 0
@@ -170,28 +164,22 @@ class _NewestGroups:
     def is_full(self) -> bool:
         return len(self.groups) == self.groups.maxlen
 
-    def read(self, *, block: bool) -> None:
-        """Reads to the stream's end. With `block` it waits there for one more entry, `_BLOCK_MS` at most."""
-        while entries := self._read(None):
-            self._take(entries)
-        if block:
-            self._take(self._read(_BLOCK_MS))
+    def read(self, block_ms: int | None) -> None:
+        """Reads to the stream's end, after waiting up to `block_ms` for a first entry."""
+        while found := self._client.xread({self._keys.rollouts: self._cursor}, count=_ENTRIES, block=block_ms):
+            block_ms = None
+            for entry_id, fields in found[0][1]:
+                self._cursor = entry_id.decode()
+                if fields.get(Field.KIND) == Kind.GROUP:
+                    self._take(fields.get(Field.PAYLOAD, b""))
 
-    def _read(self, block_ms: int | None) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        found: Any = self._client.xread({self._keys.rollouts: self._cursor}, count=_ENTRIES, block=block_ms)
-        return found[0][1] if found else []
-
-    def _take(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
-        for entry_id, fields in entries:
-            self._cursor = entry_id.decode()
-            if fields.get(Field.KIND) != Kind.GROUP:
-                continue
-            self.num_seen += 1
-            try:
-                self.groups.append(decode_group(fields.get(Field.PAYLOAD, b"")))
-            except RecordError as error:
-                self.num_refused += 1
-                self.refusal = str(error)
+    def _take(self, payload: bytes) -> None:
+        self.num_seen += 1
+        try:
+            self.groups.append(decode_group(payload))
+        except RecordError as error:
+            self.num_refused += 1
+            self.refusal = str(error)
 
 
 def from_run(
@@ -203,10 +191,10 @@ def from_run(
     wait_s: float,
     say: Callable[[str], None],
 ) -> ParityInput:
-    """The newest groups of a run, with their weights held.
+    """Reads the newest groups of a run and holds their weights.
 
-    Waits while the run has producers and fewer than `num_groups` groups are on its stream; more groups, the end of the
-    run or the end of `wait_s` unblock it.
+    Waits while the run has producers and fewer than `num_groups` groups are on its stream. More groups, the end of the
+    run or the end of `wait_s` end the wait.
 
     Raises:
         ParityError: there are no rollouts.
@@ -214,14 +202,14 @@ def from_run(
     """
     client, keys = run.redis, run.keys
     newest = _NewestGroups(client, keys, num_groups)
-    deadline = time.monotonic() + wait_s
+    deadline, block_ms = time.monotonic() + wait_s, None
     while True:
-        newest.read(block=False)
+        newest.read(block_ms)
         weights.hold(_versions_of(newest.groups))  # at once: the trainer soon drops them
         if newest.is_full or time.monotonic() >= deadline or not _is_alive(client, keys):
             break
         say(f"waiting for rollouts: {len(newest.groups)} of {num_groups}")
-        newest.read(block=True)
+        block_ms = _BLOCK_MS
     if not newest.groups:
         raise ParityError(_why_empty(run, client, newest))
     commit: Any = client.hgetall(keys.commit)  # last, so that it knows every version that a token may name
@@ -241,10 +229,9 @@ def from_run(
 
 
 def _is_alive(client: redis.Redis, keys: Keys) -> bool:
-    """Whether the run is not finished and a producer's heartbeat is there."""
-    if client.hget(keys.commit, Commit.FINISHED) == b"1":
-        return False
-    return next(client.scan_iter(match=keys.producer_pattern, count=1000), None) is not None
+    """Returns whether the run is not finished and a producer sends heartbeats."""
+    is_finished = client.hget(keys.commit, Commit.FINISHED) == b"1"
+    return not is_finished and any(True for _ in client.scan_iter(match=keys.producer_pattern, count=1000))
 
 
 def _why_empty(run: OpenRun, client: redis.Redis, newest: _NewestGroups) -> str:

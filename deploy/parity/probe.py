@@ -1,4 +1,4 @@
-"""The input of a check from one engine, booted for it: prompts sampled while weights change in flight."""
+"""Makes the input of a check with an engine of its own: samples prompts while weights change in flight."""
 
 import asyncio
 import math
@@ -25,15 +25,15 @@ from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
 
 NUM_UPDATES = 3
 MOST_TOKENS = 96
-"""Tokens of a completion: enough for an update to find it in flight."""
+"""Tokens of a completion: enough for an update to come while it is in flight."""
 CHANGE = {"float32": 1e-2, "bfloat16": 3e-2}
-"""Relative change of every tensor from one policy to the next, by the type of the published weights: more than its
-noise, and too little for the model to become incoherent."""
+"""Relative change of every tensor from one policy to the next, by the type of the published weights: more than the
+type's noise, and too little for the model to become incoherent."""
 _CAPTURE = "hidden_states.safetensors"
 
 
 class Probed(NamedTuple):
-    """capture: the hidden states of one sequence; None if they could not be recorded, and a note says why."""
+    """capture: file with the hidden states of one sequence; None if they could not be recorded, and a note says why."""
 
     input: ParityInput
     capture: Path | None
@@ -102,7 +102,7 @@ def _engine_type() -> Any:
 
 
 def _sampling(config: RunConfig, prompts: list[PosedPrompt], max_model_len: int) -> SamplingSettings:
-    """The run's own, with completions of a probe's length."""
+    """Returns the run's own sampling settings, with completions of a probe's length."""
     room = max_model_len - max(len(posed.token_ids) for posed in prompts)
     if room < 1:
         raise ConfigError(
@@ -119,9 +119,8 @@ def _sampling(config: RunConfig, prompts: list[PosedPrompt], max_model_len: int)
 
 
 def make_policies(config: RunConfig, folder: Path, num_updates: int) -> list[WeightUpdate]:
-    """Writes `v1.safetensors` and so on into `folder`: the base model's weights, each time changed a little at random,
-    or small random adapters to them.
-    Equal configurations make equal policies.
+    """Writes `v1.safetensors` and so on into `folder`: the base model's weights, changed a little more at random each
+    time, or small random adapters. Equal configurations make equal policies.
 
     Raises:
         EngineError: model.path holds no model with safetensors weights.
@@ -134,24 +133,27 @@ def make_policies(config: RunConfig, folder: Path, num_updates: int) -> list[Wei
     generator, dtype = torch.Generator().manual_seed(config.seed), config.model.dtype
     updates = []
     for version in range(1, num_updates + 1):
-        if config.lora is not None:
-            updates.append(
-                _write(version, _random_adapter(config.lora, base, weights, dtype, generator), folder, dtype)
-            )
-            continue
-        for name, tensor in weights.items():
-            if tensor.is_floating_point():
-                values = tensor.float()
-                noise = torch.randn(values.shape, generator=generator)
-                weights[name] = values + CHANGE[dtype] * values.square().mean().sqrt() * noise
-        updates.append(_write(version, weights, folder, dtype))
+        if config.lora is None:
+            published = weights = {name: _changed(tensor, dtype, generator) for name, tensor in weights.items()}
+        else:
+            published = _random_adapter(config.lora, base, weights, dtype, generator)
+        updates.append(_write(version, published, folder, dtype))
     return updates
+
+
+def _changed(tensor: Tensor, dtype: str, generator: torch.Generator) -> Tensor:
+    """Adds noise to a tensor of weights; returns any other as it is."""
+    if not tensor.is_floating_point():
+        return tensor
+    values = tensor.float()
+    noise = torch.randn(values.shape, generator=generator)
+    return values + CHANGE[dtype] * values.square().mean().sqrt() * noise
 
 
 def _random_adapter(
     lora: LoraConfig, base: BaseModel, weights: Mapping[str, Tensor], dtype: str, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """An adapter whose product changes each weight by about the same share as a policy without adapters would."""
+    """Makes an adapter whose product changes each weight by about the share that `_changed` does."""
     found: dict[str, Tensor] = {}
     for name, shape in adapter_shapes(lora, base.shapes, base.folder).items():
         module, factor = parse_name(name) or ("", "")

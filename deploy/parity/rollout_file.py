@@ -1,12 +1,12 @@
-"""A rollout file: a handful of groups beside the weights they name, for the parity check.
+"""Rollout files: some groups, stored next to the weights they name, for the parity check.
 
     magic     8 bytes  b"PENSTOCK"
     header    u32 little-endian length, then a `RolloutFileHeader` as msgpack
-    groups    each: u32 length, then what `penstock.schemas.rollout.encode_group` returns
+    groups    each: u32 length, then the result of `penstock.schemas.rollout.encode_group`
     end       u32 0, u32 number of groups, 16 bytes BLAKE2b of everything before the end
 
-A file without its end was cut off: it is refused, never read in part. The record of everything that a run trained on is
-another thing: `penstock.schemas.record`.
+A file without its end was cut off: it is refused, never read in part. The record of all rollouts that a run trained on
+has another format: `penstock.schemas.record`.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ _END = struct.Struct(f"<II{_DIGEST_BYTES}s")
 
 
 class RolloutFileError(ValueError):
-    """Not a rollout file, or not a whole one; the message says where and what was expected."""
+    """Not a complete rollout file; the message says where and what was expected."""
 
 
 class RolloutFileHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts a reader needs besides the groups. The reader supplies those that are empty.
+    """The facts a reader needs in addition to the groups. The reader supplies those that are empty.
 
     run: name of the run.
     model: folder of the base model, which is version 0, and of its tokenizer.
@@ -65,7 +65,7 @@ class RolloutFile(NamedTuple):
 
 
 def is_rollout_file(file: Path) -> bool:
-    """Whether the file begins like one; False if there is no such file."""
+    """Returns whether the file begins like a rollout file; False if it does not exist."""
     try:
         with file.open("rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -74,11 +74,11 @@ def is_rollout_file(file: Path) -> bool:
 
 
 def write_rollout_file(file: Path, header: RolloutFileHeader, groups: Iterable[RolloutGroup]) -> int:
-    """Writes the file, whole or not at all, over whatever is there; returns the number of groups.
+    """Writes the file, whole or not at all, replacing any other; returns the number of groups.
 
     Raises:
-        OSError: it cannot be written.
-        RecordError: a group that breaks the contract.
+        OSError: the file cannot be written.
+        RecordError: a group breaks the contract.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(MAGIC, digest_size=_DIGEST_BYTES)
@@ -98,8 +98,8 @@ def read_rollout_file(file: Path) -> RolloutFile:
     """Reads and checks a whole rollout file.
 
     Raises:
-        RolloutFileError: no such file, no rollout file, one of a later version, one that was cut off or altered, or a
-            group in it that breaks the contract.
+        RolloutFileError: the file does not exist, is no rollout file, is of a later version, was cut off or altered, or
+            holds a group that breaks the contract.
     """
     try:
         return _decode(file.read_bytes())

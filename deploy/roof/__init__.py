@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from penstock.deploy.evaluate.evaluation import SetResult as SetResult
     from penstock.deploy.launch.producer_pool import PartDied as PartDied
     from penstock.deploy.launch.redis_server import ServerError as ServerError
-    from penstock.deploy.operate.by_name import audit as audit
-    from penstock.deploy.operate.by_name import export as export
-    from penstock.deploy.operate.by_name import list_dead as list_dead
-    from penstock.deploy.operate.by_name import list_producers as list_producers
-    from penstock.deploy.operate.by_name import list_weights as list_weights
-    from penstock.deploy.operate.by_name import requeue_dead as requeue_dead
-    from penstock.deploy.operate.by_name import show_dead as show_dead
+    from penstock.deploy.operate.audit import audit as audit
+    from penstock.deploy.operate.dead_letters import list_dead as list_dead
+    from penstock.deploy.operate.dead_letters import requeue_dead as requeue_dead
+    from penstock.deploy.operate.dead_letters import show_dead as show_dead
+    from penstock.deploy.operate.export import export as export
+    from penstock.deploy.operate.producer_list import list_producers as list_producers
     from penstock.deploy.operate.run_list import list_runs as list_runs
+    from penstock.deploy.operate.weight_list import list_weights as list_weights
     from penstock.deploy.parity.command import GateRefusedError as GateRefusedError
     from penstock.deploy.plan.planning import Plan as Plan
     from penstock.deploy.plan.planning import plan as plan
@@ -46,10 +46,12 @@ _NAMES = {
     "deploy.evaluate.evaluation": ("Evaluated", "SetResult"),
     "deploy.launch.producer_pool": ("PartDied",),
     "deploy.launch.redis_server": ("ServerError",),
-    "deploy.operate.by_name": (
-        "audit", "export", "list_dead", "list_producers", "list_weights", "requeue_dead", "show_dead",
-    ),
+    "deploy.operate.audit": ("audit",),
+    "deploy.operate.dead_letters": ("list_dead", "requeue_dead", "show_dead"),
+    "deploy.operate.export": ("export",),
+    "deploy.operate.producer_list": ("list_producers",),
     "deploy.operate.run_list": ("list_runs",),
+    "deploy.operate.weight_list": ("list_weights",),
     "deploy.parity.command": ("GateRefusedError",),
     "deploy.plan.planning": ("Plan", "plan"),
     "deploy.record.reading": ("export_record", "load_record"),

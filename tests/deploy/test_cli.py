@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.command_line import find_run_file
 from penstock.deploy.launch.machine import Machine
 from penstock.deploy.operate import commands as operate
-from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
+from penstock.deploy.running import RunInterrupted
+from penstock.schemas.config import ConfigError, RunConfig
 from training_groups import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -109,10 +110,14 @@ def test_a_run_is_resumed_by_its_name_though_its_run_file_needs_what_set_gave_it
     assert cli.main(argv) == 2
 
 
-def test_the_command_to_continue_a_run_needs_no_settings():
-    arguments = cli._parser().parse_args(["run", "lab.toml", "--set", "num_updates=7", "--runs", "elsewhere"])
-    config = RunConfig(name="b", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
-    assert cli._resume_command(arguments, config) == "penstock run lab.toml --name b --runs elsewhere --resume"
+def test_the_command_to_continue_a_run_needs_no_settings(monkeypatch, capsys):
+    def stop(config: RunConfig, **_: object) -> None:
+        raise RunInterrupted(config.name, signal.SIGTERM)
+
+    monkeypatch.setattr(cli, "run", stop)
+    assert cli.main(["run", DEMO, "--name", "b", "--set", "num_updates=7", "--runs", "elsewhere"]) == 143
+    told = f"penstock: stopped; to continue: penstock run {DEMO} --name b --runs elsewhere --resume\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_number_is_a_name_too(capsys, model_folder):
@@ -359,23 +364,24 @@ def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
     assert "engine.head_dtype" in refused(capsys, "producer", DEMO)
 
 
-def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield below
-                yield from parsers_below(below)
-
-
 def test_each_operator_s_command_and_each_of_its_arguments_says_what_it_is_for():
-    parser = argparse.ArgumentParser()
-    cli.add_commands(parser, operate.COMMANDS)
-    found = list(parsers_below(parser))
-    assert len(found) == 9
-    for command in found:
-        assert command.description, command.prog
-        actions = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
-        assert [action.dest for action in actions if not action.help] == [], command.prog
+    parsers: list[argparse.ArgumentParser] = []
+    without_help: list[tuple[str, ...]] = []
+
+    class NotingParser(argparse.ArgumentParser):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            parsers.append(self)
+
+        def add_argument(self, *names: Any, **settings: Any) -> Any:
+            if not settings.get("help"):
+                without_help.append((self.prog, *names))
+            return super().add_argument(*names, **settings)
+
+    cli.add_commands(NotingParser(), operate.COMMANDS)
+    commands = parsers[1:]
+    assert len(commands) == 9 and without_help == []
+    assert [command.prog for command in commands if not command.description] == []
 
 
 def test_a_shipped_run_file_is_reached_by_its_name(capsys, model_folder):

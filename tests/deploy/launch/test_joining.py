@@ -49,7 +49,6 @@ def on_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(cli, "limit_threads", lambda count: None)
     monkeypatch.setattr(joining, "WAIT_S", 0.01)
-    monkeypatch.setattr(joining, "_LOOK_S", 0.02)
     for name in ("REDIS_URL", "REDIS_PASSWORD_FILE"):
         monkeypatch.setenv(name, "")
     return here
@@ -261,7 +260,9 @@ def test_a_temporary_folder_of_another_user_is_refused(
     assert status == 2 and f"{folder}: another user's; expected --runs DIR" in error
 
 
-def test_files_of_the_hub_that_nothing_reads_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_files_of_the_hub_that_nothing_reads_are_not_downloaded(
+    run, join, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
@@ -269,10 +270,12 @@ def test_files_of_the_hub_that_nothing_reads_are_not_downloaded(monkeypatch: pyt
         files = ["config.json", "model-1.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja"]
         other = ["pytorch_model.bin", "consolidated.00.pth", "original/params.json", "onnx/model.onnx", "x.gguf"]
         assert list(filter_repo_objects(files + other, ignore_patterns=ignore_patterns)) == files
-        return str(tmp_path)
+        return str(model)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", pretend)
-    assert joining._find_model("lab/tiny") == tmp_path
+    run()
+    status, _, [(joined, _)] = join("--model", "lab/tiny")
+    assert status == 0 and joined.model.path == str(model)
 
 
 def test_a_run_of_adapters_needs_its_base_on_this_host(run, join, model: Path, on_another_host: Path) -> None:

@@ -129,7 +129,7 @@ def test_held_out_prompts_that_failed_are_told_from_a_reward_of_0(failed, shown,
 @pytest.fixture
 def trainer_metrics(tmp_path, monkeypatch) -> Iterator[TrainerMetrics]:
     """The metrics of a trainer that serves them, at which a view looks whenever it draws."""
-    monkeypatch.setattr("penstock.deploy.launch.progress._SCRAPE_S", 0.0)
+    monkeypatch.setattr(Progress, "scrape_s", 0.0)
     metrics = TrainerMetrics()
     server, thread = start_http_server(0, addr="127.0.0.1", registry=metrics.registry)
     register_metrics_port(tmp_path / "r", "trainer", "127.0.0.1", server.server_port)
@@ -141,10 +141,10 @@ def trainer_metrics(tmp_path, monkeypatch) -> Iterator[TrainerMetrics]:
 
 def test_a_run_that_waits_for_agents_says_so_until_a_batch_comes(plain, trainer_metrics, tmp_path, capsys):
     def told() -> str:
-        plain._next_line = 0.0
         plain.refresh({})
         return capsys.readouterr().out
 
+    plain.line_s = 0.0
     plain.state("trainer", "running")
     append_update(tmp_path / "r", 1)
     trainer_metrics.groups_abandoned.set(3)
@@ -160,12 +160,11 @@ def test_a_run_that_waits_for_agents_says_so_until_a_batch_comes(plain, trainer_
 
 
 def test_dead_groups_are_counted_where_there_are_any(plain, trainer_metrics, tmp_path, capsys):
-    ledger = Ledger()
+    plain.line_s, ledger = 0.0, Ledger()
     for index, outcome in enumerate(("trained", "dead"), start=1):
         ledger.settle(index, outcome)
         trainer_metrics.count_groups(ledger)
         append_update(tmp_path / "r", index)
-        plain._next_line = 0.0
         plain.refresh({})
         assert ("  dead 1" in capsys.readouterr().out) == (outcome == "dead")
 
@@ -271,15 +270,12 @@ def test_a_line_is_read_once_it_is_whole(tmp_path):
     assert progress.update.update == 1
 
 
-def test_batches_in_a_row_that_train_nothing_are_warned_of_once_and_again_after_one_that_trains(tmp_path, capsys):
-    view = PlainView(CONFIG, tmp_path)
-
+def test_batches_in_a_row_that_train_nothing_are_warned_of_once_until_one_trains(plain, tmp_path, capsys):
     def warnings(*trained: int) -> int:
         for num_groups in trained:
-            number = (view.progress.update.update if view.progress.update else 0) + 1
+            number = (plain.progress.update.update if plain.progress.update else 0) + 1
             append_update(tmp_path / "r", number, num_groups_trained=num_groups, num_groups_skipped=4 - num_groups)
-            view._next_frame = 0.0
-            view.refresh({})
+            plain.refresh({})
         return capsys.readouterr().out.count("warning: 5 batches in a row trained nothing: the rewards within each")
 
     assert warnings(4, 0, 0, 0, 0) == 0

@@ -264,14 +264,14 @@ def test_an_adapter_s_trainer_holds_the_base_once_and_no_gradients_of_it():
     adapter = SHAPE.layers * 8 * (SHAPE.hidden + SHAPE.query_width + SHAPE.hidden + SHAPE.intermediate)
     assert trainer.needs["base model"] == 2 * SHAPE.parameters and "reference model" not in trainer.needs
     assert trainer.needs["masters, gradients, moments"] == 16 * adapter
-    assert trainer.needs["gathered all the while"] == 0
+    assert "gathered all the while" not in trainer.needs
     assert trainer.needs["activations"] == whole.needs["activations"]
     assert trainer.needs["a block, or the head"] < whole.needs["a block, or the head"]
 
 
 def test_an_adapter_of_layers_that_are_called_otherwise_is_no_training_of_all_weights():
     (trainer, *_) = place(config(lora={"targets": ["qkv_proj"]}), machine(3), SHAPE).shares
-    assert trainer.needs["masters, gradients, moments"] == 0 and trainer.needs["base model"] == 2 * SHAPE.parameters
+    assert "masters, gradients, moments" not in trainer.needs and trainer.needs["base model"] == 2 * SHAPE.parameters
 
 
 def test_the_run_file_for_gpus_that_ships_fits_the_gpus_it_names():

@@ -26,7 +26,7 @@ class Pool:
         pid = len(self._heartbeats) + 100
         self.children[name] = SimpleNamespace(name=name, pid=pid, status=None, log=Path(name), started_s=2e9)
         self.children[name].poll = lambda child=self.children[name]: child.status
-        self.children[name].kill = lambda child=self.children[name]: setattr(child, "status", -9)
+        self.children[name].end = lambda child=self.children[name]: setattr(child, "status", -9)
         return self.children[name]
 
     def tick(self) -> list[str]:

@@ -96,7 +96,7 @@ def both() -> dict[str, Path]:
 
 def data_of(run: Path, binary: Path) -> None:
     """Has the server `binary` write a little."""
-    server = RedisServer(run, maxmemory_mb=64, binary=binary)
+    server = RedisServer(run, maxmemory_mb=64, binary=inspect(binary))
     server.client.xadd("s", {"a": 1})
     server.stop()
 
@@ -146,7 +146,7 @@ def test_data_that_the_server_at_hand_cannot_read_name_who_wrote_them_and_who_wa
 @pytest.mark.redis
 def test_a_server_that_can_read_what_another_wrote_writes_from_now_on(tmp_path, both):
     data_of(tmp_path, both["redis"])
-    server = RedisServer(tmp_path, maxmemory_mb=64, binary=both["valkey"])
+    server = RedisServer(tmp_path, maxmemory_mb=64, binary=inspect(both["valkey"]))
     assert server.client.xlen("s") == 1
     server.stop()
     assert writer_of(tmp_path / "redis").kind == "Valkey"

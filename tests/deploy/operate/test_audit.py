@@ -15,6 +15,7 @@ from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
+from penstock.deploy.launch.server_binary import inspect
 from penstock.deploy.operate import audit as audit_module
 from penstock.deploy.operate import run_access
 from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger, name_indexes
@@ -338,8 +339,8 @@ def test_a_problem_counts_only_where_every_reading_of_a_moving_run_shows_it(stop
         """Hides one index at a time, a different one each time, as if it moved between two looks."""
         observed = read(client, keys, folder)
         hidden.append(observed.reading.stream[-1 - len(hidden)])
-        stream = [entry for entry in observed.reading.stream if entry != hidden[-1]]
-        return observed._replace(reading=observed.reading._replace(stream=stream), after=[*observed.after, len(hidden)])
+        observed.reading.stream.remove(hidden[-1])
+        return audit_module.ObservedRun(observed.reading, observed.found, moved=True)
 
     monkeypatch.setattr(audit_module, "read_ledger", read_while_one_moves)
     assert stopped.json(capsys, "audit", "test")["balanced"]
@@ -411,7 +412,7 @@ def test_an_emptied_redis_shows_what_is_to_be_released_again(stopped, redis_clie
 @pytest.mark.redis
 def test_a_run_s_own_server_is_started_for_the_audit_and_stopped_after_it(tmp_path, monkeypatch, server_binary, capsys):
     # A run keeps to the server that it was started with: an older Redis does not read Valkey's files.
-    server = RedisServer(tmp_path / "test", maxmemory_mb=64, binary=server_binary)
+    server = RedisServer(tmp_path / "test", maxmemory_mb=64, binary=inspect(server_binary))
     run = ShortRun(server.url, tmp_path, monkeypatch)
     try:
         run.producer()

@@ -1,13 +1,11 @@
 """What was sampled and what was trained, in the report, the summary and the audit."""
 
-import io
 import json
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from penstock.deploy.operate.audit import Audit
 from penstock.deploy.operate.ledger_check import Reading, check_ledger
@@ -130,7 +128,7 @@ def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
     assert not any(line.startswith("long rollouts are lost") for line in warnings_of(summary))
 
 
-def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition, run_folder: Path) -> None:
+def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition, run_folder: Path, capsys) -> None:
     ledger = check_ledger(Reading(SavedLedger(), 0, [], [], {}, set(), finished=True))
     found = Audit(
         run="demo",
@@ -147,12 +145,12 @@ def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition, run_fol
         attrition=attrition,
         windows=tuple(windows_of(read_telemetry(run_folder).updates)),
     )
-    print_audit(found, console := Console(file=io.StringIO(), width=400))
-    text = console.file.getvalue()
+    print_audit(found)
+    text = capsys.readouterr().out
     assert "What was sampled and what was trained" in text
     assert text.index("1,200.0") < text.index("610.0 → 20.0") < text.index("1 to 2")
     rows = [re.sub(r"  +", "|", line.strip()) for line in text.splitlines()]
     assert set(WINDOWS[:3]) <= set(rows)
     assert "20 of the 64 longest groups (900 tokens or more) were lost" in text
-    print_audit(msgspec.structs.replace(found, attrition=Attrition()), console := Console(file=io.StringIO()))
-    assert "What was sampled" not in console.file.getvalue()
+    print_audit(msgspec.structs.replace(found, attrition=Attrition()))
+    assert "What was sampled" not in capsys.readouterr().out
