@@ -43,6 +43,7 @@ from penstock.schemas.best import BEST_FOLDER
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.metrics import TrainerMetric
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import make_version
 from penstock.schemas.process import clock, logs
@@ -112,7 +113,7 @@ def _main(
         connection = TrainerConnection(
             redis_url(config, runs),
             config.redis.outage_s,
-            on_error=lambda kind: metrics.stream_errors.labels(kind).inc(),
+            on_error=lambda kind: metrics[TrainerMetric.STREAM_ERRORS].labels(kind).inc(),
         )
         check_server(connection.call(lambda client: client.info()))
         trainer = open_trainer(config, runs, connection, metrics, resume=resume, standby=standby, ranks=ranks)
@@ -284,6 +285,7 @@ def _assemble(
         progress=progress,
         intake=intake,
         policy=PublishedPolicy(publisher, learner, lag_of, epoch, state.policy_version),
+        publisher=publisher,
         evaluator=evaluator,
         best=best,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),

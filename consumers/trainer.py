@@ -70,6 +70,7 @@ from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
+from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import RunConfig
 from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import RolloutGroup
@@ -90,6 +91,7 @@ class Trainer:
     progress: RunProgress
     intake: Intake
     policy: PublishedPolicy
+    publisher: Publisher
     evaluator: Evaluator
     best: BestPolicy
     commits: Commits
@@ -131,7 +133,7 @@ class Trainer:
             raise
         finally:
             self.best.abandon()
-            self.policy.end()
+            self.publisher.end()
             self.commits.abandon()
             self.leadership.end()
 
@@ -152,7 +154,7 @@ class Trainer:
             groups = self._take()
             if groups is None:
                 self._commit()
-                self.policy.wait()
+                self.publisher.wait()
                 return False
             if self.gate.is_pending and self._quarantine(
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
@@ -183,7 +185,7 @@ class Trainer:
                 wait_s=took_s - began_s,
                 step_s=stepped_s - took_s,
                 publish_s=time.monotonic() - stepped_s,
-                publish_blocked_s=self.policy.take_blocked_s(),
+                publish_blocked_s=self.publisher.take_blocked_s(),
             )
             self._watch_producers([group for group in groups if report.settles(group.index)], report.fresh)
             self.recheck.add(groups, report)
@@ -214,7 +216,7 @@ class Trainer:
                     if self.intake.num_abandoned:
                         log.warning("waiting for agents: they abandoned the last %d groups", self.intake.num_abandoned)
                     self.recovery.look_around(time.monotonic() - began_s)
-            self.policy.check()
+            self.publisher.check()
             self.recovery.check()
             groups = self.intake.batch(num_groups)
             if groups is not None:
@@ -302,7 +304,7 @@ class Trainer:
         look_at = began_s + WAITING_LOG_S
         while self.evaluator.pending and not self.stopping:
             self._collect_evaluations()
-            self.policy.check()
+            self.publisher.check()
             self.recovery.check()
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + WAITING_LOG_S
@@ -311,7 +313,7 @@ class Trainer:
         self._await_commit()
         if self.commits.schedule.num_batches != self.progress.num_batches:
             self._commit()
-        self.policy.wait()
+        self.publisher.wait()
         self.best.wait()
         leadership = self.leadership
         log.info("the model is in %s", leadership.checkpoints.hand_out_model(self.learner.export))

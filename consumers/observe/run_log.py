@@ -26,6 +26,7 @@ from penstock.consumers.weights.publisher import Publication
 from penstock.schemas.attrition import WINDOW
 from penstock.schemas.config import RunConfig
 from penstock.schemas.figures import missing_figures
+from penstock.schemas.metrics import TrainerMetric as M
 from penstock.schemas.metrics import figures_of
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
@@ -70,7 +71,7 @@ class RunLog:
         clock_ahead_s: float = 0.0,
     ) -> None:
         """clock_ahead_s: this host's clock against Redis'."""
-        self.alert = Alert(config, metrics.parity_alert.set)
+        self.alert = Alert(config, metrics[M.PARITY_ALERT].set)
         self.metrics = metrics
         self._ledger = ledger
         self._progress = progress
@@ -89,7 +90,7 @@ class RunLog:
         self._evaluations = JsonLines(folder / "evaluations.jsonl")
         self._ledger_file = LedgerFile(folder / "trainer.json")
         self._sinks = Sinks(
-            config, folder, progress.num_batches, on_error=lambda name: metrics.sink_errors.labels(name).inc()
+            config, folder, progress.num_batches, on_error=lambda name: metrics[M.SINK_ERRORS].labels(name).inc()
         )
         metrics.begin(config, ledger)
 
@@ -98,9 +99,9 @@ class RunLog:
 
         To be called before a batch is settled, which makes room: a queue that is full now has kept producers waiting.
         """
-        self.metrics.groups_open.set(self._ledger.num_open)
-        self.metrics.prompts_open.set(num_open_prompts)
-        self.metrics.groups_abandoned.set(num_abandoned)
+        self.metrics[M.GROUPS_OPEN].set(self._ledger.num_open)
+        self.metrics[M.PROMPTS].set(num_open_prompts)
+        self.metrics[M.GROUPS_ABANDONED].set(num_abandoned)
         self.metrics.count_groups(self._ledger)
 
     def update(
@@ -157,8 +158,8 @@ class RunLog:
         self.metrics.count_groups(self._ledger)
         self._watch_lengths()
         self.alert.watch(report.metrics)
-        self.metrics.mismatch_mean.set(self.alert.gap)
-        self.metrics.mismatch_band.set(self.alert.band)
+        self.metrics[M.MISMATCH_MEAN].set(self.alert.gap)
+        self.metrics[M.MISMATCH_BAND].set(self.alert.band)
 
     def _take_rollouts(self) -> Any:
         """`penstock.schemas.attrition.Counts` of the rollouts counted since the last line, as builtins."""
@@ -179,8 +180,8 @@ class RunLog:
 
     def publication(self, publication: Publication) -> None:
         """Counts published weights. May be called in another thread; the next line has the figures of the last one."""
-        self.metrics.weight_bytes.inc(publication.num_bytes)
-        self.metrics.weight_anchors.inc(publication.is_whole)
+        self.metrics[M.WEIGHT_BYTES].inc(publication.num_bytes)
+        self.metrics[M.WEIGHT_ANCHORS].inc(publication.is_whole)
         figures: dict[str, float] = {"weight_chain": publication.chain, "weight_redis_bytes": publication.redis_bytes}
         if publication.changed_frac is not None:
             figures |= {"weight_changed_frac": publication.changed_frac, "weight_chunk_bytes": publication.num_bytes}
@@ -208,7 +209,7 @@ class RunLog:
         self.metrics.count_groups(self._ledger)
         self._ledger_file.write(self._ledger, self._progress, policy_version, finished=finished)
         if took_s is not None:
-            self.metrics.checkpoint_seconds.observe(took_s)
+            self.metrics[M.CHECKPOINT_SECONDS].observe(took_s)
 
     def close(self) -> None:
         """Waits for the sinks, for `penstock.consumers.observe.sinks.feeding.CLOSE_S` at most."""

@@ -437,7 +437,7 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_i
     assert len({run_id for run_id, _ in sessions}) == 1 and len(sessions) == 2
     steps = [[step for step, row in history if "reward" in row] for _, history in sessions]
     assert steps == [[1, 2, 3, 4, 5, 6], list(range(5, 13))], "the checkpoint is of update 4"
-    assert bench.metrics.sink_errors.labels("wandb")._value.get() == 0
+    assert bench.metrics.registry.get_sample_value("penstock_sink_errors_total", {"sink": "wandb"}) == 0
 
 
 @pytest.mark.redis
