@@ -1,4 +1,4 @@
-"""The part of a rank that is not the lead in a publication."""
+"""Publication on the ranks other than the lead."""
 
 import threading
 
@@ -7,7 +7,7 @@ from penstock.consumers.weights.shard import PolicyShard, Task
 
 
 class ShardPublisher:
-    """Writes this rank's shards, in a thread, as the lead's `Publisher` says. It announces nothing.
+    """Writes this rank's shards in a thread, by order of the lead's `Publisher`. It announces nothing.
 
     ranks: all of them.
     """
@@ -19,9 +19,9 @@ class ShardPublisher:
         self._failure: Exception | None = None
 
     def begin(self, version: int) -> None:
-        """Begins the snapshot of policy `version`. The lead's order, in the main thread.
+        """Begins the snapshot of policy `version`. Called in the main thread, by order of the lead.
 
-        Raises what has ended the thread: the communication with the lead.
+        Raises the error that has ended the thread: communication with the lead failed.
         """
         if self._failure is not None:
             raise self._failure
