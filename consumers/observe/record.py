@@ -175,12 +175,8 @@ def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[Recorde
     return head, recorded
 
 
-class _Scores(NamedTuple):
-    """The findings on one segment's sampled tokens, as bytes."""
-
-    proximal: bytes
-    weights: bytes
-    kept: bytes
+_Scores = tuple[bytes, bytes, bytes]
+"""Proximal logprobs, importance weights and kept flags of one segment's sampled tokens."""
 
 
 def _scores(taken: Taken) -> dict[Place, _Scores]:
@@ -194,7 +190,7 @@ def _scores(taken: Taken) -> dict[Place, _Scores]:
             start = 0
             for place in places:
                 end = start + rollouts[place.group][place.rollout].segments[place.segment].num_sampled_tokens
-                found[place] = _Scores(proximal[4 * start : 4 * end], weights[4 * start : 4 * end], kept[start:end])
+                found[place] = proximal[4 * start : 4 * end], weights[4 * start : 4 * end], kept[start:end]
                 start = end
     return found
 

@@ -70,7 +70,7 @@ class RunLog:
         progress: RunProgress,
         clock_ahead_s: float = 0.0,
     ) -> None:
-        self.alert = Alert(config, metrics[M.PARITY_ALERT].set)
+        self.alert = Alert(config)
         self.metrics = metrics
         self._ledger = ledger
         self._progress = progress
@@ -155,6 +155,7 @@ class RunLog:
         self.metrics.count_groups(self._ledger)
         self._watch_lengths()
         self.alert.watch(report.metrics)
+        self.metrics[M.PARITY_ALERT].set(self.alert.is_raised)
         self.metrics[M.MISMATCH_MEAN].set(self.alert.gap)
         self.metrics[M.MISMATCH_BAND].set(self.alert.band)
 

@@ -133,10 +133,8 @@ def _measure(
 
 def _refused(sample: Sample) -> str:
     if any(row.sampling.has_penalties for row in sample.rows):
-        return "penalties"
-    if any(row.lacks_mask for row in sample.rows):
-        return "top-p"
-    return ""
+        return "without-penalties"
+    return "whole-vocabulary" if any(row.lacks_mask for row in sample.rows) else ""
 
 
 def _table(found: ParityMeasurements) -> tuple[Hypothesis, ...]:

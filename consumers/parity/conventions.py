@@ -1,7 +1,7 @@
 """Logprobs of the same tokens under each convention, all computed in one pass over chunks of logits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,16 +44,17 @@ class LogitChunk:
         """Returns `logits` with -inf outside the recorded sampling_mask."""
         return logits if self.support is None else logits.masked_fill(~self.support, -torch.inf)
 
-    def scaled(self, logits: Tensor, by_recorded: Mapping[float, float] | None = None) -> Tensor:
-        """Returns `logits` at the recorded temperature, or at the one that `by_recorded` maps it to."""
-        if by_recorded is None:
-            return logits / self.temperature[:, None]
-        values = [by_recorded[row.sampling.temperature] for row in self.rows]
-        return logits / torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+    def scaled(self, logits: Tensor) -> Tensor:
+        return logits / self.temperature[:, None]
 
-    def processed(self, by_recorded: Mapping[float, float] | None = None) -> Tensor:
-        """Returns [n, V] logits at a temperature, -inf outside the recorded sampling_mask."""
-        return self.scaled(self.supported(self.logits), by_recorded)
+    def processed(self) -> Tensor:
+        """Returns [n, V] logits at `temperature`, -inf outside the recorded sampling_mask."""
+        return self.scaled(self.supported(self.logits))
+
+    def at(self, by_recorded: Mapping[float, float]) -> "LogitChunk":
+        """Returns the chunk with another temperature for each recorded one."""
+        values = [by_recorded[row.sampling.temperature] for row in self.rows]
+        return replace(self, temperature=self.temperature.new_tensor(values))
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Returns the [n] logprobs of the targets."""
@@ -85,8 +86,8 @@ bfloat16 inputs that rounds its logits to bfloat16. moments: `_moments` of the p
 def at_temperatures(by_recorded: Mapping[float, float]) -> dict[str, Convention]:
     """Returns processed logprobs, and their moments, at another temperature for each recorded one."""
     return {
-        "temperature": lambda chunk: chunk.logprobs(chunk.processed(by_recorded)),
-        "moments": lambda chunk: _moments(chunk.processed(by_recorded), chunk.targets),
+        "temperature": lambda chunk: chunk.logprobs(chunk.at(by_recorded).processed()),
+        "moments": lambda chunk: _moments(chunk.at(by_recorded).processed(), chunk.targets),
     }
 
 

@@ -155,19 +155,16 @@ class Gate:
 class Alert:
     """Watches the gap at lag 0, engine mismatch without drift, as a mean over the last `WINDOW` batches that have one.
 
-    on_change: called at the start, and at each change, with whether the gap is outside its band. The band is the
-        tolerance of `model.dtype` until `narrow` gets a measurement.
+    It is raised while that is outside its band: the tolerance of `model.dtype` until `narrow` gets a measurement.
     """
 
-    def __init__(self, config: RunConfig, on_change: Callable[[bool], None]) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._tolerance = TOLERANCES[config.model.dtype].mean
         self.band = self._tolerance
         self._gaps: deque[float] = deque(maxlen=WINDOW)
-        self._on_change = on_change
         self.gap = math.nan
         """The mean; NaN before the first."""
         self.is_raised = False
-        on_change(False)
 
     def narrow(self, gap: float) -> None:
         """Narrows the band to a multiple of the mean gap under parity, in nats."""
@@ -183,7 +180,6 @@ class Alert:
         if (gap > self.band) == self.is_raised:
             return
         self.is_raised = not self.is_raised
-        self._on_change(self.is_raised)
         if self.is_raised:
             log.warning(
                 "parity alert: mean |engine - trainer| at lag 0 is %.1e nats, %.0e is allowed; ask `penstock parity`",

@@ -158,7 +158,7 @@ class ParityMeasurements:
     baseline: the recorded logprobs against the trainer's, all tokens.
     trainer_head: the trainer's logprobs against a plain head in float64 on the same hidden states.
     judged: semantics first.
-    refused: why the trainer refuses such records ("top-p", "penalties"); empty if it accepts them.
+    refused: the cause for which the trainer refuses such records however well they fit; empty if it accepts them.
     engine_head: the evidence that the engine's logits are bfloat16 numbers; empty if there is none.
     spread: the engine against itself on equal contexts.
     sampling: the evidence that the tokens were drawn from another distribution than these logprobs; empty if none.
@@ -192,7 +192,7 @@ def decide(found: ParityMeasurements) -> Verdict:
         return _mismatch(best.hypothesis.name, best.baseline, best.hypothesis.gap, best.detail)
     is_within = tolerance.allows(baseline)
     if is_within and found.refused:
-        return _mismatch("whole-vocabulary" if found.refused == "top-p" else "without-penalties", baseline)
+        return _mismatch(found.refused, baseline)
     if found.engine_head:
         return _mismatch("engine-head", baseline, detail=found.engine_head)
     if is_within and found.sampling:

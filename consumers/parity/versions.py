@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,20 +110,20 @@ class VersionHypotheses:
         if not rows:
             return
         found, used = self._baseline.clone(), set()
-        for trial in _prefix_trials(rows, self._sample.rows, self._blocks):
+        for step, lengths in _prefix_trials(rows, self._sample.rows, self._blocks):
             left = [row for row in rows if self._mean(found, row.tokens) > self._tolerance.mean]
             plans = [
                 plan
                 for row in left
-                if row.first in trial.lengths
-                and (plan := _with_older_prefix(row, self._older(row, trial.step), trial.lengths[row.first]))
+                if row.first in lengths
+                and (plan := _with_older_prefix(row, self._older(row, step), lengths[row.first]))
             ]
             tried = self._replay.logprobs(plans)
             for plan in plans:
                 part = plan.row.tokens
                 if self._mean(tried, part) < self._mean(found, part):
                     found[part] = tried[part]
-                    used.add(trial.lengths[plan.row.first])
+                    used.add(lengths[plan.row.first])
         found[~self._sample.mask_of(rows)] = torch.nan
         blocks = sorted(used)
         note = f"prefixes of {', '.join(map(str, blocks[:6]))} tokens" if blocks else ""
@@ -203,18 +202,14 @@ def _with_older_prefix(row: SampleRow, older: int | None, length: int) -> Replay
     return ReplayPlan(row, ((older, 0, length), (version, length, end), *rest))
 
 
-class _PrefixTrial(NamedTuple):
-    """Stale prefixes to try at once. lengths: in tokens, by `SampleRow.first`. step: number of policies back."""
-
-    lengths: dict[int, int]
-    step: int
-
-
 def _prefix_trials(
     rows: Sequence[SampleRow], all_rows: Sequence[SampleRow], blocks: Sequence[int]
-) -> Iterator[_PrefixTrial]:
-    """Yields the whole blocks of each row's context, and of the parts that it shares with the nearest other group's and
-    with every other group's. No row gets a length twice."""
+) -> Iterator[tuple[int, dict[int, int]]]:
+    """Yields stale prefixes to try at once: the number of policies back, and lengths in tokens by `SampleRow.first`.
+
+    They are the whole blocks of each row's context, and of the parts that it shares with the nearest other group's and
+    with every other group's. No row gets a length twice.
+    """
     shared = _shared_prefixes(rows, all_rows)
     tried: set[tuple[int, int, int]] = set()
     for block in blocks:
@@ -227,7 +222,7 @@ def _prefix_trials(
                         tried.add((row.first, length, step))
                         lengths[row.first] = length
                 if lengths:
-                    yield _PrefixTrial(lengths, step)
+                    yield step, lengths
 
 
 def _shared_prefixes(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow]) -> dict[int, tuple[int, int]]:

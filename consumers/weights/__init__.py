@@ -2,5 +2,5 @@
 
 Imported through `published_policy.PublishedPolicy`, which numbers the versions; `publisher.Publisher`, which has them
 written and announces them; `best.BestPolicy`, which keeps the best evaluated one; `shard.PolicyShard`, one rank's part;
-and `shard_publisher.ShardPublisher`, for the other ranks.
+and `shard.ShardPublisher`, for the ranks other than the lead.
 """

@@ -318,8 +318,7 @@ class Publisher:
             room = math.inf
             if place == REDIS:
                 room = max(0, self._places.redis_bytes - self._kept.bytes_in_redis) / self._ranks.size
-            task = Task(version, before, whole, place, room, attempt)
-            found = self._beside.gather(self._shard.write(self._beside.hand_out(lambda rank, task=task: task)))
+            found = self._on_all_ranks(Task(version, before, whole, place, room, attempt))
             chunks = [chunk for written in found for chunk in written.chunks]
             failure = _gravest(found)
             if failure is None:
@@ -362,6 +361,9 @@ class Publisher:
                 next_line_at = time.monotonic() + FULL_LOG_S
                 log.error("policy %d cannot be written: %s; training waits until it can", version, failure)
             self._connection.pause(RETRY_S)
+
+    def _on_all_ranks(self, task: Task) -> list[Written]:
+        return self._beside.gather(self._shard.write(self._beside.hand_out(lambda rank: task)))
 
     @property
     def _anchors(self) -> str:

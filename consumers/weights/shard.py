@@ -1,5 +1,6 @@
 """The part of a policy that one rank publishes: its changes, encoded and put into a chunk store."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -132,6 +133,44 @@ class PolicyShard:
         tensor, begin, end = extent
         before = None if old is None else old[tensor][begin:end]
         return Slice(tensor, self.snapshots.starts[tensor] + begin, before, new[tensor][begin:end])
+
+
+class ShardPublisher:
+    """Writes the shards of a rank other than the lead in a thread, by order of the lead's `Publisher`.
+
+    ranks: all of them.
+    """
+
+    def __init__(self, shard: PolicyShard, ranks: Ranks) -> None:
+        self._shard = shard
+        self._beside = ranks.beside("publisher")
+        self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
+        self._failure: Exception | None = None
+
+    def begin(self, version: int) -> None:
+        """Begins the snapshot of policy `version`. Called in the main thread, by order of the lead.
+
+        Raises the error that has ended the thread: communication with the lead failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._shard.snapshots.begin(version)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                task = self._beside.hand_out(_lead_decides)
+                self._beside.phase = "publish"
+                self._beside.gather(self._shard.write(task))
+                self._beside.phase = ""
+        except Exception as error:
+            self._failure = error
+
+
+def _lead_decides(rank: int) -> Task:
+    raise NotImplementedError("the lead alone knows what to write")
 
 
 def _groups(buffers: list[Array]) -> list[list[_Extent]]:
