@@ -43,6 +43,7 @@ from penstock.schemas.best import BEST_FOLDER
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.metrics import TrainerMetric
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import make_version
 from penstock.schemas.process import clock, logs
@@ -69,11 +70,11 @@ def main(
     """Runs one trainer until the run is complete or a signal asks it to stop. Returns the exit status: 0 in both cases,
     2 for settings that cannot be used, 1 for any other failure, each with one logged line.
 
-    standby: wait until the run has no trainer any more, then continue it.
-    signals: those of a caller that installed its handlers before this module was imported; they stay installed.
-    check_server: called first, with Redis' answer to INFO; raises ConfigError for an unsuitable server.
+    standby: wait until the run has no trainer, then continue it.
+    signals: of a caller that installed its handlers before it imported this module; they stay installed.
+    check_server: called first with Redis' answer to INFO; raises ConfigError for an unsuitable server.
     on_open: called once this trainer leads the run.
-    ranks, watch: of several ranks, of which this is the lead; the others `follow`.
+    ranks, watch: of several ranks, of which this is the lead.
     """
     signals = StopSignals() if signals is None else signals
     ranks = ranks or Ranks()
@@ -107,12 +108,12 @@ def _main(
     logs.adopt()
     connection = None
     try:
-        check_sinks(config.metrics)  # before the run is taken over from a trainer that can use them
+        check_sinks(config.metrics)  # before it takes the run over from a trainer that has their packages
         metrics = TrainerMetrics(run=config.name)
         connection = TrainerConnection(
             redis_url(config, runs),
             config.redis.outage_s,
-            on_error=lambda kind: metrics.stream_errors.labels(kind).inc(),
+            on_error=lambda kind: metrics[TrainerMetric.STREAM_ERRORS].labels(kind).inc(),
         )
         check_server(connection.call(lambda client: client.info()))
         trainer = open_trainer(config, runs, connection, metrics, resume=resume, standby=standby, ranks=ranks)
@@ -154,14 +155,14 @@ def open_trainer(
     standby: bool = False,
     ranks: Ranks | None = None,
 ) -> Trainer | None:
-    """A trainer of a new epoch, from the committed checkpoint when resuming.
+    """Returns a trainer of a new epoch, from the committed checkpoint when resuming.
 
-    With `standby` waits until the run has no trainer any more (`Leadership.stand_by`); None if the run is finished.
+    With `standby` it first waits until the run has no trainer (`Leadership.stand_by`); None if the run is finished.
 
     Raises:
         ConfigError: the run exists and `resume` is not set, or a setting does not fit.
         CheckpointError: no checkpoint is whole.
-        FencedError: a newer trainer has taken the run over meanwhile.
+        FencedError: a newer trainer has taken over the run.
     """
     if None in config.num_evaluation_prompts.values():
         raise ConfigError("evaluation.num_prompts is not set: the trainer alone cannot know what the environment has")
@@ -171,7 +172,7 @@ def open_trainer(
             "recomputes a group with a whole second model; expected 0, or a trainer of one process"
         )
     keys = Keys(config.name)
-    connection.restarted()  # from here on a restart of Redis is one
+    connection.restarted()  # later restarts of Redis count
     checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep, Path(config.model.path))
     leadership = Leadership(connection, keys, checkpoints, config.trainer.lease_s)
     try:
@@ -196,7 +197,7 @@ def _open(
         raise ConfigError(exists)
     description = encode_description(describe(config))
     learner = load_learner(config, ranks)
-    # Claimed late: a trainer that ends before it opens its epoch leaves no sign of a newer one.
+    # Claimed late: a trainer that ends before it opens its epoch leaves no trace of one.
     epoch = checkpoints.claim_epoch(known + 1)
     if epoch and not resume:
         raise ConfigError(exists)
@@ -232,7 +233,7 @@ def _assemble(
     ledger: Ledger,
     state: CheckpointState,
 ) -> Trainer:
-    """The trainer's parts around one ledger, one lag table and one progress, continued from `state`."""
+    """Returns a trainer whose parts share one ledger, one lag table and one progress, continued from `state`."""
     connection, scripts, epoch = leadership.connection, leadership.scripts, leadership.epoch
     folder = config.folder(runs)
     restore_rng(state.rng)
@@ -243,20 +244,19 @@ def _assemble(
     watch = ProducerWatch(config, learner.ranks)
     intake = Intake(config, leadership, ledger, lag_of, progress, check, watch.observe_refused)
     evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.held_out, intake.quarantine.holds)
-    # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
-    keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
     recorder = None
-    if keeps_record:
+    # An existing record has to say where this trainer continued, also without `record`.
+    if config.record or (folder / RECORD_FOLDER).is_dir():
         recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of, learner.ranks.size)
 
-    def record_aside() -> None:
+    def record_untrained() -> None:
         if recorder is not None and intake.died:
             recorder.add_dead(intake.died, progress.num_taken, progress.num_batches, lag_of.current)
             progress.num_taken += 1
             intake.died.clear()
 
     def sync_record() -> None:
-        record_aside()
+        record_untrained()
         if recorder is not None:
             recorder.sync()
 
@@ -284,6 +284,7 @@ def _assemble(
         progress=progress,
         intake=intake,
         policy=PublishedPolicy(publisher, learner, lag_of, epoch, state.policy_version),
+        publisher=publisher,
         evaluator=evaluator,
         best=best,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
@@ -292,7 +293,7 @@ def _assemble(
         watch=watch,
         recheck=Recheck(config, WeightReader(connection.call, leadership.keys), metrics.count_recheck),
         recorder=recorder,
-        record_aside=record_aside,
+        record_untrained=record_untrained,
         run_log=run_log,
     )
 
@@ -301,7 +302,7 @@ def _load_checkpoint(pointer: bytes | None, learner: Learner, leadership: Leader
     try:
         return leadership.checkpoints.load(pointer.decode() if pointer else None, learner)
     except Exception:
-        # Whatever the error: a successor deletes the checkpoints that it no longer needs, this one perhaps.
+        # A newer trainer may have deleted this checkpoint: then that is the error.
         leadership.check()
         raise
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT from a trainer's start on, before heavy modules are imported."""
+"""Handlers of SIGTERM and SIGINT, installed before a trainer imports heavy modules."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ AGAIN_S = 0.01
 
 
 class StoppedError(BaseException):
-    """A signal to stop before training began. Like KeyboardInterrupt it is not an Exception: code that catches failures
-    while a model is loaded must not catch it."""
+    """A signal to stop came before training began. Like KeyboardInterrupt it is not an Exception, so that code that
+    catches failures while a model is loaded does not catch it."""
 
     def __init__(self) -> None:
         super().__init__("stopped before training began; the run is as it was")
@@ -23,12 +23,12 @@ class StoppedError(BaseException):
 class StopSignals:
     """Handles the signals for the rest of the process, in three stages.
 
-    At first a signal raises StoppedError wherever the program is: nothing has to be saved yet, and a trainer may stop
-    at any point (it might as well be killed). After `hand_to` a signal calls the given function. After `ignore` it does
-    nothing: the process is about to end.
+    At first a signal raises StoppedError wherever the program is: nothing has to be saved yet, and a trainer may be
+    killed at any point. After `hand_to` a signal calls the given function. After `ignore` it does nothing: the process
+    is about to end.
 
-    Where Python can only print an exception and continue (a finalizer, a callback of a weak reference, of which imports
-    have many), the signal is sent once more, a moment later.
+    Where Python can only print an exception and continue (finalizers and callbacks of weak references, which imports
+    run), the signal is sent again a moment later.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StopSignals:
         """From now on a signal calls `stop`.
 
         Raises:
-            StoppedError: one came before, and its exception was swallowed.
+            StoppedError: a signal came before, and its exception was swallowed.
         """
         self._stop = stop
         if self._requested:
@@ -71,5 +71,5 @@ class StopSignals:
         first, self._requested = not self._requested, True
         if self._stop is not None:
             self._stop()
-        elif first:  # a second one changes nothing
+        elif first:  # later ones change nothing
             raise StoppedError

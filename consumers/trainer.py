@@ -1,6 +1,6 @@
-"""The trainer's loop, and the way of a prompt to published weights.
+"""The trainer's loop, from a prompt to published weights.
 
-The pipeline. A stage waits for what is named; the party in brackets unblocks it.
+The stages of the pipeline, what each waits for and, in brackets, who unblocks it:
 
     release      a task index is released while the credit lasts       waits for room under the lag bound
                  stream/release.py                                     [settlement: each settled group makes room]
@@ -10,41 +10,41 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
     take         the groups that arrived first, none stale             waits for `groups_per_batch` ready groups
                  stream/intake.py                                      [producers]
     gate         engine and trainer agree, or nothing is trained       -
-                 parity/gate.py, the first batch of new weights, taken
-                 anew without producers that are at fault alone; each
-                 producer from then on: parity/watch.py,
-                 parity/recheck.py while batches are waited for,
-                 and now and then between two
+                 parity/gate.py, on the first batch of new weights,
+                 which is taken again without producers at fault if
+                 others are not; each producer from then on:
+                 parity/watch.py, and parity/recheck.py while the
+                 trainer waits for batches and between updates
     batch        lag, advantages, packed tensors                       -
                  learning/packing.py
     step         loss, backward, optimizer: per epoch and mini-batch   -
                  learning/learner.py
-    record       the batch as it was trained, if the run keeps one     waits for the batch before it to be written
+    record       the batch as it was trained, if the run keeps one     waits for the previous batch to be written
                  observe/record.py                                     [the record's thread]
     settle       each index is trained, skipped or dead                -
                  stream/settlement.py
-    publish      what has changed is copied, written and announced     waits for the one before: room in the store
-                 beside the training: weights/publisher.py             [the operator]
-    evaluate     held-out prompts, asked for and collected             never waits, but for the last one [producers]
+    publish      changes are copied, written and announced while       waits for the previous one: room in the store
+                 training continues: weights/publisher.py              [the operator]
+    evaluate     held-out prompts, requested and collected             waits for the last evaluation only [producers]
                  stream/evaluation.py; the best policy is kept by
                  weights/best.py
-    commit       a snapshot is written beside the training; once       waits for the one before, at the end of the run
-                 it is on the disk, the stream is acknowledged         [the checkpoint's thread]
+    commit       a snapshot is written while training continues;       waits for the previous one, and for the last one
+                 once it is on the disk, the stream is acknowledged    at the end of the run [the checkpoint's thread]
                  up to it: stream/acknowledgement.py
 
 Every command waits while Redis is away, for `redis.outage_s` at most; its return or `stop` unblocks it
-(stream/connection.py). What Redis has lost when it is back is restored and done again (stream/recovery.py).
+(stream/connection.py). What Redis has lost by then is restored (stream/recovery.py).
 
 Shutdown, in this order:
 
 1. `stop` (a signal handler may call it) lets the loop end after the update under way.
-2. The loop commits, and the newest policy is announced. At the end of the run it waits for the last evaluation before,
-   and marks the run finished afterwards. A best model that is being written is completed.
-3. The lease is left, so that a trainer that stands by takes over at once.
+2. The loop commits, and the newest policy is announced. At the end of the run it first waits for the last evaluation,
+   and afterwards marks the run finished. A best model that is being written is completed.
+3. The lease is given up, so that a standby trainer takes over at once.
 4. `close` writes waiting lines and the record, and waits for the sinks.
 5. `__main__` stops serving metrics and closes the connection.
 
-A run that cannot go on (`RunFailedError`) commits before it raises; after any other error the last checkpoint
+A run that cannot continue (`RunFailedError`) commits before it raises; after any other error the last checkpoint
 stands. In both cases a best model that is being written is left to the next trainer.
 """
 
@@ -70,6 +70,7 @@ from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
+from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import RunConfig
 from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import RolloutGroup
@@ -77,12 +78,15 @@ from penstock.schemas.rollout import RolloutGroup
 log = logging.getLogger(__name__)
 
 WAITING_LOG_S = 30.0
-"""How often a trainer without enough rollouts logs that it waits, and looks for lost ones."""
+"""How often a trainer that waits for rollouts logs that it does, and looks for lost ones."""
 
 
 @dataclass
 class Trainer:
-    """One trainer epoch. All that it must know after a crash is in its checkpoint or on the streams."""
+    """One trainer epoch. All state that it needs after a crash is in its checkpoint or on the streams.
+
+    record_untrained: records groups that died or were skipped before they could be trained.
+    """
 
     config: RunConfig
     learner: Learner
@@ -90,6 +94,7 @@ class Trainer:
     progress: RunProgress
     intake: Intake
     policy: PublishedPolicy
+    publisher: Publisher
     evaluator: Evaluator
     best: BestPolicy
     commits: Commits
@@ -98,7 +103,7 @@ class Trainer:
     watch: ProducerWatch
     recheck: Recheck
     recorder: RolloutRecorder | None
-    record_aside: Callable[[], None]
+    record_untrained: Callable[[], None]
     run_log: RunLog
 
     def stop(self) -> None:
@@ -113,9 +118,9 @@ class Trainer:
         """Trains until the run is complete (True) or `stop` is called (False); commits in either case.
 
         Raises:
-            RunFailedError: the run cannot go on; what was trained is committed.
+            RunFailedError: the run cannot continue; what was trained is committed.
             ParityRefusedError: engine and trainer disagree. Nothing was trained.
-            FencedError: a newer trainer has the run. Nothing was written that it could notice.
+            FencedError: a newer trainer leads the run. Nothing was written that affects it.
             RedisGoneError, OSError: what was trained since the last checkpoint cannot be committed.
         """
         try:
@@ -131,7 +136,7 @@ class Trainer:
             raise
         finally:
             self.best.abandon()
-            self.policy.end()
+            self.publisher.end()
             self.commits.abandon()
             self.leadership.end()
 
@@ -152,19 +157,19 @@ class Trainer:
             groups = self._take()
             if groups is None:
                 self._commit()
-                self.policy.wait()
+                self.publisher.wait()
                 return False
             if self.gate.is_pending and self._quarantine(
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
             ):
-                continue  # taken anew, without theirs
+                continue  # taken again, without their groups
             self.watch.examine(groups, self.learner, self.policy.version, lag_of)
             took_s = time.monotonic()
             batch = self.learner.pack(groups, lag_of)
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
             self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
-            self.record_aside()
+            self.record_untrained()
             if self.recorder is not None and self.config.record:  # before the ledger, which is not committed without it
                 self.recorder.add(Taken(progress.num_taken, progress.num_batches, groups, batch, report, lag_of))
             progress.num_taken += 1
@@ -183,7 +188,7 @@ class Trainer:
                 wait_s=took_s - began_s,
                 step_s=stepped_s - took_s,
                 publish_s=time.monotonic() - stepped_s,
-                publish_blocked_s=self.policy.take_blocked_s(),
+                publish_blocked_s=self.publisher.take_blocked_s(),
             )
             self._watch_producers([group for group in groups if report.settles(group.index)], report.fresh)
             self.recheck.add(groups, report)
@@ -194,7 +199,7 @@ class Trainer:
         return True
 
     def _take(self) -> list[RolloutGroup] | None:
-        """The groups of the next batch; None once `stop` was called.
+        """Returns the groups of the next batch; None once `stop` was called.
 
         Waits for `groups_per_batch` ready groups. Producers unblock it, fed by the releases made here, and so does
         `stop`.
@@ -214,7 +219,7 @@ class Trainer:
                     if self.intake.num_abandoned:
                         log.warning("waiting for agents: they abandoned the last %d groups", self.intake.num_abandoned)
                     self.recovery.look_around(time.monotonic() - began_s)
-            self.policy.check()
+            self.publisher.check()
             self.recovery.check()
             groups = self.intake.batch(num_groups)
             if groups is not None:
@@ -228,7 +233,7 @@ class Trainer:
         self.run_log.metrics.watch_producers(self.intake.quarantine.alive)
 
     def _quarantine(self, found: Mapping[str, ProducerParity]) -> bool:
-        """Whether there is any to quarantine."""
+        """Quarantines these instances; returns whether there are any."""
         for instance, each in found.items():
             self.intake.quarantine.add(instance, each)
         return bool(found)
@@ -245,21 +250,21 @@ class Trainer:
 
     def _collect_evaluations(self) -> None:
         for result in self.evaluator.collect():
-            self.best.consider(result)  # first: a best figure that is told of has its model, also after a kill
+            self.best.consider(result)  # first: a best figure that was logged has its model, also after a kill
             self.run_log.evaluation(result)
 
     def _commit_if_due(self, *, busy: bool) -> None:
-        """A full disk is no reason to lose what was trained since the last checkpoint: a new try follows."""
+        """Commits if it is time. If the disk is full, training continues and a later call tries again."""
         try:
             self._complete_commit(wait=False)
             if self.commits.is_due(busy=busy):
-                self.leadership.check()  # one that slept through its replacement writes nothing more
+                self.leadership.check()  # a trainer that was suspended and replaced writes nothing more
                 self.commits.begin()
         except CheckpointWriteError as error:
             log.error("%s; training goes on, next try in %.0f s", error, self.commits.schedule.failed())
 
     def _commit(self, *, reconcile: bool = True) -> None:
-        """Commits what is trained by now. Waits for the checkpoint to be written; the disk unblocks it.
+        """Commits everything trained so far. Waits for the checkpoint to be written; the disk unblocks it.
 
         Raises:
             CheckpointWriteError: nothing has changed.
@@ -276,7 +281,7 @@ class Trainer:
             log.error("%s", error)
 
     def _complete_commit(self, *, wait: bool, reconcile: bool = True) -> None:
-        """Commits the checkpoint that was being written, if it is whole by now, then looks for lost indexes."""
+        """Commits the checkpoint that was being written if it is complete, then looks for lost indexes."""
         done = self.commits.complete(wait=wait)
         if done is None:
             return
@@ -293,16 +298,16 @@ class Trainer:
         )
 
     def _finish(self) -> None:
-        """Commits, and tells the producers that the run is complete.
+        """Commits and tells the producers that the run is complete.
 
-        Waits for the evaluations still open; producers unblock it, and so does `stop`.
+        Waits for open evaluations; producers unblock it, and so does `stop`.
         """
         log.info("trained %d updates; waiting for the last evaluation", self.progress.num_batches)
         began_s = time.monotonic()
         look_at = began_s + WAITING_LOG_S
         while self.evaluator.pending and not self.stopping:
             self._collect_evaluations()
-            self.policy.check()
+            self.publisher.check()
             self.recovery.check()
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + WAITING_LOG_S
@@ -311,7 +316,7 @@ class Trainer:
         self._await_commit()
         if self.commits.schedule.num_batches != self.progress.num_batches:
             self._commit()
-        self.policy.wait()
+        self.publisher.wait()
         self.best.wait()
         leadership = self.leadership
         log.info("the model is in %s", leadership.checkpoints.hand_out_model(self.learner.export))

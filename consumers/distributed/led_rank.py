@@ -11,8 +11,7 @@ from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.gate import measured
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.weights.shard import PolicyShard
-from penstock.consumers.weights.shard_publisher import ShardPublisher
+from penstock.consumers.weights.shard import PolicyShard, ShardPublisher
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.schemas.metrics import (
     TRAINER_GAUGES,
     TRAINER_GAUGES_BY_ENVIRONMENT,
     TRAINER_GAUGES_BY_LAG,
+    Metric,
     lag_key,
     part_key,
     parts_of,
@@ -30,88 +32,44 @@ log = logging.getLogger(__name__)
 
 _SECONDS = ("wait_s", "step_s", "publish_s")
 _LINE_FLOATS = frozenset(("time_s", *_SECONDS))
-"""The floats in a line of updates.jsonl that are no metrics."""
+"""The floats of an updates.jsonl line that are not exported as metrics."""
 
 
 class TrainerMetrics:
-    """Every metric of the trainer under the names of `penstock.schemas.metrics.TrainerMetric`.
+    """Every metric of the trainer; `metrics[TrainerMetric.UPDATES]` is one of them.
 
-    labels: on every sample, such as `run="demo"`.
+    labels: added to each sample, such as `run="demo"`.
     """
 
     def __init__(self, **labels: str) -> None:
         self.registry = LabelledRegistry(labels)
         make = self.registry.make
+        self._made = {metric: make(_kind(metric), metric) for metric in vars(M).values() if isinstance(metric, Metric)}
         self._gauges = {key: make(Gauge, metric) for key, metric in TRAINER_GAUGES.items()}
-        for gauge in self._gauges.values():
-            gauge.set(math.nan)
         self._by_lag = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_LAG.items()}
-        self._lag_keys = {lag_key(name, label) for name in self._by_lag for label in LAG_LABELS}
-        self._objective = make(Gauge, M.OBJECTIVE)
-        self._lag = make(Histogram, M.TOKEN_LAG)
-        self._tokens_trained = make(Counter, M.TOKENS_TRAINED)
-        self._tokens_masked = make(Counter, M.TOKENS_MASKED)
-        self._updates = make(Counter, M.UPDATES)
-        self._last_update = make(Gauge, M.LAST_UPDATE)
-        self._credit = make(Gauge, M.CREDIT)
-        self._lag_bound = make(Gauge, M.LAG_BOUND)
-        self._optimizer_steps = make(Counter, M.OPTIMIZER_STEPS)
-        self._steps_skipped = make(Counter, M.STEPS_SKIPPED)
-        self._seconds = make(Histogram, M.STEP_SECONDS)
-        self._parts = make(Gauge, M.REWARD_PART)
-        self._evaluation_reward = make(Gauge, M.EVALUATION_REWARD)
-        self._evaluation_reward.set(math.nan)
-        self._evaluation_parts = make(Gauge, M.EVALUATION_REWARD_PART)
-        self._fill_skipped_groups = make(Counter, M.FILL_SKIPPED_GROUPS)
-        self._fill_skipped_tokens = make(Counter, M.FILL_SKIPPED_TOKENS)
         self._by_environment = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_ENVIRONMENT.items()}
-        self._environment_groups = make(Counter, M.ENVIRONMENT_GROUPS)
-        self._environment_evaluation = make(Gauge, M.ENVIRONMENT_EVALUATION_REWARD)
-        self._evaluation_figures = make(Gauge, M.EVALUATION_FIGURE)
-        self._groups_settled = make(Counter, M.GROUPS_SETTLED)
-        self._groups_released = make(Counter, M.GROUPS_RELEASED)
-        self.groups_open = make(Gauge, M.GROUPS_OPEN)
-        self._groups_released_again = make(Counter, M.GROUPS_RELEASED_AGAIN)
-        self._duplicates = make(Counter, M.DUPLICATES)
-        self._rollout_tokens = make(Histogram, M.ROLLOUT_TOKENS)
-        self._rollouts = make(Counter, M.ROLLOUTS)
-        self._rollout_tokens_masked = make(Counter, M.ROLLOUT_TOKENS_MASKED)
-        self._rollouts_scored = make(Gauge, M.ROLLOUTS_SCORED)
-        self._rollouts_reward = make(Gauge, M.ROLLOUTS_REWARD)
-        self._tries_lost = make(Counter, M.TRIES_LOST)
-        self._lost = make(Gauge, M.LOST)
-        self._long_lost = make(Gauge, M.LONG_LOST)
+        self._lag_keys = {lag_key(name, label) for name in self._by_lag for label in LAG_LABELS}
+        for gauge in (*self._gauges.values(), self[M.EVALUATION_REWARD], self[M.MISMATCH_MEAN]):
+            gauge.set(math.nan)
         self._counted: dict[Any, int] = {}
-        """By counter, the total of the ledger that it has counted up to."""
-        self.groups_abandoned = make(Gauge, M.GROUPS_ABANDONED)
-        self.prompts_open = make(Gauge, M.PROMPTS)
-        self.weight_bytes = make(Counter, M.WEIGHT_BYTES)
-        self.weight_anchors = make(Counter, M.WEIGHT_ANCHORS)
-        self._weight_redis_limit = make(Gauge, M.WEIGHT_REDIS_LIMIT)
-        self.parity_alert = make(Gauge, M.PARITY_ALERT)
-        self.mismatch_band = make(Gauge, M.MISMATCH_BAND)
-        self.mismatch_mean = make(Gauge, M.MISMATCH_MEAN)
-        self.mismatch_mean.set(math.nan)
-        self._producer_mismatch = make(Gauge, M.PRODUCER_MISMATCH)
-        self._producer_quarantined = make(Gauge, M.PRODUCER_QUARANTINED)
-        self._rechecks = make(Counter, M.PARITY_RECHECKS)
-        self._recheck_tokens = make(Counter, M.PARITY_RECHECK_TOKENS)
-        self.checkpoint_seconds = make(Histogram, M.CHECKPOINT_SECONDS)
-        self.stream_errors = make(Counter, M.STREAM_ERRORS)
-        self.sink_errors = make(Counter, M.SINK_ERRORS)
+        """The ledger's total that each counter has counted up to."""
+
+    def __getitem__(self, metric: Metric) -> Any:
+        """Returns the counter, gauge or histogram of a `TrainerMetric`."""
+        return self._made[metric]
 
     def begin(self, config: RunConfig, ledger: Ledger) -> None:
-        """Sets what the run file fixes, and starts to count from here: groups, and the time to the next update."""
+        """Sets what the run file fixes, and starts counting groups and the time to the next update."""
         self._counted = self._totals(ledger)
         self._set_rewards(ledger.attrition)
         self.test_lengths(ledger.attrition.last)
-        self._credit.set(config.credit)
-        self._lag_bound.set(config.lag_bound)
-        self._weight_redis_limit.set(config.weights.redis_mb << 20)
-        self._last_update.set_to_current_time()
+        self[M.CREDIT].set(config.credit)
+        self[M.LAG_BOUND].set(config.lag_bound)
+        self[M.WEIGHT_REDIS_LIMIT].set(config.weights.redis_mb << 20)
+        self[M.LAST_UPDATE].set_to_current_time()
 
     def count_groups(self, ledger: Ledger) -> None:
-        """Counts the groups that were released, settled or dropped since the last call."""
+        """Counts the groups released, settled or dropped since the last call."""
         totals = self._totals(ledger)
         for counter, total in totals.items():
             counter.inc(total - self._counted.get(counter, 0))
@@ -122,87 +80,87 @@ class TrainerMetrics:
         settled = {outcome: ledger.count(outcome) for outcome in OUTCOMES}
         settled["dead"] += ledger.released_again["requeued"]  # a requeued group is dead no longer, but was
         return {
-            self._groups_released: ledger.num_released,
-            self._duplicates: ledger.num_duplicates_dropped,
-            **{self._groups_settled.labels(outcome): count for outcome, count in settled.items()},
-            **{self._groups_released_again.labels(why): count for why, count in ledger.released_again.items()},
-            self._tries_lost: ledger.attrition.num_tries_lost,
+            self[M.GROUPS_RELEASED]: ledger.num_released,
+            self[M.DUPLICATES]: ledger.num_duplicates_dropped,
+            **{self[M.GROUPS_SETTLED].labels(outcome): count for outcome, count in settled.items()},
+            **{self[M.GROUPS_RELEASED_AGAIN].labels(why): count for why, count in ledger.released_again.items()},
+            self[M.TRIES_LOST]: ledger.attrition.num_tries_lost,
             **self._rollout_totals(ledger.attrition),
         }
 
     def _rollout_totals(self, attrition: Attrition) -> dict[Any, int]:
-        """By counter, or by a part of the histogram."""
+        """Returns totals by counter, or by a part of the histogram."""
         found: dict[Any, int] = defaultdict(int)
         for environment, outcome, length, counts in attrition.counts():
-            found[self._rollout_tokens_masked.labels(outcome, environment)] += counts.num_tokens_masked
+            found[self[M.ROLLOUT_TOKENS_MASKED].labels(outcome, environment)] += counts.num_tokens_masked
             for reason, num in counts.finish_reasons.items():
-                found[self._rollouts.labels(outcome, environment, reason)] += num
+                found[self[M.ROLLOUTS].labels(outcome, environment, reason)] += num
             if length == UNKNOWN:
-                found[self._rollouts.labels(outcome, environment, UNKNOWN)] += counts.num
+                found[self[M.ROLLOUTS].labels(outcome, environment, UNKNOWN)] += counts.num
                 continue
-            histogram = self._rollout_tokens.labels(outcome)
+            histogram = self[M.ROLLOUT_TOKENS].labels(outcome)
             found[histogram._buckets[histogram._upper_bounds.index(float(length))]] += counts.num
             found[histogram._sum] += counts.num_tokens
         return found
 
     def _set_rewards(self, attrition: Attrition) -> None:
-        """Rewards may be negative: gauges, and of the whole run, so that a resume is no jump."""
+        """Sets gauges, since rewards may be negative, over the whole run, so that they do not jump at a resume."""
         for environment, outcomes in attrition.by_environment().items():
             for outcome, total in outcomes.items():
-                self._rollouts_scored.labels(outcome, environment).set(total.num_scored)
-                self._rollouts_reward.labels(outcome, environment).set(total.reward_sum)
+                self[M.ROLLOUTS_SCORED].labels(outcome, environment).set(total.num_scored)
+                self[M.ROLLOUTS_REWARD].labels(outcome, environment).set(total.reward_sum)
 
     def test_lengths(self, found: LengthTest | None) -> None:
-        """Sets what the last window of groups says of the lost ones."""
+        """Sets the shares of long and other rollouts that were lost in the last window of groups."""
         shares = (math.nan, math.nan)
         if found is not None:
             shares = found.num_long_lost / found.num_long, found.num_other_lost / found.num_other
         for length, share in zip(M.LOST.values, shares, strict=True):
-            self._lost.labels(length).set(share)
-        self._long_lost.set(found is not None and found.is_alarm)
+            self[M.LOST].labels(length).set(share)
+        self[M.LONG_LOST].set(found is not None and found.is_alarm)
 
     def record(self, line: dict[str, Any]) -> None:
-        """Sets the metrics from one line of updates.jsonl; one that the line lacks is unset."""
+        """Sets the metrics from one line of updates.jsonl; those that the line lacks become NaN or are removed."""
         self._set_gauges(line)
+        lags = self[M.TOKEN_LAG]
         for lag, num_tokens in line["lag_histogram"].items():
             # One observation per token, without a call per token.
-            self._lag._sum.inc(float(lag) * num_tokens)
-            for bound, bucket in zip(self._lag._upper_bounds, self._lag._buckets, strict=True):
-                if float(lag) <= bound:
-                    bucket.inc(num_tokens)
-                    break
-        self._tokens_trained.inc(line["num_tokens_trained"] - line["num_tokens_rejected"])
-        self._tokens_masked.labels("lag").inc(line["num_tokens_masked_lag"])
-        self._tokens_masked.labels("correction").inc(line["num_tokens_rejected"])
-        self._updates.inc()
-        self._last_update.set(line["time_s"])
-        self._fill_skipped_groups.inc(line["fill_skipped_groups"])
-        self._fill_skipped_tokens.inc(line["fill_skipped_tokens"])
-        self._credit.set(line["credit"])
-        self._optimizer_steps.inc(line["num_optimizer_steps"])
+            lags._sum.inc(float(lag) * num_tokens)
+            lags._buckets[bisect_left(lags._upper_bounds, float(lag))].inc(num_tokens)
+        self[M.TOKENS_TRAINED].inc(line["num_tokens_trained"] - line["num_tokens_rejected"])
+        self[M.TOKENS_MASKED].labels("lag").inc(line["num_tokens_masked_lag"])
+        self[M.TOKENS_MASKED].labels("correction").inc(line["num_tokens_rejected"])
+        self[M.UPDATES].inc()
+        self[M.LAST_UPDATE].set(line["time_s"])
+        self[M.FILL_SKIPPED_GROUPS].inc(line["fill_skipped_groups"])
+        self[M.FILL_SKIPPED_TOKENS].inc(line["fill_skipped_tokens"])
+        self[M.CREDIT].set(line["credit"])
+        self[M.OPTIMIZER_STEPS].inc(line["num_optimizer_steps"])
         for reason, num_steps in line["steps_skipped"].items():
-            self._steps_skipped.labels(reason).inc(num_steps)
+            self[M.STEPS_SKIPPED].labels(reason).inc(num_steps)
         environments = line["environments"]
         for key, gauge in self._by_environment.items():
             _set_labelled(gauge, {name: found[key] for name, found in environments.items() if key in found})
         for name, found in environments.items():
             for outcome in ("trained", "skipped"):
-                self._environment_groups.labels(name, outcome).inc(found[f"num_groups_{outcome}"])
+                self[M.ENVIRONMENT_GROUPS].labels(name, outcome).inc(found[f"num_groups_{outcome}"])
         for phase in _SECONDS:
-            self._seconds.labels(phase.removesuffix("_s")).observe(line[phase])
+            self[M.STEP_SECONDS].labels(phase.removesuffix("_s")).observe(line[phase])
 
     def watch_producers(self, found: Mapping[str, ProducerParity]) -> None:
-        """Sets what is known of the producers that are alive, by id; of others nothing is left."""
-        _set_labelled(self._producer_mismatch, {name: each.gap for name, each in found.items() if each.gap is not None})
-        self._producer_quarantined.clear()
+        """Sets the series of the live producers, by id, and removes those of others."""
+        _set_labelled(
+            self[M.PRODUCER_MISMATCH], {name: each.gap for name, each in found.items() if each.gap is not None}
+        )
+        self[M.PRODUCER_QUARANTINED].clear()
         for name, each in found.items():
             if each.quarantined_s:
-                self._producer_quarantined.labels(name, each.cause).set(1)
+                self[M.PRODUCER_QUARANTINED].labels(name, each.cause).set(1)
 
     def count_recheck(self, outcome: str, num_tokens: int) -> None:
-        """What became of a group that was drawn to be recomputed at a lag above 0."""
-        self._rechecks.labels(outcome).inc()
-        self._recheck_tokens.inc(num_tokens)
+        """Counts the outcome of a group that was drawn to be recomputed at a lag above 0."""
+        self[M.PARITY_RECHECKS].labels(outcome).inc()
+        self[M.PARITY_RECHECK_TOKENS].inc(num_tokens)
 
     def _set_gauges(self, line: dict[str, Any]) -> None:
         for key, gauge in self._gauges.items():
@@ -216,22 +174,22 @@ class TrainerMetrics:
                 else:
                     gauge.labels(label).set(value)
         parts = parts_of(line)
-        _set_labelled(self._parts, parts)
+        _set_labelled(self[M.REWARD_PART], parts)
         known = self._gauges.keys() | self._lag_keys | _LINE_FLOATS | set(map(part_key, parts))
         _set_labelled(
-            self._objective,
+            self[M.OBJECTIVE],
             {key: value for key, value in line.items() if isinstance(value, float) and key not in known},
         )
 
     def evaluate(self, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> None:
-        """Sets the metrics of the last evaluation. figures: as of `held_out_figures`; the same by environment."""
-        _set_labelled(self._environment_evaluation, {name: own[REWARD] for name, own in environments.items()})
-        self._evaluation_reward.set(figures[REWARD])
-        _set_labelled(self._evaluation_parts, parts_of(figures))
-        self._evaluation_figures.clear()
+        """Sets the metrics of the last evaluation. figures: see `held_out_figures`. environments: figures of each."""
+        _set_labelled(self[M.ENVIRONMENT_EVALUATION_REWARD], {name: own[REWARD] for name, own in environments.items()})
+        self[M.EVALUATION_REWARD].set(figures[REWARD])
+        _set_labelled(self[M.EVALUATION_REWARD_PART], parts_of(figures))
+        self[M.EVALUATION_FIGURE].clear()
         for environment, own in environments.items():
             for key in own.keys() - {REWARD, *map(part_key, parts_of(own))}:
-                self._evaluation_figures.labels(environment, key).set(own[key])
+                self[M.EVALUATION_FIGURE].labels(environment, key).set(own[key])
 
     def serve(self, config: MetricsConfig, run_folder: Path) -> int:
         """Serves `/metrics` until `close`; returns the port. See `LabelledRegistry.serve`."""
@@ -244,8 +202,14 @@ class TrainerMetrics:
         self.registry.close()
 
 
+def _kind(metric: Metric) -> type[Counter | Gauge | Histogram]:
+    if metric.buckets:
+        return Histogram
+    return Counter if metric.name.endswith("_total") else Gauge
+
+
 def _set_labelled(gauge: Any, values: Mapping[str, float]) -> None:
-    """Sets a gauge's samples, by its one label, to exactly these."""
+    """Sets the series of a gauge with one label to `values` and removes all others."""
     for family in gauge.collect():
         for gone in {label for sample in family.samples for label in sample.labels.values()} - values.keys():
             gauge.remove(gone)

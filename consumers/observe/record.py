@@ -1,4 +1,4 @@
-"""Records what the trainer took and what it found, batch by batch. Training does not depend on the record."""
+"""The record of rollouts: each batch as it was trained, with the trainer's findings. Training does not depend on it."""
 
 import logging
 import math
@@ -42,9 +42,8 @@ DIED_BEFORE = "its groups died or were skipped before they could be trained"
 class Taken(NamedTuple):
     """A batch that the trainer took.
 
-    position: its number along the line of policies, from 0.
-    num_batches: updates made before it.
-    lag_of: as it was then.
+    position: its number along the line of policies, from 0. num_batches: updates made before it. lag_of: when it was
+        taken.
     """
 
     position: int
@@ -58,11 +57,10 @@ class Taken(NamedTuple):
 class RolloutRecorder:
     """Writes the record of one trainer epoch (`penstock.schemas.record`), and where earlier epochs were cut.
 
-    A thread encodes and writes a batch while the next one is trained. `add` waits for the batch before, `sync` for the
-    last one; the end of the write unblocks both.
+    A thread encodes and writes a batch while the next one is trained. `add` waits for the previous batch, `sync` for
+    the last one; the end of the write unblocks both.
 
-    taken: the positions at which the epochs before this one were cut, by epoch.
-    num_ranks: of the trainer, whoever has started them.
+    taken: the positions at which earlier epochs were cut, by epoch. num_ranks: the ranks that share the model.
     """
 
     def __init__(
@@ -91,17 +89,17 @@ class RolloutRecorder:
         self._failure: RunFailedError | None = None
 
     def add(self, taken: Taken) -> None:
-        """Records a batch. It counts once a checkpoint is committed behind it, or the trainer continues.
+        """Records a batch, which counts once a later checkpoint is committed or the trainer continues.
 
         Raises:
-            RunFailedError: the batch before it cannot be recorded, room or not.
+            RunFailedError: an earlier batch cannot be recorded, for a reason other than a full disk.
         """
         self._wait()
         lag_of = LagTable(taken.lag_of.current, taken.lag_of.forks, taken.lag_of.announced)  # as it is now
         self._writing = self._thread.submit(self._append, taken._replace(lag_of=lag_of))
 
     def add_dead(self, dead: Sequence[Refused], position: int, num_batches: int, policy_version: int) -> None:
-        """Records groups that no batch was made of; `position` and `num_batches` as in `Taken`. Raises as `add`."""
+        """Records groups that reached no batch; `position` and `num_batches` as in `Taken`. Raises as `add`."""
         self._wait()
         found = [dead_group(each.index or 0, each.reason, each.producer, each.payload) for each in dead]
         head = BatchHead(
@@ -122,7 +120,7 @@ class RolloutRecorder:
         self._files.sync()
 
     def close(self) -> None:
-        """Raises nothing: an error that ends the run must not be hidden by another."""
+        """Writes the rest and ends the thread. Raises nothing, so that it hides no error that ends the run."""
         try:
             if self._writing is not None:
                 self._wait()
@@ -155,7 +153,7 @@ class RolloutRecorder:
 
 
 def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[RecordedGroup]]:
-    """A batch as it is recorded, its groups in their order; without an update only the dead ones."""
+    """Returns a batch as it is recorded, its groups in order; only the dead ones of a batch that made no update."""
     report = taken.report
     counts = report.skipped_reason in (None, NOTHING_TO_TRAIN)
     groups = [group for group in taken.groups if counts or group.index in report.failed]
@@ -177,16 +175,12 @@ def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[Recorde
     return head, recorded
 
 
-class _Scores(NamedTuple):
-    """Bytes of one segment's sampled tokens."""
-
-    proximal: bytes
-    weights: bytes
-    kept: bytes
+_Scores = tuple[bytes, bytes, bytes]
+"""Proximal logprobs, importance weights and kept flags of one segment's sampled tokens."""
 
 
 def _scores(taken: Taken) -> dict[Place, _Scores]:
-    """The learner's findings by segment."""
+    """Returns the learner's findings by segment."""
     rollouts = {group.index: group.rollouts for group in taken.groups}
     found: dict[Place, _Scores] = {}
     for n, minibatch in enumerate(taken.batch.minibatches):
@@ -196,7 +190,7 @@ def _scores(taken: Taken) -> dict[Place, _Scores]:
             start = 0
             for place in places:
                 end = start + rollouts[place.group][place.rollout].segments[place.segment].num_sampled_tokens
-                found[place] = _Scores(proximal[4 * start : 4 * end], weights[4 * start : 4 * end], kept[start:end])
+                found[place] = proximal[4 * start : 4 * end], weights[4 * start : 4 * end], kept[start:end]
                 start = end
     return found
 
@@ -233,7 +227,7 @@ def _entry(group: RolloutGroup, recorded: RecordedGroup, report: StepReport) -> 
 
 
 def _ess_fraction(segments: list[Segment], findings: list[SegmentFindings]) -> float | None:
-    """(sum w)^2 / (N sum w^2) of w = exp(proximal - behavior), clamped as the correction clamps it."""
+    """Returns (sum w)^2 / (N sum w^2) with w = exp(proximal - behavior), clamped like the correction's."""
     proximal = b"".join(found.proximal_logprobs for found in findings)
     behavior = b"".join(s.behavior_logprobs for s, found in zip(segments, findings, strict=True) if found.kept)
     log_ratio = np.frombuffer(proximal, np.float32).astype(np.float64) - np.frombuffer(behavior, np.float32)

@@ -1,4 +1,4 @@
-"""The files of the record of rollouts: appended to, begun anew at a size, the oldest dropped beyond a bound."""
+"""The files of the record of rollouts: a new one is begun at a size, and the oldest is deleted beyond a total."""
 
 import logging
 import sqlite3
@@ -18,13 +18,13 @@ _SUFFIXES = ("", "-wal", "-shm")
 
 
 class RecordFiles:
-    """Appends batches to the files of one trainer epoch: each in one transaction, on the disk when it is over.
+    """Appends batches to the files of one trainer epoch, each in one transaction that ends with an fsync.
 
-    Batches that a full disk holds up wait in memory, in order, until there is room: no checkpoint is committed
-    meanwhile (`sync` fails), so the groups that wait here are still on the stream too.
+    If the disk is full, batches wait in memory, in order, until there is room. `sync` fails meanwhile, so no checkpoint
+    is committed, and the groups that wait here stay on the stream too.
 
-    After a failed write nobody knows how much of it is on the disk. The file ends there, and the batch is written again
-    into a new one; a reader takes the later of two.
+    After a failed write it is unknown how much of it is on the disk. The file ends there, and the batch is written
+    again into a new one; a reader takes the later of two.
     """
 
     def __init__(self, folder: Path, header: RecordHeader, config: RecordingConfig) -> None:
@@ -35,14 +35,14 @@ class RecordFiles:
         self._max_mb = config.max_mb
         self._number = 0
         self._num_batches = 0
-        """In the open file."""
+        """The batches in the open file."""
         self._connection: sqlite3.Connection | None = None
         self._waiting: deque[dict[str, Rows]] = deque()
         self._is_stuck = False
-        self._try()  # the first file says that a trainer has begun, and where, before it has a batch
+        self._try()  # the first file records where a trainer has begun before it has a batch
 
     def append(self, batch: dict[str, Rows]) -> None:
-        """`batch` comes from `penstock.schemas.record.encode_batch`. A full disk is no error here."""
+        """Appends the result of `penstock.schemas.record.encode_batch`. A full disk is no error here."""
         self._waiting.append(batch)
         self._try()
 
@@ -55,7 +55,7 @@ class RecordFiles:
         self._flush()
 
     def close(self) -> None:
-        """Ends the file, as far as the disk lets it."""
+        """Writes batches that wait, if the disk has room, and closes the file."""
         if self._waiting:
             self._try()
         self._leave()
@@ -84,7 +84,7 @@ class RecordFiles:
             while self._waiting:
                 self._write(self._connection or self._begin(), self._waiting[0])
                 self._waiting.popleft()
-        except (sqlite3.ProgrammingError, sqlite3.DataError):  # no disk's fault: it would fail again
+        except (sqlite3.ProgrammingError, sqlite3.DataError):  # not the disk: it would fail again
             raise
         except sqlite3.Error as error:
             self._leave()
@@ -92,7 +92,7 @@ class RecordFiles:
 
     def _begin(self) -> sqlite3.Connection:
         self._drop_oldest()
-        _unlink(self._file)  # begun before in vain, perhaps
+        _unlink(self._file)  # an attempt to begin it may have failed
         # Used by the recorder's thread and by the trainer's, one at a time.
         connection = sqlite3.connect(self._file, timeout=1.0, check_same_thread=False)
         self._connection, self._num_batches = connection, 0
@@ -117,18 +117,18 @@ class RecordFiles:
             self._leave()
 
     def _leave(self) -> None:
-        """Nothing more is written to this file. One without a batch is begun again."""
+        """Closes the open file. One without a batch is begun again."""
         if self._connection is None:
             return
         connection, self._connection = self._connection, None
         self._number += self._num_batches > 0
-        with suppress(sqlite3.Error):  # a reader is connected, or the disk is full: the WAL file stays beside it
+        with suppress(sqlite3.Error):  # a reader is connected, or the disk is full: the WAL file stays
             connection.execute("PRAGMA journal_mode = DELETE")
         with suppress(sqlite3.Error):
             connection.close()
 
     def _drop_oldest(self) -> None:
-        """Makes room for a whole file. The one before it stays, whatever its size."""
+        """Makes room for a whole file. The previous file stays, whatever its size."""
         found = sorted((key, path) for path in self._folder.iterdir() if (key := file_key(path)) is not None)
         sizes = {path: _size(path) for _, path in found if path != self._file}
         while len(sizes) > 1 and sum(sizes.values()) + self._file_bytes > self._max_mb * _MB:

@@ -1,8 +1,6 @@
-"""The run log: lines of updates and evaluations, metrics, sinks, and the ledger file.
+"""The run log: lines of updates and evaluations, metrics, sinks, the ledger file. Training depends on none of it."""
 
-Training does not depend on any of it.
-"""
-
+import json
 import logging
 import math
 import time
@@ -14,19 +12,20 @@ import msgspec
 
 from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.learning.step_report import StepReport
-from penstock.consumers.observe.ledger_file import LedgerFile
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
 from penstock.consumers.parity.gate import Alert
 from penstock.consumers.stream.checkpoints import PassedOver
 from penstock.consumers.stream.evaluation import EvaluationResult
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.consumers.stream.progress import RunProgress, longest_s
 from penstock.consumers.weights.publisher import Publication
 from penstock.schemas.attrition import WINDOW
 from penstock.schemas.config import RunConfig
 from penstock.schemas.figures import missing_figures
+from penstock.schemas.metrics import TrainerMetric as M
 from penstock.schemas.metrics import figures_of
+from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
 
@@ -36,29 +35,31 @@ log = logging.getLogger(__name__)
 def by_environment(
     groups: Sequence[RolloutGroup], report: StepReport, passed: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
-    """For each environment, the `outcome` of its groups in the batch and its `StepReport.environments`, if it has any,
-    and how many of them taught something. passed: how many groups of each were skipped while the batch was filled; they
-    count as such."""
+    """Returns for each environment the `outcome` of its groups in the batch, its finite `StepReport.environments`, and
+    the numbers of its groups that were trained and skipped.
+
+    passed: by environment the number of groups skipped while the batch was filled, which count as skipped.
+    """
     own: dict[str, list[RolloutGroup]] = {name: [] for name in passed}
     for group in groups:
         own.setdefault(group.environment, []).append(group)
     found: dict[str, dict[str, float]] = {}
     for name, of_it in sorted(own.items()):
         num_trained = sum(report.teaches(group.index) for group in of_it)
-        measured = {key: value for key, value in report.environments.get(name, {}).items() if math.isfinite(value)}
-        found[name] = (
-            outcome(of_it)
-            | measured
-            | {
-                "num_groups_trained": num_trained,
-                "num_groups_skipped": len(of_it) - num_trained + passed.get(name, 0),
-            }
-        )
+        found[name] = {
+            **outcome(of_it),
+            **{key: value for key, value in report.environments.get(name, {}).items() if math.isfinite(value)},
+            "num_groups_trained": num_trained,
+            "num_groups_skipped": len(of_it) - num_trained + passed.get(name, 0),
+        }
     return found
 
 
 class RunLog:
-    """Writes `updates.jsonl`, `evaluations.jsonl` and `trainer.json` of the run folder, and feeds metrics and sinks."""
+    """Writes `updates.jsonl`, `evaluations.jsonl` and `trainer.json` of the run folder, and feeds metrics and sinks.
+
+    clock_ahead_s: this host's clock against Redis'.
+    """
 
     def __init__(
         self,
@@ -69,38 +70,35 @@ class RunLog:
         progress: RunProgress,
         clock_ahead_s: float = 0.0,
     ) -> None:
-        """clock_ahead_s: this host's clock against Redis'."""
-        self.alert = Alert(config, metrics.parity_alert.set)
+        self.alert = Alert(config)
         self.metrics = metrics
         self._ledger = ledger
         self._progress = progress
         self._config = config
         self._clock_ahead_s = clock_ahead_s
         self._is_first = True
-        """No batch of this trainer was logged yet."""
-        self._told: set[str] = set()
-        """Settings that name a figure which no evaluation has."""
+        """True until this trainer's first batch is logged."""
+        self._warned: set[str] = set()
+        """Settings that name a figure missing from evaluations."""
         self._rollouts = ledger.attrition.copied()
-        """As of the last line."""
+        """As of the last line of updates.jsonl."""
         self._length_test = ledger.attrition.last
         self._published: dict[str, float] = {}
-        """The figures of the policy that was announced last."""
+        """The figures of the policy announced last."""
         self._updates = JsonLines(folder / "updates.jsonl")
         self._evaluations = JsonLines(folder / "evaluations.jsonl")
         self._ledger_file = LedgerFile(folder / "trainer.json")
         self._sinks = Sinks(
-            config, folder, progress.num_batches, on_error=lambda name: metrics.sink_errors.labels(name).inc()
+            config, folder, progress.num_batches, on_error=lambda name: metrics[M.SINK_ERRORS].labels(name).inc()
         )
         metrics.begin(config, ledger)
 
     def queue(self, num_open_prompts: int, num_abandoned: int) -> None:
-        """Sets the metrics of the queue.
-
-        To be called before a batch is settled, which makes room: a queue that is full now has kept producers waiting.
-        """
-        self.metrics.groups_open.set(self._ledger.num_open)
-        self.metrics.prompts_open.set(num_open_prompts)
-        self.metrics.groups_abandoned.set(num_abandoned)
+        """Sets the metrics of the queue. Called before a batch is settled, which makes room: producers wait for a queue
+        that is full at this point."""
+        self.metrics[M.GROUPS_OPEN].set(self._ledger.num_open)
+        self.metrics[M.PROMPTS].set(num_open_prompts)
+        self.metrics[M.GROUPS_ABANDONED].set(num_abandoned)
         self.metrics.count_groups(self._ledger)
 
     def update(
@@ -117,10 +115,10 @@ class RunLog:
         publish_s: float,
         publish_blocked_s: float,
     ) -> None:
-        """Logs one batch. passed: groups skipped while it was filled. credit: in force for the next one.
-        publish_blocked_s: how long publications have held it up."""
+        """Logs one batch. passed: groups skipped while it was filled. credit: for the next batch.
+        publish_blocked_s: the time that training waited for publications."""
         now = time.time()
-        if self._is_first:  # it also waited for engines to boot, which is no wait for rollouts
+        if self._is_first:  # the time in which engines booted is no wait for rollouts
             wait_s = min(wait_s, longest_s(groups))
         self._is_first = False
         line: dict[str, Any] = {
@@ -157,11 +155,12 @@ class RunLog:
         self.metrics.count_groups(self._ledger)
         self._watch_lengths()
         self.alert.watch(report.metrics)
-        self.metrics.mismatch_mean.set(self.alert.gap)
-        self.metrics.mismatch_band.set(self.alert.band)
+        self.metrics[M.PARITY_ALERT].set(self.alert.is_raised)
+        self.metrics[M.MISMATCH_MEAN].set(self.alert.gap)
+        self.metrics[M.MISMATCH_BAND].set(self.alert.band)
 
     def _take_rollouts(self) -> Any:
-        """`penstock.schemas.attrition.Counts` of the rollouts counted since the last line, as builtins."""
+        """Returns the `penstock.schemas.attrition.Counts` since the last line, as builtins."""
         attrition = self._ledger.attrition
         before, self._rollouts = self._rollouts, attrition.copied()
         return msgspec.to_builtins(attrition.since(before))
@@ -178,9 +177,9 @@ class RunLog:
             log.info("long rollouts are no longer lost at a rate that short ones are not")
 
     def publication(self, publication: Publication) -> None:
-        """Counts published weights. May be called in another thread; the next line has the figures of the last one."""
-        self.metrics.weight_bytes.inc(publication.num_bytes)
-        self.metrics.weight_anchors.inc(publication.is_whole)
+        """Counts published weights; the next line has the last publication's figures. May be called in any thread."""
+        self.metrics[M.WEIGHT_BYTES].inc(publication.num_bytes)
+        self.metrics[M.WEIGHT_ANCHORS].inc(publication.is_whole)
         figures: dict[str, float] = {"weight_chain": publication.chain, "weight_redis_bytes": publication.redis_bytes}
         if publication.changed_frac is not None:
             figures |= {"weight_changed_frac": publication.changed_frac, "weight_chunk_bytes": publication.num_bytes}
@@ -194,9 +193,9 @@ class RunLog:
         self._evaluations.write(**line)
         self._sinks.evaluation(line)
         missing = missing_figures(self._config, result.figures, result.environments)
-        for setting in missing.keys() - self._told:
+        for setting in missing.keys() - self._warned:
             log.warning("%s: %s", setting, missing[setting])
-        self._told |= missing.keys()
+        self._warned |= missing.keys()
         log.info(
             "policy %d: held-out %s",
             result.policy_version,
@@ -208,10 +207,47 @@ class RunLog:
         self.metrics.count_groups(self._ledger)
         self._ledger_file.write(self._ledger, self._progress, policy_version, finished=finished)
         if took_s is not None:
-            self.metrics.checkpoint_seconds.observe(took_s)
+            self.metrics[M.CHECKPOINT_SECONDS].observe(took_s)
 
     def close(self) -> None:
-        """Waits for the sinks, for `penstock.consumers.observe.sinks.feeding.CLOSE_S` at most."""
+        """Waits for each sink, for `penstock.consumers.observe.sinks.feeding.CLOSE_S` at most."""
         self._updates.close()
         self._evaluations.close()
         self._sinks.close()
+
+
+class LedgerFile:
+    """`trainer.json`: the counts of the ledger as of the last checkpoint. It is replaced whole or not at all."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._is_behind = False
+
+    def write(self, ledger: Ledger, progress: RunProgress, policy_version: int, *, finished: bool) -> None:
+        """Replaces the file. If the disk is full the old one stays until a later checkpoint: each checkpoint has the
+        ledger itself."""
+        contents = {
+            "num_updates": progress.num_batches,
+            "epoch": progress.epoch,
+            "policy_version": policy_version,
+            "num_groups_released": ledger.num_released,
+            **{f"num_groups_{outcome}": ledger.count(outcome) for outcome in OUTCOMES},
+            "num_groups_cancelled": ledger.num_open if finished else 0,
+            "num_groups_open": 0 if finished else ledger.num_open,
+            "dead_reasons": dict(ledger.dead_reasons),
+            "num_groups_released_again": dict(ledger.released_again),
+            "num_duplicates_dropped": ledger.num_duplicates_dropped,
+            "attrition": msgspec.to_builtins(ledger.attrition),
+            **progress.totals,
+            "finished": finished,
+        }
+        try:
+            write_whole(self._file, json.dumps(contents, indent=1))
+        except OSError as error:
+            if not self._is_behind:
+                log.warning("%s cannot be written: %s; it is written with a later checkpoint", self._file, error)
+            self._is_behind = True
+            return
+        if self._is_behind:
+            log.info("%s is written again", self._file)
+        self._is_behind = False

@@ -1,4 +1,4 @@
-"""The parity check: does the engine return the logprobs that the trainer computes, and if not, what is the cause?
+"""The parity check: does the engine return the logprobs that the trainer computes, and if not, why?
 
 `check.check_parity` takes rollouts and published weights and returns a `report.ParityReport`. Its steps, in order:
 
@@ -6,12 +6,12 @@
 2. `replay` recomputes them by the trainer's own code with the weights that their labels name: the baseline. It runs any
    other assignment of weights to tokens too.
 3. Hypotheses recompute the tokens in other ways, each a `verdict.Candidate`: `semantics` (another convention, unit or
-   place of the numbers, by way of `conventions`), `sampled_tokens` (other ids, another sampling distribution),
-   `versions` (other weights, moved labels, keys and values of other weights) and `inference` (the head).
+   place of the numbers, through `conventions`), `sampled_tokens` (other ids, another sampling distribution),
+   `versions` (other weights, moved labels, keys and values of other weights), `adapter` and `inference` (the head).
 4. `verdict` measures the gap under each candidate, judges which of them explain the baseline's gap, and decides.
 
 `inference.compare_layers` compares engine and trainer layer by layer from captured hidden states, and
 `verdict.with_layers` adds that to a report. `gate` runs the check on a trainer's first batch and watches the gap from
-then on, `watch` that of each producer, for which `recheck` recomputes groups of older policies, too. `logged_versions`
-has the files of a run's policies, `report` holds the result and the words of every cause, and needs no torch.
+then on; `watch` watches each producer's, for which `recheck` recomputes groups of older policies too. `logged_versions`
+provides the files of a run's policies; `report` holds the result and the text of every cause and needs no torch.
 """

@@ -1,4 +1,4 @@
-"""Hypotheses on a policy's adapter: the engine samples without it, or at another scale."""
+"""Hypotheses on a policy's adapter: the engine samples without it, or with it at another scale."""
 
 import math
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from penstock.consumers.parity.verdict import Candidate, gap_of
 from penstock.schemas.config import LoraConfig
 
 MAX_TOKENS = 2048
-"""Sampled tokens that are tried."""
+"""The most sampled tokens that are tried."""
 _NUM_STEPS = 4
 """Gauss-Newton steps of the fit."""
 _STEP = 0.05
 _SAME = 0.02
-"""Scales this close, relative to the right one, are one."""
+"""Scales that differ by this share of the right one are equal."""
 
 
 class AdapterHypotheses:
-    """Recomputes some tokens of a sample with another share of the adapter.
+    """Recomputes some tokens of a sample with other shares of the adapter.
 
     baseline: [M] float64, as the trainer computes it.
     """
@@ -40,7 +40,7 @@ class AdapterHypotheses:
         yield Candidate("adapter-scale", self._at(share), possible=is_another, note=found, detail=found)
 
     def _fitted(self) -> float:
-        """The share that fits best: from that of a usual mistake on, by least squares."""
+        """Returns the share that fits best, by least squares from the best share of the usual mistakes."""
         alpha, rank, scaling = self._lora.alpha, self._lora.rank, self._lora.scaling
         usual = (1.0, alpha, alpha / math.sqrt(rank), 1 / rank, scaling**2)
         share = min({1.0, *(scale / scaling for scale in usual)}, key=self._gap)
@@ -61,7 +61,7 @@ class AdapterHypotheses:
         return gap_of(self._engine, self._at(share)).mean
 
     def _at(self, share: float) -> Tensor:
-        """[M] float64 logprobs with so much of the adapter, NaN for tokens that are not tried."""
+        """Returns [M] float64 logprobs with this share of the adapter, NaN for tokens that are not tried."""
         if share not in self._tried:
             with self._replay.policies.adapter_share(share):
                 self._tried[share] = self._replay.logprobs(as_labelled(row) for row in self._rows)

@@ -30,7 +30,7 @@ from penstock.schemas.policy import FutureVersionError, UnknownVersionError, spl
 from penstock.schemas.rollout import EngineFingerprint, RolloutGroup
 
 NUM_POINTS = 4000
-"""Tokens in the pictures, at most."""
+"""The most tokens in the pictures."""
 
 
 def check_parity(
@@ -48,11 +48,11 @@ def check_parity(
 
     The trainer's own code recomputes every token with the weights of the version that the token is labelled with and,
     in rows that several versions sampled, with the keys and values that the older ones left. If that fits, few other
-    hypotheses are tried; else more, from the meaning of the numbers to the weights behind them, some of them on a part
-    of the tokens, as the notes say. At most the logits of a few thousand tokens exist at once.
+    hypotheses are tried; otherwise more, from the meaning of the numbers to the weights behind them, some of them on a
+    part of the tokens, as the notes say. At most the logits of a few thousand tokens exist at once.
 
     Args:
-        groups: decoded, of any engine that fills the record.
+        groups: decoded groups from any engine that fills the record.
         config: of the run. `model.path` is the trainer's model, `model.dtype` the type its weights are published in.
         weights: the published safetensors file of a version, or a folder with a whole model, as the base model for
             version 0; None if it is gone.
@@ -60,7 +60,7 @@ def check_parity(
         tokenizer: a transformers tokenizer; without one re-tokenized ids are not looked for.
         device: of the model, unless `loaded` has one.
         max_tokens: the most sampled tokens checked, in groups spread evenly.
-        loaded: a model in memory, which saves a load; it is not changed.
+        loaded: a model in memory, which saves a load; it is left unchanged.
 
     Raises:
         ParityError: there is nothing to compare: no tokens or logprobs, weights that are gone, a model or a tokenizer
@@ -97,7 +97,7 @@ def check_parity(
 def _measure(
     replay: Replay, baseline: Tensor, tokenizer: Any, block_size: int | None, notes: list[str]
 ) -> ParityMeasurements:
-    """Tries the hypotheses; adds to `notes`."""
+    """Tries the hypotheses and adds to `notes`."""
     sample, dtype = replay.sample, replay.policies.dtype
     gap = gap_of(sample.engine, baseline)
     passing = TOLERANCES[dtype].allows(gap)
@@ -105,7 +105,7 @@ def _measure(
     notes += semantics.notes
 
     def tokens_and_weights() -> Iterator[Candidate]:
-        """The hypotheses that need forward passes of their own."""
+        """Yields the hypotheses that need forward passes of their own."""
         if tokenizer is None:
             notes.append("no tokenizer given: re-tokenized ids were not looked for")
         elif (candidate := retokenized(replay, baseline, tokenizer)) is not None:
@@ -133,14 +133,12 @@ def _measure(
 
 def _refused(sample: Sample) -> str:
     if any(row.sampling.has_penalties for row in sample.rows):
-        return "penalties"
-    if any(row.lacks_mask for row in sample.rows):
-        return "top-p"
-    return ""
+        return "without-penalties"
+    return "whole-vocabulary" if any(row.lacks_mask for row in sample.rows) else ""
 
 
 def _table(found: ParityMeasurements) -> tuple[Hypothesis, ...]:
-    """Every hypothesis with its residual, the baseline first."""
+    """Returns every hypothesis with its residual, the baseline first."""
 
     def of_heads(name: str, gap: Gap) -> Hypothesis:
         return Hypothesis(layer="inference", name=name, says=cause_of(name).says, gap=gap)
@@ -162,7 +160,7 @@ def _points(sample: Sample, baseline: Tensor, lags: np.ndarray) -> tuple[GapPoin
 
 
 def _recipe_notes(groups: Sequence[RolloutGroup], config: RunConfig) -> tuple[str, ...]:
-    """One line for each engine setting that can move a logprob and is off the parity recipe."""
+    """Returns a line for each engine setting that can change a logprob and departs from the parity recipe."""
     fingerprints: list[EngineFingerprint] = []
     for group in groups:
         if group.fingerprint not in fingerprints:
@@ -183,7 +181,7 @@ def _departures(engine: EngineFingerprint, config: RunConfig) -> Iterator[str]:
 
 
 def _lags(sample: Sample, lag_of: Callable[[int], int] | None) -> np.ndarray:
-    """[M] int64 lag of each token, -1 if unknown; without `lag_of` counted from the newest version of the sample."""
+    """Returns each token's lag, [M] int64, -1 if unknown; without `lag_of` from the newest version of the sample."""
     newest = int(sample.versions.max())
     known: dict[int, int] = {}
     for version in np.unique(sample.versions).tolist():
@@ -199,9 +197,9 @@ def _lags(sample: Sample, lag_of: Callable[[int], int] | None) -> np.ndarray:
 
 
 def _at_newest(replay: Replay, baseline: Tensor, lags: np.ndarray) -> Tensor:
-    """[M] float64: logprobs by the version of the smallest lag, rows recomputed whole as the trainer does.
+    """Returns [M] float64 logprobs by the version of the smallest lag, with rows recomputed whole as the trainer does.
 
-    The baseline already has them for rows that this version sampled alone.
+    The baseline has them already for rows that this version sampled alone.
     """
     versions, known = replay.sample.versions, lags >= 0
     newest = int(versions[known][lags[known].argmin()]) if known.any() else int(versions.max())
@@ -211,7 +209,7 @@ def _at_newest(replay: Replay, baseline: Tensor, lags: np.ndarray) -> Tensor:
 
 
 def _lag_rows(sample: Sample, trainer: Tensor, lags: np.ndarray) -> tuple[LagRow, ...]:
-    """The objective layer, by lag bucket, over the tokens with known lag. trainer: [M] float64, `_at_newest`."""
+    """Returns the objective layer by lag bucket, over the tokens of known lag. trainer: [M] float64, `_at_newest`."""
     known = torch.from_numpy(lags >= 0)
     if not known.any():
         return ()
@@ -233,9 +231,6 @@ def _lag_row(label: str, difference: Tensor, metrics: dict[str, float]) -> LagRo
         num_tokens=len(difference),
         mean=float(difference.abs().mean()),
         p99=quantile(difference.abs(), 0.99),
-        kl=metrics[lag_key("kl", label)],
-        k3_kl=metrics[lag_key("k3_kl", label)],
-        chi2=metrics[lag_key("chi2", label)],
-        ess_fraction=metrics[lag_key("ess_fraction", label)],
         ratio_deviation=float((ratio - 1).abs().mean()) * 1e4,
+        **{name: metrics[lag_key(name, label)] for name in ("kl", "k3_kl", "chi2", "ess_fraction")},
     )

@@ -1,7 +1,7 @@
 """Logprobs of the same tokens under each convention, all computed in one pass over chunks of logits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from penstock.consumers.parity.replay import ForwardPass, Replay, as_labelled
 from penstock.consumers.parity.sample import Sample, SampleRow
 
 CHUNK_ELEMENTS = 1 << 22
-"""Logits held at once, in float64: 32 MB; a convention takes a few times that."""
+"""Logits held at once, in float64: 32 MB; a convention needs a few times that."""
 TILE_ELEMENTS = 1 << 24
 """Elements of the head's weight held in float64 at once: 128 MB."""
 
@@ -24,9 +24,9 @@ class LogitChunk:
     """The logits of some tokens, by a plain head in float64.
 
     hidden: [n, H]. head: [V, H]. logits: [n, V], at temperature 1. targets: [n] int64.
-    temperature: [n] float64, the recorded one; 1 where sampling was greedy.
+    temperature: [n] float64, as recorded; 1 where sampling was greedy.
     support: [n, V] bool by the recorded sampling_mask, or None.
-    rows, offsets: the row of each token and the token's place there.
+    rows, offsets: each token's row and its place among that row's sampled tokens.
     trainer: [n] float32, logprobs by the trainer's own head on the same hidden states.
     """
 
@@ -41,22 +41,23 @@ class LogitChunk:
     trainer: Tensor
 
     def supported(self, logits: Tensor) -> Tensor:
-        """`logits`, -inf outside the recorded sampling_mask."""
+        """Returns `logits` with -inf outside the recorded sampling_mask."""
         return logits if self.support is None else logits.masked_fill(~self.support, -torch.inf)
 
-    def scaled(self, logits: Tensor, by_recorded: Mapping[float, float] | None = None) -> Tensor:
-        """`logits` at the recorded temperature, or at the one that `by_recorded` has for it."""
-        if by_recorded is None:
-            return logits / self.temperature[:, None]
-        values = [by_recorded[row.sampling.temperature] for row in self.rows]
-        return logits / torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+    def scaled(self, logits: Tensor) -> Tensor:
+        return logits / self.temperature[:, None]
 
-    def processed(self, by_recorded: Mapping[float, float] | None = None) -> Tensor:
-        """[n, V] at a temperature, -inf outside the recorded sampling_mask."""
-        return self.scaled(self.supported(self.logits), by_recorded)
+    def processed(self) -> Tensor:
+        """Returns [n, V] logits at `temperature`, -inf outside the recorded sampling_mask."""
+        return self.scaled(self.supported(self.logits))
+
+    def at(self, by_recorded: Mapping[float, float]) -> "LogitChunk":
+        """Returns the chunk with another temperature for each recorded one."""
+        values = [by_recorded[row.sampling.temperature] for row in self.rows]
+        return replace(self, temperature=self.temperature.new_tensor(values))
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """[n] of the targets."""
+        """Returns the [n] logprobs of the targets."""
         return logits.gather(1, self.targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
@@ -76,17 +77,17 @@ CONVENTIONS: dict[str, Convention] = {
 """By the name of the hypothesis, if there is one.
 
 trainer: by the trainer's own head. processed: as the trainer takes them, at the recorded temperature and over the
-recorded sampling_mask. kept-support: over what top-k and top-p keep, computed anew, with the sampled token always among
-it. penalties: with the recorded penalties, temperature, top-k and top-p, in vLLM's order. engine-head: by a head with
-bfloat16 inputs that rounds its logits to bfloat16. moments: see `_moments`, of the processed distribution.
+recorded sampling_mask. kept-support: over the tokens that top-k and top-p keep, recomputed, and the sampled one.
+penalties: with the recorded penalties, temperature, top-k and top-p, in vLLM's order. engine-head: by a head with
+bfloat16 inputs that rounds its logits to bfloat16. moments: `_moments` of the processed distribution.
 """
 
 
 def at_temperatures(by_recorded: Mapping[float, float]) -> dict[str, Convention]:
-    """Processed logprobs, and their moments, at another temperature for each recorded one."""
+    """Returns processed logprobs, and their moments, at another temperature for each recorded one."""
     return {
-        "temperature": lambda chunk: chunk.logprobs(chunk.processed(by_recorded)),
-        "moments": lambda chunk: _moments(chunk.processed(by_recorded), chunk.targets),
+        "temperature": lambda chunk: chunk.logprobs(chunk.at(by_recorded).processed()),
+        "moments": lambda chunk: _moments(chunk.at(by_recorded).processed(), chunk.targets),
     }
 
 
@@ -94,7 +95,7 @@ def at_temperatures(by_recorded: Mapping[float, float]) -> dict[str, Convention]
 def under_conventions(
     replay: Replay, rows: Sequence[SampleRow], conventions: Mapping[str, Convention]
 ) -> dict[str, Tensor]:
-    """The result of each convention for the tokens of `rows`, [M] or [M, k] float64 on CPU, NaN elsewhere."""
+    """Returns each convention's result for the tokens of `rows`, [M] or [M, k] float64 on CPU, NaN elsewhere."""
     found: dict[str, Tensor] = {}
     for tokens, chunk in chunks(replay, rows):
         for name, convention in conventions.items():
@@ -107,7 +108,7 @@ def under_conventions(
 
 
 def chunks(replay: Replay, rows: Sequence[SampleRow]) -> Iterator[tuple[Tensor, LogitChunk]]:
-    """The tokens of `rows`, [n] int64 on CPU, and their chunk."""
+    """Yields some tokens of `rows`, [n] int64 on CPU, and their chunk, until all are done."""
     for each in replay.passes(as_labelled(row) for row in rows):
         trainer, _ = head_logprobs(each.hidden, each.head, each)
         size = max(1, CHUNK_ELEMENTS // len(each.head))
@@ -135,7 +136,7 @@ def _chunk(sample: Sample, each: ForwardPass, trainer: Tensor, part: slice) -> L
 
 
 def plain_logits(hidden: Tensor, head: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """hidden @ head.T in float64, [n, V], of a head rounded to `dtype` first; a tile of the head at a time."""
+    """Returns hidden @ head.T in float64, [n, V], with the head rounded to `dtype` first; computes it tile by tile."""
     tiles = head.split(max(1, TILE_ELEMENTS // head.shape[1]))
     return torch.cat([hidden.double() @ tile.to(dtype or tile.dtype).double().t() for tile in tiles], dim=1)
 
@@ -161,7 +162,7 @@ def _by_bfloat16_head(chunk: LogitChunk) -> Tensor:
 
 
 def _moments(logits: Tensor, targets: Tensor) -> Tensor:
-    """[n, 2]: logprob + entropy and the variance of the logprob.
+    """Returns [n, 2]: logprob + entropy and the variance of the logprob.
 
     For a token drawn from the distribution the first is 0 in expectation, with the second as its variance.
     """
@@ -174,7 +175,7 @@ def _moments(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _truncated(chunk: LogitChunk, scaled: Tensor) -> Tensor:
-    """`scaled` with -inf where top-k and top-p, as vLLM applies them, drop a token of a row without sampling_mask."""
+    """Returns `scaled` with -inf where top-k and top-p, as vLLM applies them, drop a token, for rows without a mask."""
     wanted = [n for n, row in enumerate(chunk.rows) if row.lacks_mask]
     if not wanted:
         return scaled

@@ -1,13 +1,12 @@
-"""The gate: no optimizer step before engine and trainer agree. The alert: a warning if they disagree later."""
+"""The gate, which allows no optimizer step before engine and trainer agree, and the alert if they disagree later."""
 
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NoReturn
 
 import msgspec
 
@@ -26,9 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENS = 20_000
 """Sampled tokens that the gate checks: about a second of the trainer's time."""
-REFUSES = 'the parity gate refuses to train (parity.gate = "refuse")'
 WINDOW = 8
-"""Batches with rows of lag 0 whose mean the alert judges: one batch may have only a few such tokens."""
+"""The number of batches with rows of lag 0 whose mean the alert judges: one batch may have few such tokens."""
 SPREAD = 5.0
 """The alert's band, in multiples of the gap that the gate measured; at least a tenth of the tolerance, at most all."""
 
@@ -42,14 +40,14 @@ class ParityRefusedError(RuntimeError):
 class Gate:
     """Checks the first batch that holds tokens of the trainer's current weights, before anything is trained on it.
 
-    That is the first batch of a new run; of an adapter, which is nothing at first, also the first one that a trained
-    adapter sampled. After a resume, batches sampled earlier by older weights come first; they pass unchecked, and the
-    gate stays pending.
+    That is the first batch of a new run. An adapter, which has no effect at first, is checked again with the first
+    batch that a trained one sampled. After a resume, batches sampled by older weights come first; they pass unchecked,
+    and the gate stays pending.
 
-    If some of its producers are at fault and others are not, nobody is refused: those at fault are to be quarantined.
+    If some of its producers are at fault and others are not, the batch is not refused: those at fault are quarantined.
 
     on_checked: called with the mean gap in nats once a batch is in parity. ranks: those that share the model.
-    are_others: whether a producer is alive that is neither quarantined nor one of these instances.
+    are_others: returns whether a producer is alive that is neither quarantined nor one of these instances.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Gate:
     def check(
         self, groups: Sequence[RolloutGroup], model: PackedModel, version: int, lag_of: LagOf
     ) -> dict[str, ProducerParity]:
-        """Does nothing once a batch has been checked.
+        """Checks a batch unless an earlier one has passed.
 
         Args:
             groups: the batch.
@@ -80,12 +78,12 @@ class Gate:
             lag_of: lags for `version`.
 
         Returns:
-            The instances to be quarantined. If there are any, the batch must not be trained: the gate waits for one
-            without them.
+            The instances to quarantine. If there are any, the batch must not be trained: the gate waits for one without
+            them.
 
         Raises:
-            ParityRefusedError: `parity.gate` is "refuse", they disagree or the records cannot be compared, and that is
-                so of every producer. The report is in `<run>/parity.json`.
+            ParityRefusedError: `parity.gate` is "refuse", and for every producer engine and trainer disagree or the
+                records cannot be compared. The report is in `<run>/parity.json`.
         """
         if not self.is_pending:
             return {}
@@ -96,11 +94,14 @@ class Gate:
         report, why = self._measured(fresh, model, version)
         verdict = report.verdict
         if why and self._config.parity.gate == "refuse":
-            return self._at_fault(fresh, model, version) or self._refuse(report, why)
+            if found := self._at_fault(fresh, model, version):
+                return found
+            self._write(report)
+            raise ParityRefusedError(f'the parity gate refuses to train (parity.gate = "refuse"): {why}')
         if verdict.status == "unclear":
             self._say(f"parity: {verdict.sentence}")
             return {}
-        # At the base whatever an engine does with the adapter is right.
+        # At the base any use of the adapter is right.
         self.is_pending = model.is_base
         self._write(report)
         if verdict.status == "parity":
@@ -111,7 +112,7 @@ class Gate:
         return {}
 
     def _measured(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int) -> tuple[ParityReport, str]:
-        """The report on some groups, and why they are to be refused; "" if they are not."""
+        """Returns the report on some groups and the reason to refuse them, "" if there is none."""
         self._ranks.order("gate", lambda _: (groups, version, MAX_TOKENS))
         self._ranks.phase = "gate"
         try:
@@ -122,12 +123,9 @@ class Gate:
         return report, report.verdict.sentence if report.verdict.status == "mismatch" else ""
 
     def _at_fault(self, fresh: Sequence[RolloutGroup], model: PackedModel, version: int) -> dict[str, ProducerParity]:
-        """Takes producers out of a batch that is refused, those whose rows are farthest off first, until the rest is
-        not refused; returns them. Empty if nobody else is left to sample."""
-        by_instance: dict[str, list[RolloutGroup]] = {}
-        for group in fresh:
-            if len(group.samplers) == 1:
-                by_instance.setdefault(group.samplers[0], []).append(group)
+        """Returns the producers without which a refused batch would not be refused, found by removing the worst first;
+        empty if no other producer is left to sample."""
+        by_instance = groups_by_instance(fresh)
         if len(by_instance) == 1 and not self._are_others(by_instance):
             return {}
         refused = {}
@@ -144,43 +142,36 @@ class Gate:
                 return found
         return {}
 
-    def _refuse(self, report: ParityReport, why: str) -> NoReturn:
-        self._write(report)
-        raise ParityRefusedError(f"{REFUSES}: {why}")
-
     def _write(self, report: ParityReport) -> None:
         write_whole(self._file, msgspec.json.format(msgspec.json.encode(report), indent=1))
 
     def _say(self, text: str) -> None:
-        """Logs a text once, however many batches it holds for."""
+        """Logs a text unless it was the last one logged."""
         if text != self._said:
             self._said = text
             log.warning("%s", text)
 
 
 class Alert:
-    """Watches the gap at lag 0, which is pure engine mismatch without drift.
+    """Watches the gap at lag 0, engine mismatch without drift, as a mean over the last `WINDOW` batches that have one.
 
-    on_change: called at the start and at each change with whether the gap, a mean over the last `WINDOW` batches that
-        have one, is outside its band. The band is the tolerance of `model.dtype` until `narrow` gets a measurement.
+    It is raised while that is outside its band: the tolerance of `model.dtype` until `narrow` gets a measurement.
     """
 
-    def __init__(self, config: RunConfig, on_change: Callable[[bool], None]) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._tolerance = TOLERANCES[config.model.dtype].mean
         self.band = self._tolerance
         self._gaps: deque[float] = deque(maxlen=WINDOW)
-        self._on_change = on_change
         self.gap = math.nan
-        """The mean over the last `WINDOW` batches that have one; NaN before the first."""
+        """The mean; NaN before the first."""
         self.is_raised = False
-        on_change(False)
 
     def narrow(self, gap: float) -> None:
         """Narrows the band to a multiple of the mean gap under parity, in nats."""
         self.band = min(self._tolerance, max(SPREAD * gap, self._tolerance / 10))
 
     def watch(self, metrics: Mapping[str, float]) -> None:
-        """Takes one batch's metrics; a batch without rows of lag 0 changes nothing."""
+        """Takes the metrics of one batch; one without rows of lag 0 changes nothing."""
         newest = metrics.get("mismatch_lag0", math.nan)
         if math.isnan(newest):
             return
@@ -189,7 +180,6 @@ class Alert:
         if (gap > self.band) == self.is_raised:
             return
         self.is_raised = not self.is_raised
-        self._on_change(self.is_raised)
         if self.is_raised:
             log.warning(
                 "parity alert: mean |engine - trainer| at lag 0 is %.1e nats, %.0e is allowed; ask `penstock parity`",
@@ -203,16 +193,23 @@ class Alert:
 def measured(
     groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int, max_tokens: int = MAX_TOKENS
 ) -> ParityReport:
-    """What the gate finds in groups that `model` has sampled as `version`.
-
-    If several ranks share the model, each of them has to do it.
+    """Checks groups that `model` sampled as `version`. If several ranks share the model, each of them has to call it.
 
     Raises:
-        ParityError: why it finds nothing, on all of them.
+        ParityError: as `check_parity`, on every rank.
     """
     return check_parity(
         groups, config=config, weights=lambda _: None, max_tokens=max_tokens, loaded=LoadedPolicy(version, model)
     )
+
+
+def groups_by_instance(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+    """Returns the groups that one producer instance sampled alone, by instance; others are evidence against none."""
+    found: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        if len(group.samplers) == 1:
+            found.setdefault(group.samplers[0], []).append(group)
+    return found
 
 
 def _mean_gap(report: ParityReport) -> float:
@@ -220,7 +217,7 @@ def _mean_gap(report: ParityReport) -> float:
 
 
 def _finding(producer_id: str, report: ParityReport, why: str) -> ProducerParity:
-    """What a quarantine says of a producer that the gate has found."""
+    """Returns the quarantine of a producer that the gate has found."""
     return ProducerParity(
         producer_id=producer_id,
         gap=_mean_gap(report) if report.hypotheses else None,
@@ -232,7 +229,7 @@ def _finding(producer_id: str, report: ParityReport, why: str) -> ProducerParity
 
 
 def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:
-    """The report of a check that could not be made."""
+    """Returns the report of a check that could not be made."""
     return ParityReport(
         verdict=Verdict(
             status="unclear",
@@ -249,10 +246,9 @@ def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str)
 
 
 def at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:
-    """The rollouts whose every token was sampled by the trainer's current weights, labelled `version`.
+    """Returns the rollouts that the trainer's current weights sampled alone, labelled `version`; None without one.
 
-    After a resume the checkpoint's version names the same weights as the new one; the model in memory is known by the
-    new one only.
+    After a resume the checkpoint's version and the new one name the same weights; the model in memory has the new one.
     """
     kept = [rollout for rollout in group.rollouts if _is_fresh(rollout, lag_of)]
     if not kept:

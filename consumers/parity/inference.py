@@ -4,14 +4,15 @@ Under body noise of 1e-2 a gap does not show the head. But the logits of a bfloa
 different tokens after one context the log-normalizer cancels, so (b_i - b_j) T is a difference of two logits: a
 multiple of 2^-10 for all but the smallest ones, which a float32 head hits about once in a hundred times.
 
-An error of one layer moves every layer after it. So with captured hidden states the trainer's layers do not run on each
-other's outputs: hooks put the engine's residual stream in front of each attention, MLP and norm, and of the head, and
-the output of each is compared with the engine's. An error then shows where it arises and nowhere else.
+An error of one layer changes every layer after it. So with captured hidden states the trainer's layers do not run on
+each other's outputs: hooks give each attention, MLP and norm, and the head, the engine's residual stream as input, and
+the output of each is compared with the engine's. An error then shows only where it arises.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ from penstock.schemas import hidden_states as names
 
 _GRID = 2.0**-10
 _ROUNDING = 2.0**-22
-"""Error of a difference of recorded logprobs, relative to their sizes and those of their logits."""
+"""Error of a difference of recorded logprobs, relative to the sizes of the logprobs and their logits."""
 _TYPICAL_LOGIT = 8.0
 _MIN_HITS = 5
 _MIN_SHARE = 0.5
-"""Share of the differences that must lie on the grid."""
+"""The least share of the differences that must lie on the grid."""
 _MAX_CHANCE = 1e-6
-"""Largest probability of the hits under a float32 head."""
+"""The largest probability of the hits under a float32 head."""
 _MIN_BETA, _MIN_BETA_Z = 0.25, 6.0
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative error of one part's output, by the type that the trainer's body computes with."""
@@ -53,8 +54,8 @@ class EqualContexts:
     """Statistics of tokens sampled after equal contexts.
 
     spread: the engine against itself, over pairs of siblings that sampled the same token after the same context.
-    num_pairs: differences of two different tokens after one context. num_on_grid: those that bfloat16 logits could
-        have. expected: the number of these by chance.
+    num_pairs: differences of two different tokens after one context. num_on_grid: those that bfloat16 logits can
+        have. expected: how many of these chance would give.
     """
 
     spread: Gap = NO_GAP
@@ -78,7 +79,7 @@ class EqualContexts:
 
 
 def equal_contexts(sample: Sample) -> EqualContexts:
-    """The statistics of rows of one policy without penalties: signs of the engine's head and its batches."""
+    """Returns the statistics over rows of one policy without penalties, which show the engine's head and batching."""
     first, second, pairs, hits, expected = [], [], 0, 0, 0.0
     for entries in _by_context(sample.rows):
         by_target: dict[int, list[float]] = defaultdict(list)
@@ -100,7 +101,7 @@ def equal_contexts(sample: Sample) -> EqualContexts:
 
 
 def _by_context(rows: Sequence[SampleRow]) -> list[list[tuple[SampleRow, int, int]]]:
-    """(row, offset, token id) of tokens with equal contexts in one group, two or more to a context."""
+    """Returns (row, offset, token id) of tokens by context, for contexts that two or more rows of a group share."""
     found: dict[tuple[int, int, bytes], list[tuple[SampleRow, int, int]]] = defaultdict(list)
     by_group: dict[tuple[int, int], list[SampleRow]] = defaultdict(list)
     for row in rows:
@@ -108,7 +109,7 @@ def _by_context(rows: Sequence[SampleRow]) -> list[list[tuple[SampleRow, int, in
             by_group[row.group, int(row.versions[0])].append(row)
     for (group, version), members in by_group.items():
         ids = {row.first: row.token_ids for row in members}
-        # After their first difference siblings never have equal contexts again.
+        # After their first difference siblings have no equal contexts.
         alive = [(row, 0) for row in members]
         while len(alive) > 1:
             same: dict[bytes, list[tuple[SampleRow, int]]] = defaultdict(list)
@@ -125,9 +126,10 @@ def _by_context(rows: Sequence[SampleRow]) -> list[list[tuple[SampleRow, int, in
 
 
 def rounding_slope(engine: Tensor, processed: Tensor, rounded: Tensor) -> tuple[float, float]:
-    """The slope of (engine - processed) over (rounded - processed) through 0, and its standard errors from 0.
+    """Returns the slope of (engine - processed) over (rounded - processed) through 0, and its standard errors from 0.
 
-    1 if the engine's head rounds as with the trainer's body, 0 if it does not round; body noise blurs it.
+    The slope is 1 if the engine's head rounds and its body is the trainer's, 0 if it does not round; body noise blurs
+    it.
     """
     known = ~(engine.isnan() | processed.isnan() | rounded.isnan())
     r, d = (engine - processed)[known], (rounded - processed)[known]
@@ -140,7 +142,7 @@ def rounding_slope(engine: Tensor, processed: Tensor, rounded: Tensor) -> tuple[
 
 
 def engine_head_sign(contexts: EqualContexts, slope: tuple[float, float]) -> str:
-    """The sign that the engine's head computes in bfloat16; empty without one."""
+    """Returns the evidence that the engine's head computes in bfloat16; empty if there is none."""
     if contexts.has_bfloat16_logits:
         return str(contexts)
     beta, z = slope
@@ -151,7 +153,7 @@ def engine_head_sign(contexts: EqualContexts, slope: tuple[float, float]) -> str
 
 @torch.no_grad()
 def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, ...]:
-    """The distance of engine and trainer in each part of the model, on equal input; in the order of computation.
+    """Returns the distance of engine and trainer in each part of the model on equal input, in computation order.
 
     With e the engine's output and t the trainer's, over all tokens, the error is |e - t| / |t| (2-norms).
 
@@ -179,14 +181,14 @@ def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, .
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     counts = np.array([len(token_ids)])
     layout = make_layout(0 * counts, 0 * counts, 0 * counts, counts, len(token_ids))
-    with _Replacement(tensors) as replacement:
-        replacement.watch(body, layers)
+    found: list[LayerGap] = []
+    with ExitStack() as hooks:
+        _replace_inputs(body, layers, tensors, found, hooks)
         norm, head = model.run(token_ids.to(device), torch.arange(len(token_ids), device=device), layout.to(device))
     if norm.shape != tensors[names.NORM].shape:
         raise ParityError(
             f"{capture}: hidden states {tuple(tensors[names.NORM].shape)}, the trainer's are {tuple(norm.shape)}"
         )
-    found = replacement.gaps
     found.append(_gap("norm", tensors[names.NORM], norm, ALLOWED))
     hidden = tensors[names.NORM].to(norm.dtype)
     logprobs, _ = selected_logprobs(model.scaled(hidden[:-1]), head, tensors[names.TOKEN_IDS][1:])
@@ -197,7 +199,7 @@ def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, .
 
 
 def captured_version(capture: Path | str) -> int:
-    """The policy version whose weights a capture was made with.
+    """Returns the policy version whose weights a capture was made with.
 
     Raises:
         ParityError: the file is no capture.
@@ -205,64 +207,59 @@ def captured_version(capture: Path | str) -> int:
     return int(_metadata(capture)["policy_version"])
 
 
-class _Replacement:
-    """Hooks on the trainer's model that replace inputs by the engine's and compare outputs, for one forward pass."""
+def _replace_inputs(
+    body: Any, layers: Any, tensors: dict[str, Tensor], found: list[LayerGap], hooks: ExitStack
+) -> None:
+    """Hooks the trainer's model: each part gets the engine's input, and its output is compared with the engine's."""
+    add = hooks.enter_context
+    for index, layer in enumerate(layers):
+        own = {name: getattr(layer, name, None) for name in ("self_attn", "post_attention_layernorm", "mlp")}
+        if missing := [name for name, part in own.items() if part is None]:
+            raise ParityError(
+                f"layers are compared of models with self_attn, post_attention_layernorm and mlp; "
+                f"{type(layer).__name__} has no {', '.join(missing)}"
+            )
+        before = _swapping(names.layer(index, names.INPUT), tensors, None if index else found)
+        add(layer.register_forward_pre_hook(before, with_kwargs=True))
+        middle = _swapping(names.layer(index, names.MIDDLE), tensors)
+        add(layer.post_attention_layernorm.register_forward_pre_hook(middle, with_kwargs=True))
+        for part, name in ((layer.self_attn, names.ATTENTION), (layer.mlp, names.MLP)):
+            add(part.register_forward_hook(_comparing(names.layer(index, name), tensors, found)))
+    add(body.norm.register_forward_pre_hook(_swapping(names.STREAM, tensors), with_kwargs=True))
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._hooks: list[Any] = []
-        self.gaps: list[LayerGap] = []
 
-    def __enter__(self) -> "_Replacement":
-        return self
+def _swapping(name: str, tensors: dict[str, Tensor], embedding: list[LayerGap] | None = None) -> Callable[..., Any]:
+    """Returns a hook that replaces a module's hidden states, [1, N, H], by the engine's.
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    embedding: gets the distance of the two, which is that of the embedding before the first layer.
+    """
+    theirs = tensors[name]
 
-    def watch(self, body: Any, layers: Any) -> None:
-        add = self._hooks.append
-        for index, layer in enumerate(layers):
-            own = {name: getattr(layer, name, None) for name in ("self_attn", "post_attention_layernorm", "mlp")}
-            if missing := [name for name, part in own.items() if part is None]:
-                raise ParityError(
-                    f"layers are compared of models with self_attn, post_attention_layernorm and mlp; "
-                    f"{type(layer).__name__} has no {', '.join(missing)}"
-                )
-            before = self._swap(names.layer(index, names.INPUT), "embedding" if index == 0 else None)
-            add(layer.register_forward_pre_hook(before, with_kwargs=True))
-            middle = self._swap(names.layer(index, names.MIDDLE))
-            add(layer.post_attention_layernorm.register_forward_pre_hook(middle, with_kwargs=True))
-            for part, name in ((layer.self_attn, names.ATTENTION), (layer.mlp, names.MLP)):
-                add(part.register_forward_hook(self._compare(names.layer(index, name))))
-        add(body.norm.register_forward_pre_hook(self._swap(names.STREAM), with_kwargs=True))
+    def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        ours = arguments[0] if arguments else keywords["hidden_states"]
+        if ours[0].shape != theirs.shape:
+            raise ParityError(
+                f"{name}: the engine's hidden states are {tuple(theirs.shape)}, the trainer's "
+                f"{tuple(ours[0].shape)}; expected captures of the same model"
+            )
+        if embedding is not None:
+            embedding.append(_gap("embedding", theirs, ours[0], ALLOWED))
+        swapped = theirs.to(ours.dtype)[None]
+        if arguments:
+            return (swapped, *arguments[1:]), keywords
+        return arguments, keywords | {"hidden_states": swapped}
 
-    def _swap(self, name: str, compared_as: str | None = None) -> Callable[..., Any]:
-        """Replaces the module's hidden states, [1, N, H], by the engine's."""
-        theirs = self._tensors[name]
+    return hook
 
-        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            ours = arguments[0] if arguments else keywords["hidden_states"]
-            if ours[0].shape != theirs.shape:
-                raise ParityError(
-                    f"{name}: the engine's hidden states are {tuple(theirs.shape)}, the trainer's "
-                    f"{tuple(ours[0].shape)}; expected captures of the same model"
-                )
-            if compared_as is not None:
-                self.gaps.append(_gap(compared_as, theirs, ours[0], ALLOWED))
-            swapped = theirs.to(ours.dtype)[None]
-            if arguments:
-                return (swapped, *arguments[1:]), keywords
-            return arguments, keywords | {"hidden_states": swapped}
 
-        return hook
+def _comparing(name: str, tensors: dict[str, Tensor], found: list[LayerGap]) -> Callable[..., None]:
+    """Returns a hook that compares a module's output with the engine's."""
 
-    def _compare(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            ours = output[0] if isinstance(output, tuple) else output
-            self.gaps.append(_gap(name, self._tensors[name], ours.reshape(self._tensors[name].shape), ALLOWED))
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        ours = output[0] if isinstance(output, tuple) else output
+        found.append(_gap(name, tensors[name], ours.reshape(tensors[name].shape), ALLOWED))
 
-        return hook
+    return hook
 
 
 def _gap(name: str, engine: Tensor, trainer: Tensor, allowed: dict[torch.dtype, float]) -> LayerGap:
@@ -270,7 +267,7 @@ def _gap(name: str, engine: Tensor, trainer: Tensor, allowed: dict[torch.dtype, 
 
 
 def _error(engine: Tensor, trainer: Tensor) -> float:
-    """|engine - trainer| / |trainer|, 2-norms over everything; 0 where both are zero."""
+    """Returns |engine - trainer| / |trainer|, 2-norms over all elements; 0 if both are zero."""
     difference = float((engine.double() - trainer.double()).norm())
     return difference / float(trainer.double().norm()) if difference else 0.0
 
@@ -287,7 +284,7 @@ def _metadata(capture: Path | str) -> dict[str, str]:
 
 
 def _read(capture: Path | str) -> tuple[dict[str, Tensor], int]:
-    """The tensors of a capture and its number of layers."""
+    """Returns the tensors of a capture and its number of layers."""
     num_layers, tensors = int(_metadata(capture)["num_layers"]), load_file(capture)
     parts = (names.INPUT, names.ATTENTION, names.MIDDLE, names.MLP)
     expected = {names.layer(index, part) for index in range(num_layers) for part in parts}

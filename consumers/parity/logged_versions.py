@@ -1,4 +1,4 @@
-"""Files of published weights by version: those of a folder, and those written from a run's weight log."""
+"""Files of published weights by version, in a folder or written from a run's weight log."""
 
 import errno
 import shutil
@@ -17,11 +17,10 @@ from penstock.schemas.weights.stores import ChunkMissingError
 
 
 class WeightVersions:
-    """`weights(version)` is the file of a version's weights, or the base model's folder; None if they are gone.
+    """Returns, when called with a version, the file of its weights, or the base model's folder; None if they are gone.
 
-    Args:
-        base: folder of the base model, which is version 0 where no file is.
-        folder: with `v<version>.safetensors` files; None if there are none.
+    base: folder of the base model, which is version 0 unless that has a file. folder: of the files
+        `v<version>.safetensors`; None if there are none.
     """
 
     def __init__(self, base: Path, folder: Path | None) -> None:
@@ -32,7 +31,7 @@ class WeightVersions:
         return self._file(version) or (self._base if version == 0 else None)
 
     def copy(self, versions: Iterable[int], folder: Path) -> list[Path]:
-        """Copies the files of those among `versions` that are there, each whole or not at all."""
+        """Copies the files of those `versions` that have one, each whole or not at all; returns the copies."""
         folder.mkdir(parents=True, exist_ok=True)
         copies = []
         for version in sorted(set(versions)):
@@ -48,10 +47,10 @@ class WeightVersions:
 
 
 class LoggedVersions(WeightVersions):
-    """The versions of a run: each file is written from the weight log when it is first asked for, and stays after the
+    """The versions of a run. Each file is written from the weight log when it is first needed, and stays after the
     trainer drops that version.
 
-    folder: for the files, empty. Its methods raise ParityError for weights that cannot be read, or have no room there.
+    folder: for the files, empty. Methods raise ParityError if weights cannot be read or do not fit on the disk.
     """
 
     def __init__(self, base: Path, folder: Path, reader: WeightReader) -> None:
@@ -59,11 +58,14 @@ class LoggedVersions(WeightVersions):
         self._files, self._reader = folder, reader
 
     def hold(self, versions: Iterable[int]) -> None:
-        """Writes those of `versions` that the log leads to, and deletes the files of all others."""
+        """Writes the files of those `versions` that the log leads to, and deletes all others."""
         wanted = {f"v{version}.safetensors": version for version in versions}
         kept = set()
         for file in self._files.iterdir():
-            file.unlink() if file.name not in wanted else kept.add(file.name)
+            if file.name in wanted:
+                kept.add(file.name)
+            else:
+                file.unlink()
         with self._errors():
             log = self._reader.log()
             found = [log.manifest(version) for name, version in wanted.items() if name not in kept]
@@ -94,7 +96,7 @@ class LoggedVersions(WeightVersions):
                 except ChunkMissingError:
                     if way == tried:
                         raise
-                    tried = way  # the trainer may have dropped it since the log was read
+                    tried = way  # the trainer may have dropped the version since the log was read
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

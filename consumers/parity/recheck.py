@@ -1,8 +1,8 @@
-"""Groups without a row of lag 0, recomputed under the versions that their labels name while the trainer waits, and now
-and then between two updates.
+"""Groups without a row of lag 0, recomputed under the versions that their labels name, while the trainer waits and
+occasionally between updates.
 
-A lag above 0 hides nothing from the watch then, nor does a trainer that never waits. The trainer's own model is not
-touched: a second one, made with the first group, takes the weights of each version from the weight log.
+So the watch sees producers at any lag, even if the trainer never waits. The trainer's own model is not touched: a
+second one, made with the first group, takes each version's weights from the weight log.
 """
 
 import logging
@@ -31,19 +31,18 @@ from penstock.schemas.weights.reading import WeightReader
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 4
-"""Groups. One more takes the place of the oldest, whose versions are the first to be gone, of the instance that has the
-most; of several such, of that whose turn was last."""
+"""Groups that wait. One more displaces the oldest one, whose versions are dropped first, of the instance with the most
+groups; of several such instances, of the one that had the last turn."""
 BUSY_SHARE = 0.03
-"""The most that rechecks between two updates take of the trainer's time, beside the first."""
+"""The largest share of the trainer's time for rechecks between updates, except the first."""
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: its multiples, modulo 2^64, are spread evenly."""
+"""2^64 over the golden ratio: its multiples modulo 2^64 are spread evenly."""
 
 
 class Recheck:
-    """Recomputes the share `parity.recheck` of those groups; of the instances that wait, the one whose turn was longest
-    ago has the next.
+    """Recomputes the share `parity.recheck` of those groups; the instance whose turn was longest ago is next.
 
-    count: called with what became of a drawn group, and the number of its tokens that were recomputed.
+    count: called with the outcome of a drawn group and the number of its tokens that were recomputed.
     """
 
     def __init__(
@@ -58,15 +57,15 @@ class Recheck:
         self._waiting: dict[int, RolloutGroup] = {}
         self._num_turns = 0
         self._turns: dict[str, int] = {}
-        """By instance the number of its last turn, from 1, also of one that has shown nothing."""
+        """The number of each instance's last turn, from 1, whether or not its group could be recomputed."""
         self._due_s = clock()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._reader = reader
         self._store: tuple[LoggedVersions, PolicyStore] | None = None
 
     def add(self, groups: Sequence[RolloutGroup], report: StepReport) -> None:
-        """Draws from the groups of a batch that was trained. Those with rows of lag 0 are judged by them already,
-        and by them alone: their other rows are siblings, which would count the group twice."""
+        """Draws from the groups of a trained batch. Groups with rows of lag 0 are left out: these rows judge them, and
+        their siblings would count the group twice."""
         if not report.counts_as_update:
             return
         left_out = report.fresh.keys() | report.failed.keys() | report.spared
@@ -81,8 +80,8 @@ class Recheck:
                 self._displace()
 
     def one(self) -> tuple[list[RolloutGroup], dict[int, RowGap]]:
-        """Recomputes the newest group of the instance whose turn it is, if any waits; returns it with its gap by index,
-        or nothing where it cannot be recomputed. Takes the time of that group."""
+        """Recomputes the newest waiting group of the next instance; returns it and its gap by index, or nothing if none
+        waits or it cannot be recomputed."""
         if not self._waiting:
             return [], {}
         group = min(reversed(self._waiting.values()), key=self._last_turn)
@@ -92,13 +91,13 @@ class Recheck:
         is_first, began_s = self._store is None, self._clock()
         gap = self._tried(group)
         ended_s = self._clock()
-        # The first makes the second model, which is no measure of those that follow.
+        # The first one also makes the second model, so its time says nothing about later ones.
         self._due_s = ended_s if is_first else ended_s + (ended_s - began_s) * (1 / BUSY_SHARE - 1)
         return ([], {}) if gap is None else ([group], {group.index: gap})
 
     def one_if_due(self) -> tuple[list[RolloutGroup], dict[int, RowGap]]:
-        """As `one`, for a trainer that need not wait: nothing until the last one has taken no more than `BUSY_SHARE` of
-        the time since it began."""
+        """As `one`, for a trainer that does not wait: nothing while the last recheck took more than `BUSY_SHARE` of the
+        time since it began."""
         return self.one() if self._clock() >= self._due_s else ([], {})
 
     def close(self) -> None:
@@ -138,7 +137,7 @@ class Recheck:
         return gap
 
     def _gap(self, group: RolloutGroup) -> RowGap | None:
-        """None if the weights of a version that it names are kept no longer, or it names none."""
+        """Returns the gap; None if the group names no version, or one whose weights are no longer kept."""
         needed = {
             span.version for rollout in group.rollouts for segment in rollout.segments for span in segment.version_spans
         }
@@ -168,19 +167,18 @@ class Recheck:
 
 
 def with_recomputed(replay: Replay, labelled: Tensor) -> Tensor:
-    """[M] the logprobs of a sample whose engine may have computed the keys and values of a row again before any token:
-    vLLM does so with a request that it has preempted, and with one that is gone on with. They are of the policy that
-    samples the token then.
+    """Returns [M] logprobs of a sample whose engine may have recomputed the keys and values of a row before any token.
 
-    Of the places where that may have happened those are chosen under which the row is nearest to its record. A token
-    that another policy has sampled than the labelled one is as far off as before.
+    vLLM does so for a request that was preempted or is continued. The new keys and values are those of the policy that
+    samples the next token. The places of recomputation are chosen so that the row is nearest to its record. A token
+    that was sampled by another policy than the labelled one stays as far off.
 
-    labelled: [M] as if it never happened.
+    labelled: [M] logprobs without recomputation.
     """
     found = labelled.clone()
     mixed = [row for row in replay.sample.rows if row.is_mixed]
     spans = {row.first: np.flatnonzero(np.diff(row.versions, prepend=row.versions[0] - 1)) for row in mixed}
-    """By row the first token of each policy."""
+    """The first token of each policy, by row."""
     tried = {row.first: [labelled[row.tokens]] for row in mixed}
     for n in range(1, max(map(len, spans.values()), default=0)):
         some = [row for row in mixed if n < len(spans[row.first])]
@@ -196,15 +194,15 @@ def with_recomputed(replay: Replay, labelled: Tensor) -> Tensor:
 
 
 def _since(row: SampleRow, start: int) -> np.ndarray:
-    """The row's versions, [m], with that of token `start` for those before it too."""
+    """Returns the row's versions, [m], with that of token `start` for all tokens before it."""
     versions = row.versions.copy()
     versions[:start] = versions[start]
     return versions
 
 
 def _nearest(costs: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """[m] the policy that computed the keys and values last, at each token: the cheapest course from policy 0, which at
-    any token may change to policy `now[token]`, and only so. costs: [policies, m]."""
+    """Returns, [m], the policy that last computed the keys and values at each token: the cheapest path that starts with
+    policy 0 and at any token may change to policy `now[token]`, but to no other. costs: [policies, m]."""
     total = np.full(len(costs), np.inf)
     total[0] = 0.0
     came_from = np.empty(costs.shape[1], dtype=np.int64)

@@ -27,18 +27,18 @@ from penstock.schemas.rollout import Segment
 
 _CONFIG = "config.json"
 _CACHE_BYTES = 1 << 30
-"""Weights kept in memory beside the model's: each version of a small model is read once."""
+"""The most bytes of weights kept in memory in addition to the model's: a small model's versions are read once."""
 
 
 class LoadedPolicy(NamedTuple):
-    """A model that is in memory already, and the version of its weights. It is not changed."""
+    """A model in memory, which is left unchanged, and the version of its weights."""
 
     version: int
     model: PackedModel
 
 
 class PolicyStore:
-    """The trainer's model with the weights of the version asked for; one version is in memory at a time.
+    """The trainer's model with the weights of any version; one version is in the model at a time.
 
     weights: the published safetensors file of a version, or a folder with a whole model, the base's for an adapter;
         None if it is gone.
@@ -60,11 +60,11 @@ class PolicyStore:
         self.device, self.dtype, self.lora = device, config.model.dtype, config.lora
 
     def has(self, version: int) -> bool:
-        """Whether the weights of `version` are there, as far as their file tells."""
+        """Returns whether the weights of `version` are loaded or have a file."""
         return version >= 0 and (self._is_loaded(version) or self._path(version) is not None)
 
     def forget(self) -> None:
-        """To be called after files have come or gone: which are there is asked for anew."""
+        """Looks up files again from now on. Called after files were written or deleted."""
         self._paths.clear()
         self._cache = {path: state for path, state in self._cache.items() if path.exists()}
 
@@ -73,10 +73,10 @@ class PolicyStore:
         return (self._loaded.model if self._loaded is not None else self._base()).vocabulary
 
     def model(self, version: int) -> PackedModel:
-        """The model with the weights of `version`, valid until the next call.
+        """Returns the model with the weights of `version`, valid until the next call.
 
         Raises:
-            ParityError: they are gone, or do not fit the model of model.path.
+            ParityError: the weights are gone or do not fit the model of model.path.
         """
         if self._loaded is not None and self._is_loaded(version):
             return self._loaded.model
@@ -96,7 +96,7 @@ class PolicyStore:
 
     @contextmanager
     def adapter_share(self, share: float) -> Iterator[None]:
-        """Meanwhile the models in memory compute with so much of their adapters."""
+        """Within the context the models in memory compute with this share of their adapters."""
         models = [self._model, self._loaded.model if self._loaded is not None else None]
         with ExitStack() as entered:
             for model in models:
@@ -143,7 +143,7 @@ class PolicyStore:
 
     @contextmanager
     def _folder(self, path: Path) -> Iterator[Path]:
-        """A folder that transformers loads `path` from: the base model's configuration beside the published file."""
+        """Yields a folder that transformers can load: `path`, or the published file with the base's configuration."""
         if path.is_dir():
             yield path
             return
@@ -154,8 +154,8 @@ class PolicyStore:
 
 
 WeightSpan = tuple[int, int, int]
-"""Version, start, end: tokens `start:end` of the row go into the model with the weights of `version`. The output at a
-token's place predicts the next token, and its keys and values stay for all tokens that follow."""
+"""Version, start, end: the model computes tokens `start:end` of the row with the weights of `version`. Its output at a
+token predicts the next one, and its keys and values there serve all later tokens."""
 
 
 class ReplayPlan(NamedTuple):
@@ -183,16 +183,16 @@ class ForwardPass:
 
 
 def whole(row: SampleRow, version: int) -> ReplayPlan:
-    """The row by one version alone."""
+    """Returns a plan in which one version computes the whole row."""
     return ReplayPlan(row, ((version, 0, int(row.sampled[-1])),))
 
 
 def as_labelled(row: SampleRow, versions: np.ndarray | None = None) -> ReplayPlan:
-    """The row as an engine in keep mode serves it: a token's keys and values are computed in the step that samples the
+    """Returns the plan of an engine in keep mode: a token's keys and values are computed in the step that samples the
     next one, those of the context in the step that samples the first.
 
     Args:
-        versions: [m], in place of the row's own.
+        versions: [m], instead of the row's own.
     """
     versions = row.versions if versions is None else versions
     changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
@@ -211,7 +211,7 @@ class Replay:
 
     @torch.no_grad()
     def logprobs(self, plans: Iterable[ReplayPlan]) -> Tensor:
-        """[M] float64 on CPU by the trainer's own code: the logprobs of the plans' tokens, NaN elsewhere."""
+        """Returns the logprobs of the plans' tokens by the trainer's own code, [M] float64 on CPU, NaN elsewhere."""
         found = torch.full((self.sample.num_tokens,), torch.nan, dtype=torch.float64)
         for each in self.passes(plans):
             logprobs, _ = head_logprobs(each.hidden, each.head, each)
@@ -220,7 +220,7 @@ class Replay:
 
     @torch.no_grad()
     def passes(self, plans: Iterable[ReplayPlan]) -> Iterator[ForwardPass]:
-        """One policy after the other, as far as the rows' own order allows."""
+        """Runs the plans, one policy after the other as far as each row's spans allow."""
         plans = list(plans)
         whole = [plan for plan in plans if len(plan.spans) == 1]
         for version in sorted({plan.spans[0][0] for plan in whole}):
@@ -233,7 +233,7 @@ class Replay:
             yield from self._continued(batch)
 
     def hidden_after(self, segment: Segment, version: int) -> tuple[Tensor, Tensor]:
-        """The hidden state that predicts the segment's one sampled token, [1, H], and the head, [V, H]."""
+        """Returns the hidden state that predicts the segment's one sampled token, [1, H], and the head, [V, H]."""
         ((microbatch, _),) = pack_segments([(0, segment, 1.0)], self._budget)
         microbatch = microbatch.to(self._device)
         hidden, head = self.policies.model(version).forward(microbatch)
@@ -257,7 +257,7 @@ class Replay:
             )
 
     def _continued(self, plans: list[ReplayPlan]) -> Iterator[ForwardPass]:
-        """Span after span with the keys and values of the spans before."""
+        """Runs one span after the other with the keys and values of earlier spans."""
         cache = KvCache(len(plans), max(plan.spans[-1][2] for plan in plans))
         left = {p: list(plan.spans) for p, plan in enumerate(plans)}
         while left:
@@ -270,7 +270,7 @@ class Replay:
     def _span(
         self, parts: list[tuple[ReplayPlan, int, int, int]], version: int, cache: "KvCache"
     ) -> Iterator[ForwardPass]:
-        """One forward pass over parts (plan, its row of the cache, start, end); nothing if none predicts a token."""
+        """Runs one forward pass over parts (plan, row of the cache, start, end); yields it if it predicts a token."""
         positions = self._tensor([np.arange(start, end) for *_, start, end in parts])
         cache.begin(self._tensor([np.full(end - start, line) for _, line, start, end in parts]), positions)
         ids = self._tensor([plan.row.token_ids[start:end] for plan, _, start, end in parts])
@@ -324,17 +324,17 @@ def _within(plans: Sequence[ReplayPlan], budget: int) -> Iterator[list[ReplayPla
 
 
 class KvCache:
-    """Keys and values of R rows of at most T tokens, by layer, kept across weight updates as the engine keeps them.
-
-    `begin` names the tokens of the forward pass that follows: N tokens, each of one of the rows.
-    """
+    """Keys and values of R rows of at most T tokens, by layer, kept across weight updates as the engine keeps them."""
 
     def __init__(self, num_rows: int, longest: int) -> None:
         self._shape = (num_rows, longest)
         self._store: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, rows: Tensor, positions: Tensor) -> None:
-        """rows, positions: [N] int64, row after row; positions ascend and go on where the row's last pass ended."""
+        """Sets the N tokens of the next forward pass.
+
+        rows, positions: [N] int64, row after row; positions ascend and continue where the row's last pass ended.
+        """
         self._rows, self._positions = rows, positions
         self._active, lengths = rows.unique_consecutive(return_counts=True)
         starts = lengths.cumsum(0) - lengths
@@ -361,7 +361,7 @@ class KvCache:
         places = self._positions.new_zeros(self._rectangle)
         places[self._line, self._column] = self._positions
         columns = torch.arange(self._end, device=places.device)
-        # A padded query has place 0 and sees one token, so that its softmax is one of something.
+        # A padded query has place 0 and sees one token, so that its softmax is defined.
         seen = columns <= places[:, :, None]
         if sliding_window is not None:
             seen &= columns > places[:, :, None] - sliding_window

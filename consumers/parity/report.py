@@ -1,6 +1,6 @@
 """The result of the parity check: structs that are written as JSON, tolerances, and the causes it can name.
 
-Needs neither torch nor a model, so that whatever prints or draws a report can import it.
+Needs neither torch nor a model, so that code that prints or draws a report can import it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ REPORT_FILE = "parity.json"
 AS_SERVED = "as served"
 """The `LayerGap` of the engine's whole body against itself."""
 Layer = Literal["semantics", "inference", "objective"]
-"""In this order: with wrong semantics every later comparison is worthless."""
+"""In this order: wrong semantics make every later comparison meaningless."""
 Status = Literal["parity", "mismatch", "unclear"]
 EXIT_STATUS: dict[Status, int] = {"parity": 0, "mismatch": 1, "unclear": 2}
 
@@ -43,7 +43,7 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
     ess_fraction: float | None = None
 
     def allows(self, gap: Gap) -> bool:
-        """Whether `gap` counts as parity; False over no tokens."""
+        """Returns whether `gap` counts as parity; False over no tokens."""
         return (
             gap.num_tokens > 0
             and gap.mean <= self.mean
@@ -58,13 +58,13 @@ TOLERANCES = {
     "float32": Tolerance(mean=1e-5, p99=5e-5, max=1e-4),
     "bfloat16": Tolerance(mean=5e-2, p99=0.2, max=None, chi2=5e-3, ess_fraction=0.995),
 }
-"""By `model.dtype`. In bfloat16 it is an alarm only: body noise hides small faults, which float32 shows."""
+"""By `model.dtype`. In bfloat16 they find large faults only: body noise hides small ones, which float32 shows."""
 
 
 class Hypothesis(msgspec.Struct, frozen=True, kw_only=True):
-    """One hypothesis on the recorded logprobs and the gap that is left under it.
+    """One hypothesis on the recorded logprobs and the gap that remains under it.
 
-    name: a stable identifier, as in "processed", "raw", "temperature", "weights-1".
+    name: a stable identifier, such as "processed", "raw", "temperature", "weights-1".
     says: the hypothesis in a few words, for a table. note: further observations, such as a fitted temperature.
     """
 
@@ -120,8 +120,8 @@ class GapPoint(msgspec.Struct, frozen=True, array_like=True):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The conclusion of a check.
 
-    cause: "parity", a name in `CAUSES` (of other weights with the distance, as in "weights-1"), "layer", or why the
-        check could not tell.
+    cause: "parity", a name in `CAUSES` (for other weights with the distance, as in "weights-1"), "layer", or the reason
+        why the check could not tell.
     sentence: the finding, with residuals. advice: what to do, with the settings' names; empty under parity.
     """
 
@@ -132,10 +132,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that one check found.
+    """The result of one check.
 
     versions: the replayed policy versions.
-    notes: engine settings off the parity recipe, rows left out and why, checks that were not made.
+    notes: engine settings that depart from the parity recipe, rows left out and why, checks that were not made.
     gate: the setting of `parity.gate` for the trainer's own check; empty for a check on request.
     """
 
@@ -157,10 +157,10 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Cause:
-    """The words for one cause.
+    """The text for one cause.
 
     says: the hypothesis in a table; empty if there is none.
-    opening: the beginning of the verdict's sentence. residual: the condition that its second residual is under.
+    opening: the beginning of the verdict's sentence. residual: the condition of its second residual.
     advice: what to do.
     """
 
@@ -285,8 +285,8 @@ INFERENCE = {
         "set engine.prefix_caching = false, or salt the cache by policy version",
     ),
     "recomputed-kv": Cause(
-        "keys and values computed anew after each update",
-        "keys and values are computed anew at each weight update instead of kept",
+        "keys and values recomputed after each update",
+        "keys and values are recomputed at each weight update instead of kept",
         "recomputed",
         "harmless to training, but not the recipe: update with mode keep and clear_cache=False, or drain "
         '(engine.update = "drained") and expect no mixed rows',
@@ -335,7 +335,7 @@ CAUSES = SEMANTICS | INFERENCE
 
 
 def cause_of(name: str) -> Cause:
-    """The cause that a hypothesis of this name stands for."""
+    """Returns the cause that a hypothesis of this name stands for."""
     return CAUSES["weights" if name.startswith("weights") else name]
 
 

@@ -21,12 +21,12 @@ class SampleRow:
     If several policies sampled the turns of a segment, each turn makes a row: it is a request of its own that computes
     the whole context again.
 
-    group, sibling: index among the groups given and within the group.
+    group, sibling: index among the groups given, and within the group.
     segment: ends with its last sampled token.
     sampled: [m] int64, places of the sampled tokens in the segment; contiguous unless one policy sampled all.
     versions: [m] int64.
     first: the row's tokens are `first : first + m` of the sample.
-    before: the number of sampled tokens in the rollout's rows before it.
+    before: the number of sampled tokens in the rollout's earlier rows.
     """
 
     group: int
@@ -49,17 +49,17 @@ class SampleRow:
 
     @property
     def start(self) -> int:
-        """Place of the first sampled token."""
+        """The place of the first sampled token."""
         return int(self.sampled[0])
 
     @property
     def lacks_mask(self) -> bool:
-        """Whether top-k or top-p dropped tokens and the record does not say which."""
+        """True if top-k or top-p dropped tokens and the record does not say which."""
         return self.sampling.is_truncated and self.segment.sampling_mask is None
 
     @property
     def is_mixed(self) -> bool:
-        """Whether several policies sampled it."""
+        """True if several policies sampled it."""
         return bool((self.versions != self.versions[0]).any())
 
 
@@ -68,7 +68,7 @@ class Sample:
     """M sampled tokens.
 
     engine: [M] float64, the recorded logprobs.
-    versions, positions, rows_of: [M] int64, of each token its policy, the number of tokens sampled before it in its
+    versions, positions, rows_of: [M] int64; for each token its policy, the number of tokens sampled before it in its
         rollout, and the index of its row.
     notes: omissions and their reasons.
     """
@@ -87,7 +87,7 @@ class Sample:
         return len(self.engine)
 
     def mask_of(self, rows: Sequence[SampleRow]) -> Tensor:
-        """[M] bool, True for the tokens of `rows`."""
+        """Returns [M] bool, True for the tokens of `rows`."""
         mask = torch.zeros(self.num_tokens, dtype=torch.bool)
         for row in rows:
             mask[row.tokens] = True
@@ -100,10 +100,10 @@ def read_sample(
     has_weights: Callable[[int], bool],
     max_tokens: int | None = None,
 ) -> Sample:
-    """The tokens that can be checked; if there are more than `max_tokens`, those of groups spread evenly.
+    """Returns the tokens that can be checked; if there are more than `max_tokens`, those of groups spread evenly.
 
     Raises:
-        ParityError: no tokens, no logprobs, ids outside the vocabulary, or no policy whose weights are there.
+        ParityError: no tokens, no logprobs, ids outside the vocabulary, or no policy with weights.
     """
     if not groups:
         raise ParityError("no rollout groups: expected at least one to check")
@@ -129,7 +129,7 @@ def read_sample(
 
 
 def evenly(sizes: Sequence[int], budget: int | None) -> list[int]:
-    """Indexes of parts of these sizes, spread evenly, whose sum stays within the budget; at least one."""
+    """Returns indexes of parts, spread evenly, whose sizes sum to the budget at most; at least one index."""
     total = sum(sizes)
     if budget is None or total <= budget:
         return list(range(len(sizes)))
@@ -159,7 +159,7 @@ def _rows(g: int, group: RolloutGroup) -> Iterator[SampleRow]:
 
 
 def _requests(segment: Segment) -> Iterator[Segment]:
-    """`segment` up to its last sampled token; a segment for each turn if several policies sampled them."""
+    """Yields `segment` up to its last sampled token, or a segment for each turn if several policies sampled them."""
     if not segment.loss_mask:
         return
     runs = list(segment.loss_mask[:1])
@@ -177,7 +177,7 @@ def _requests(segment: Segment) -> Iterator[Segment]:
 
 
 def _part_of(segment: Segment, runs: tuple[tuple[int, int], ...], first: int, last: int) -> Segment:
-    """The segment up to the end of `runs`, which hold its sampled tokens `first` to `last`."""
+    """Returns the segment up to the end of `runs`, which hold its sampled tokens [first, last)."""
     start, end = runs[0][0], runs[-1][1]
     spans = [
         VersionSpan(span.version, max(start, span.start), min(end, span.end))

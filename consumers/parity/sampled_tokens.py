@@ -1,12 +1,12 @@
 """Hypotheses on the sampled tokens: drawn from another distribution, or encoded again from text.
 
-Under the distribution p that a token is drawn from, E[log p(token) + H(p)] = 0, with H the entropy. Summed along a
-completion that is a martingale, so no stopping rule moves its mean. Two records can hold equal logprobs for different
+Under the distribution p that a token is drawn from, E[log p(token) + H(p)] = 0, with H the entropy. Its sum along a
+completion is a martingale, so no stopping rule changes its mean. Two records can hold equal logprobs for different
 reasons (raw logprobs of tokens drawn at temperature 0.7; tokens drawn at temperature 1 and labelled 0.7): only this
-test tells them apart.
+test distinguishes them.
 
 Text has many tokenizations; an engine that returns text loses the one it sampled. The recorded logprobs are still those
-of the sampled ids, in order. So from the first token that is off the sampled ids are rebuilt: among the vocabulary
+of the sampled ids, in order. So the sampled ids are rebuilt from the first token that is off: among the vocabulary
 entries that the remaining text begins with, the one whose logprob under the model is the recorded one.
 """
 
@@ -31,29 +31,32 @@ from penstock.schemas.rollout import RolloutGroup, Segment, VersionSpan, pack_fl
 
 SUSPICIOUS_Z = 6.0
 """Standard errors beyond which tokens count as drawn from another distribution. Groups that finish early are read
-first, so the beginning of a stream is no fair draw and 3 is too few."""
+first, so the beginning of a stream is no fair sample and 3 is too few."""
 SUSPICIOUS_SHARE = 0.1
-"""The least share of the entropy that the excess must also reach: many tokens make any small excess significant."""
+"""The share of the entropy that the excess must also reach: many tokens make any small excess significant."""
 SUSPICIOUS_DEFICIT = 0.3
-"""The same for tokens that are less likely than they should be: completions that end early are read first, and their
-ends are unlikely."""
+"""The same for tokens that are less likely than expected: completions that end early are read first, and their ends
+are unlikely."""
 DECISIVE_Z = 3.0
-"""Standard errors that tell one of two temperatures from the other."""
+"""Standard errors that distinguish two temperatures."""
 _FIT_ELEMENTS = 1 << 23
 """Logits held for the fit of a temperature, in float64: 64 MB."""
 _FIT_TOKENS = 512
 MAX_ROWS = 16
-"""Rows that are off and are examined."""
+"""The most rows that are examined."""
 MAX_STEPS = 64
-"""Tokens rebuilt per row."""
+"""The most tokens rebuilt per row."""
 _FOUND = 0.9
-"""Share of the examined tokens for which an entry must fit."""
+"""The least share of the examined tokens for which an entry must fit."""
 _PROMPTS = 32
 
 
 @dataclass(frozen=True)
 class SamplingTest:
-    """Tokens tested against one distribution: mean of logprob + entropy, its standard errors from 0, mean entropy."""
+    """A test of tokens against one distribution.
+
+    excess: mean of logprob + entropy. z: its standard errors from 0. entropy: the mean.
+    """
 
     excess: float
     z: float
@@ -69,16 +72,16 @@ class SamplingTest:
 
 
 def fits_better(one: SamplingTest | None, other: SamplingTest | None) -> bool:
-    """Whether the tokens are a fair draw from the first distribution and not from the second."""
+    """Returns whether the tokens are a fair sample of the first distribution and not of the second."""
     return one is not None and other is not None and abs(other.z) >= DECISIVE_Z and 2 * abs(one.z) < abs(other.z)
 
 
 def sampling_test(moments: Tensor, logprobs: Tensor, rows: Sequence[SampleRow]) -> SamplingTest | None:
     """Tests the tokens of `rows` by `moments`, [M, 2], and the logprobs of the same distribution, [M].
 
-    The standard error is the larger of two: the one from the distributions, and the one from the spread over groups,
-    since siblings that an engine drew with equal noise are one draw. None if nothing can be tested: greedy sampling,
-    or penalties, which the moments leave out.
+    The standard error is the larger of two: from the distributions, and from the spread over groups, since siblings
+    that an engine drew with equal noise are one draw. None if nothing can be tested: greedy sampling, or penalties,
+    which the moments leave out.
     """
     drawn = [
         row
@@ -106,7 +109,7 @@ def sampling_test(moments: Tensor, logprobs: Tensor, rows: Sequence[SampleRow]) 
 
 @torch.no_grad()
 def fitted_temperatures(replay: Replay, rows: Sequence[SampleRow]) -> dict[float, float]:
-    """For each recorded temperature the one at which the recorded logprobs are closest to the model's."""
+    """Returns for each recorded temperature the one at which the recorded logprobs are closest to the model's."""
     return {
         recorded: _fit(*_some(replay, [row for row in rows if row.sampling.temperature == recorded]))
         for recorded in sorted({row.sampling.temperature for row in rows})
@@ -114,7 +117,7 @@ def fitted_temperatures(replay: Replay, rows: Sequence[SampleRow]) -> dict[float
 
 
 def _some(replay: Replay, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor, Tensor]:
-    """Some tokens of `rows`: logits over the sampling_mask [n, V], targets [n], recorded logprobs [n]."""
+    """Returns for some tokens of `rows` logits over the sampling_mask [n, V], targets [n], recorded logprobs [n]."""
     longest = max(len(row.sampled) for row in rows)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     held = 0
@@ -129,7 +132,7 @@ def _some(replay: Replay, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor, Te
 
 
 def _fit(logits: Tensor, targets: Tensor, engine: Tensor) -> float:
-    """Minimises the mean gap over a grid of temperatures, then over ever finer grids around the best."""
+    """Returns the temperature of the smallest mean gap, from a grid and then finer grids around the best."""
 
     def gap(log_temperature: float) -> float:
         scaled = logits / math.exp(log_temperature)
@@ -144,7 +147,7 @@ def _fit(logits: Tensor, targets: Tensor, engine: Tensor) -> float:
 
 
 def check_tokenizer(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
-    """Raises ParityError if the decoded ids of no group contain its prompt's text: another model's tokenizer."""
+    """Raises ParityError if no group's decoded ids contain the text of its prompt: another model's tokenizer."""
     asked = [group for group in groups if group.prompt.text or group.prompt.messages][:_PROMPTS]
     for group in asked:
         segment = group.rollouts[0].segments[0]
@@ -219,7 +222,7 @@ class _Vocabulary:
 
     @torch.no_grad()
     def rebuild(self, row: SampleRow, first: int) -> tuple[list[int], list[float], bool]:
-        """The sampled ids from sampled token `first` on with their logprobs, and whether one was not found."""
+        """Returns the sampled ids from sampled token `first` on, their logprobs, and whether one was not found."""
         ids = row.token_ids[: row.sampled[first]].tolist()
         text = "".join(self.entries.get(n, "\0") for n in row.token_ids[row.sampled[first] :].tolist())
         path: list[int] = []
@@ -240,7 +243,7 @@ class _Vocabulary:
         return path, logprobs, False
 
     def _next(self, row: SampleRow, ids: list[int]) -> Tensor:
-        """[V] float64 on CPU: log-softmax after `ids` under the row's policy, at its temperature."""
+        """Returns [V] float64 on CPU: log-softmax after `ids` under the row's policy, at its temperature."""
         segment = Segment(
             token_ids=pack_ids([*ids, 0]),  # the last one stands for any id
             behavior_logprobs=pack_floats([0.0]),

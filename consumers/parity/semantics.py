@@ -1,4 +1,4 @@
-"""Hypotheses on the meaning of the recorded numbers: another convention, another unit, entries in the wrong place."""
+"""Hypotheses on the meaning of the recorded numbers: another convention, another unit, misplaced entries."""
 
 import math
 from collections import defaultdict
@@ -16,17 +16,17 @@ from penstock.consumers.parity.sampled_tokens import fits_better, fitted_tempera
 from penstock.consumers.parity.verdict import Candidate, gap_of
 
 MAX_TOKENS = 8192
-"""Sampled tokens whose logits are computed."""
+"""The most sampled tokens whose logits are computed."""
 _MAX_LOGITS = 1 << 27
-"""Logits in all, so that a large vocabulary does not take minutes."""
+"""The most logits in total, so that a large vocabulary does not take minutes."""
 _FLIPS = 5e-3
-"""Share of tokens whose top-p boundary, or whose rounding to bfloat16, may fall the other way."""
+"""The share of tokens that may fall on the other side of a top-p boundary or of a rounding to bfloat16."""
 _ROUNDING_FLIPS = 5e-2
-"""Share of tokens that may see a logit rounded the other way."""
+"""The share of tokens with a logit that may be rounded the other way."""
 _SAME_TEMPERATURE = 5e-3
-"""Fitted temperatures this close, relative, are one."""
+"""Temperatures whose relative difference is this small are equal."""
 _MOVED = 3.0
-"""Logprobs stand with the wrong sibling if those of another one are this many times closer."""
+"""Logprobs belong to another sibling if its own are this many times closer."""
 _FAR, _MIN_LENGTH = 5.0, 4
 """Under body noise a row is off at this many times the tolerance, over at least this many tokens."""
 _ROUNDED = 0.99
@@ -34,7 +34,7 @@ _ROUNDED = 0.99
 
 
 class SemanticHypotheses:
-    """Computes the logits of some rows: all if they are few, else half of them spread evenly and half the worst.
+    """Computes the logits of all rows if they are few; otherwise of some, half spread evenly and half the worst.
 
     baseline: [M] float64, as the trainer computes it. passing: it is within the tolerance.
     """
@@ -51,15 +51,15 @@ class SemanticHypotheses:
             )
         self._found = under_conventions(replay, self._rows, self._conventions())
         self.processed: Tensor = self._found["processed"]
-        """[M] float64 by a plain head in float64, NaN for rows without logits."""
+        """[M] float64, by a plain head in float64; NaN for rows without logits."""
         self.bfloat16_head: Tensor = self._found["engine-head"]
         self.trainer_head: Gap = gap_of(self._found["trainer"], self.processed)
-        """The trainer's head against that one. On equal hidden states: in bfloat16 those of another pass differ."""
+        """The trainer's head against that one, on equal hidden states: those of another pass differ in bfloat16."""
         self._test = sampling_test(self._found["moments"], self.processed, self._fair)
 
     @property
     def suspicion(self) -> str:
-        """The sign that the tokens were drawn from another distribution; empty without one."""
+        """The evidence that the tokens were drawn from another distribution; empty if there is none."""
         return str(self._test) if self._test is not None and self._test.is_suspicious else ""
 
     def candidates(self) -> Iterator[Candidate]:
@@ -83,7 +83,7 @@ class SemanticHypotheses:
         return {name: CONVENTIONS[name] for name in names}
 
     def _by_temperature(self) -> Iterator[Candidate]:
-        """Raw logprobs and another temperature. The sampled tokens tell them apart where the numbers cannot."""
+        """Yields raw logprobs and another temperature. The sampled tokens distinguish them where the numbers cannot."""
         raw = Candidate("raw", self._found["raw"])
         if self._passing:
             yield raw
@@ -116,7 +116,7 @@ class SemanticHypotheses:
         )
 
     def _of_siblings(self) -> Candidate:
-        """Each row's recorded logprobs with those of a sibling of equal length, where they are far closer.
+        """Compares each row's recorded logprobs with those of the sibling of equal length that is far closer, if any.
 
         If the sample as a whole passes, only the groups of such rows count.
         """
@@ -143,7 +143,7 @@ class SemanticHypotheses:
 
 
 def _alike(sample: Sample) -> Iterator[list[int]]:
-    """Indexes of the rows of one group with equal numbers of tokens, of two siblings or more."""
+    """Returns indexes of rows in one group with equal numbers of tokens, from two siblings or more."""
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for r, row in enumerate(sample.rows):
         found[row.group, len(row.sampled)].append(r)
@@ -166,13 +166,13 @@ def _in_another_unit(engine: Tensor, baseline: Tensor) -> Iterator[Candidate]:
 
 
 def _bfloat16_share(engine: Tensor) -> float:
-    """Share of the values other than 0 that bfloat16 holds exactly."""
+    """Returns the share of the values other than 0 that bfloat16 holds exactly."""
     values = engine[engine != 0].float()
     return float((values.bfloat16().float() == values).double().mean()) if len(values) else 0.0
 
 
 def _shifted(sample: Sample, baseline: Tensor) -> Iterator[Candidate]:
-    """Entries moved by one within their row; the token at the open end is left out."""
+    """Yields entries moved by one within their row, without the token at the open end."""
     later, earlier = (torch.full_like(baseline, torch.nan) for _ in range(2))
     later[1:], earlier[:-1] = baseline[:-1], baseline[1:]
     later[[row.tokens.start for row in sample.rows]] = torch.nan
@@ -182,8 +182,8 @@ def _shifted(sample: Sample, baseline: Tensor) -> Iterator[Candidate]:
 
 
 def _chosen(sample: Sample, baseline: Tensor, budget: int) -> tuple[list[SampleRow], list[SampleRow]]:
-    """Rows spread evenly over the groups, and those with the rows of the groups that are off most; `budget` tokens in
-    all, or one group."""
+    """Returns rows spread evenly over the groups, and these with the rows of the worst groups; `budget` tokens in all,
+    or one group."""
     groups: dict[int, list[SampleRow]] = {}
     for row in sample.rows:
         groups.setdefault(row.group, []).append(row)

@@ -27,17 +27,17 @@ NO_GAP = Gap(num_tokens=0, mean=math.nan, p99=math.nan, max=math.nan, chi2=math.
 _BETTER = 0.7
 """A hypothesis that explains a gap leaves at most this share of its mean."""
 _MIN_Z = 4.0
-"""In bfloat16 both may be within the noise of the body: one must be better on average by this many standard errors."""
+"""In bfloat16 both gaps may be within the body's noise: one must be smaller by this many standard errors."""
 _CLEARLY_OFF = 5.0
 """Times the tolerance's mean."""
 _DISTINCT = 3.0
-"""If two hypotheses explain the gap, the later one is chosen only if it leaves this many times less of it."""
+"""If two hypotheses explain the gap, the later one is chosen only if it leaves a gap this many times smaller."""
 _OWN_NOISE = 0.3
-"""Share of the gap that the engine's disagreement with itself must have to be its cause."""
+"""The share of the gap that the engine's disagreement with itself must reach to be its cause."""
 
 
 def gap_of(engine: Tensor, trainer: Tensor) -> Gap:
-    """The gap between [M] recorded and [M] recomputed logprobs, over the tokens where neither is NaN.
+    """Returns the gap between [M] recorded and [M] recomputed logprobs over the tokens where neither is NaN.
 
     chi2 = <e^2c> - 1 and ess_fraction = (sum e^c)^2 / (M sum e^2c), with c = trainer - engine clamped to +-20.
     """
@@ -57,7 +57,7 @@ def gap_of(engine: Tensor, trainer: Tensor) -> Gap:
 
 
 def quantile(values: Tensor, share: float) -> float:
-    """The smallest value that `share` of [M] values do not exceed."""
+    """Returns the smallest value that `share` of [M] values do not exceed."""
     return float(values.kthvalue(max(1, math.ceil(share * len(values)))).values)
 
 
@@ -65,10 +65,10 @@ def quantile(values: Tensor, share: float) -> float:
 class Candidate:
     """Logprobs under one hypothesis, [M] float64, NaN for tokens that it leaves out.
 
-    name: in `CAUSES`, or "weights" with a distance. says: in place of the cause's.
-    engine: the recorded values as this hypothesis understands them; None takes them as they are.
-    flips: share of the tokens that may be off, where a choice at a boundary falls either way.
-    possible: False if something else rules it out. certain: True if something else proves it, so that the gap need not
+    name: in `CAUSES`, or "weights" with a distance. says: instead of the cause's.
+    engine: the recorded values as this hypothesis interprets them; None leaves them as they are.
+    flips: the share of the tokens that may be off because a choice at a boundary can go either way.
+    possible: False if other evidence rules it out. certain: True if other evidence proves it, so that the gap need not
         be smaller.
     note, detail: as in `Hypothesis` and `JudgedHypothesis`.
     """
@@ -88,7 +88,7 @@ class Candidate:
 class JudgedHypothesis:
     """A hypothesis, the gap of the baseline on the same tokens, and whether the hypothesis explains that gap.
 
-    detail: what the verdict adds in brackets, such as a fitted temperature.
+    detail: an addition to the verdict in brackets, such as a fitted temperature.
     """
 
     hypothesis: Hypothesis
@@ -98,7 +98,10 @@ class JudgedHypothesis:
 
 
 def judge(candidate: Candidate, engine: Tensor, baseline: Tensor, dtype: str) -> JudgedHypothesis:
-    """engine, baseline: [M] float64, the recorded logprobs and the trainer's."""
+    """Measures a candidate and decides whether it explains the gap.
+
+    engine, baseline: [M] float64, the recorded logprobs and the trainer's.
+    """
     meant = engine if candidate.engine is None else candidate.engine
     engine = torch.where(candidate.trainer.isnan() | meant.isnan(), torch.nan, engine)
     gap, before = gap_of(meant, candidate.trainer), gap_of(engine, baseline)
@@ -119,7 +122,7 @@ def judge(candidate: Candidate, engine: Tensor, baseline: Tensor, dtype: str) ->
 
 
 def _without_worst(engine: Tensor, trainer: Tensor, share: float) -> Gap:
-    """`gap_of` without the tokens of the largest gaps, at most `share` of all."""
+    """Returns `gap_of` without the tokens of the largest gaps, at most `share` of all."""
     size = (trainer.double() - engine.double()).abs()
     known = size[~size.isnan()]
     num_left_out = int(share * len(known))
@@ -137,9 +140,9 @@ def _is_better(gap: Gap, before: Gap, left: Tensor, removed: Tensor, dtype: str)
 
 
 def _z(left: Tensor, removed: Tensor) -> float:
-    """By how many standard errors the mean size of `left` is below that of `removed`.
+    """Returns by how many standard errors the mean size of `left` is below that of `removed`.
 
-    Sizes are cut where they leave no doubt: otherwise a few far tokens decide both the mean and its error.
+    Sizes are clamped at a clear gap: otherwise a few far tokens decide both the mean and its error.
     """
     cut = _CLEARLY_OFF * TOLERANCES["bfloat16"].mean
     better = removed.abs().clamp(max=cut) - left.abs().clamp(max=cut)
@@ -150,15 +153,15 @@ def _z(left: Tensor, removed: Tensor) -> float:
 
 @dataclass(frozen=True)
 class ParityMeasurements:
-    """All that `decide` rests on.
+    """The input of `decide`.
 
     baseline: the recorded logprobs against the trainer's, all tokens.
     trainer_head: the trainer's logprobs against a plain head in float64 on the same hidden states.
     judged: semantics first.
-    refused: why the trainer refuses such records ("top-p", "penalties"); empty if it accepts them.
-    engine_head: the sign that the engine's logits are bfloat16 numbers; empty without one.
+    refused: the cause for which the trainer refuses such records however well they fit; empty if it accepts them.
+    engine_head: the evidence that the engine's logits are bfloat16 numbers; empty if there is none.
     spread: the engine against itself on equal contexts.
-    sampling: the sign that the tokens were drawn from another distribution than these logprobs; empty without one.
+    sampling: the evidence that the tokens were drawn from another distribution than these logprobs; empty if none.
     """
 
     dtype: str
@@ -172,8 +175,8 @@ class ParityMeasurements:
 
 
 def decide(found: ParityMeasurements) -> Verdict:
-    """The verdict, by the first of these that holds: too few tokens; the trainer's own head is off; a hypothesis
-    explains the gap (semantics before inference); a sign that needs no gap; no explanation."""
+    """Returns the verdict by the first of these that holds: too few tokens; the trainer's own head is off; a hypothesis
+    explains the gap (semantics before inference); evidence that needs no gap; no explanation."""
     baseline, tolerance = found.baseline, TOLERANCES[found.dtype]
     if baseline.num_tokens < MIN_TOKENS:
         return Verdict(
@@ -189,7 +192,7 @@ def decide(found: ParityMeasurements) -> Verdict:
         return _mismatch(best.hypothesis.name, best.baseline, best.hypothesis.gap, best.detail)
     is_within = tolerance.allows(baseline)
     if is_within and found.refused:
-        return _mismatch("whole-vocabulary" if found.refused == "top-p" else "without-penalties", baseline)
+        return _mismatch(found.refused, baseline)
     if found.engine_head:
         return _mismatch("engine-head", baseline, detail=found.engine_head)
     if is_within and found.sampling:
@@ -207,8 +210,8 @@ def decide(found: ParityMeasurements) -> Verdict:
 
 
 def with_layers(report: ParityReport, layers: tuple[LayerGap, ...]) -> ParityReport:
-    """The report with a comparison layer by layer. Its verdict names the first layer that is off unless a hypothesis
-    explains the gap."""
+    """Returns the report with a comparison layer by layer. Its verdict names the first layer that is off unless a
+    hypothesis explains the gap."""
     verdict, worst = report.verdict, next((layer for layer in layers if layer.is_off), None)
     if verdict.cause in ("parity", "unexplained") and worst is not None:
         verdict = _of_layer(worst, next(each.gap for each in report.hypotheses if each.name == "processed"))
@@ -216,7 +219,7 @@ def with_layers(report: ParityReport, layers: tuple[LayerGap, ...]) -> ParityRep
 
 
 def _explanation(judged: tuple[JudgedHypothesis, ...]) -> JudgedHypothesis | None:
-    """The first that explains the gap, unless one of the same layer leaves far less of it."""
+    """Returns the first hypothesis that explains the gap, or one of the same layer that leaves far less of it."""
     explaining = [each for each in judged if each.explains]
     if not explaining:
         return None
@@ -226,7 +229,7 @@ def _explanation(judged: tuple[JudgedHypothesis, ...]) -> JudgedHypothesis | Non
 
 
 def _is_own_noise(spread: Gap | None, baseline: Gap, tolerance: Tolerance) -> bool:
-    """Whether the engine's disagreement with itself is too large, and a good part of the gap."""
+    """Returns whether the engine's disagreement with itself is too large, and a large part of the gap."""
     if spread is None or not spread.num_tokens or tolerance.allows(spread):
         return False
     return spread.mean >= _OWN_NOISE * baseline.mean
@@ -248,7 +251,7 @@ _LAYER_SAYS = {
         "engine.args = {enforce_eager = true}",
     ),
 }
-"""By part: what is wrong and what to do, for the parts that are no layer of the body."""
+"""What is wrong and what to do, for the parts that are not layers of the body."""
 
 
 def _of_layer(layer: LayerGap, baseline: Gap) -> Verdict:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +13,10 @@ from penstock.consumers.parity.sample import SampleRow, evenly
 from penstock.consumers.parity.verdict import Candidate, gap_of
 
 TOKENS_PER_VERSION = 512
-"""Tokens that other weights are tried on, for each version with a gap."""
+"""The most tokens that other weights are tried on, for each version with a gap."""
 MIXED_TOKENS = 1024
 STALE_TOKENS = 16_384
-"""Tokens, contexts included, of the rows that older prefixes are tried on; the worst rows come first."""
+"""The most tokens, including contexts, of the rows that older prefixes are tried on; the worst rows come first."""
 MAX_MOVE = 8
 """The longest move of a label's boundary, in tokens."""
 _OLDER, _NEWER = 3, 1
@@ -41,13 +40,16 @@ class VersionHypotheses:
         self._near: dict[int, list[tuple[int, int]]] = {}
 
     def candidates(self) -> Iterator[Candidate]:
+        mixed = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
         yield from self._weights()
-        yield from self._labels()
+        if mixed:
+            yield from self._labels(mixed)
         yield from self._stale_prefix()
-        yield from self._recomputed()
+        if mixed:
+            yield self._recomputed(mixed)
 
     def _weights(self) -> Iterator[Candidate]:
-        """For every version with a gap, the policies published around it."""
+        """Tries, for every version with a gap, the policies published around it."""
         mapping: dict[int, int] = {}
         by_step: dict[int, Tensor] = {}
         examined: dict[int, SampleRow] = {}
@@ -77,11 +79,8 @@ class VersionHypotheses:
             trainer = self._relabelled(list(examined.values()), mapping)
             yield Candidate(name, trainer, note=detail, detail=detail)
 
-    def _labels(self) -> Iterator[Candidate]:
-        """Rows of several policies with the boundaries between them moved."""
-        rows = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
-        if not rows:
-            return
+    def _labels(self, rows: Sequence[SampleRow]) -> Iterator[Candidate]:
+        """Moves the boundaries in rows of several policies."""
         tokens = self._sample.mask_of(rows)
         best: dict[str, tuple[float, int, Tensor]] = {}
         for move in [m for k in range(1, MAX_MOVE + 1) for m in (k, -k)]:
@@ -96,54 +95,51 @@ class VersionHypotheses:
             by = f"by {move} token{'s' * (move > 1)}"
             yield Candidate(name, tried, note=by, detail=by)
 
-    def _recomputed(self) -> Iterator[Candidate]:
-        """Rows of several policies, each token with keys and values of its own policy."""
-        rows = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
+    def _recomputed(self, rows: Sequence[SampleRow]) -> Candidate:
+        """Computes each token of rows of several policies with keys and values of its own policy."""
         found = torch.full_like(self._baseline, torch.nan)
         for version in sorted({int(version) for row in rows for version in row.versions}):
             tried = self._replay.logprobs(whole(row, version) for row in rows if version in row.versions)
             tokens = torch.from_numpy(self._sample.versions == version)
             found[tokens] = tried[tokens]
-        if rows:
-            yield Candidate("recomputed-kv", found)
+        return Candidate("recomputed-kv", found)
 
     def _stale_prefix(self) -> Iterator[Candidate]:
-        """Rows that are off, with whole blocks of their context computed by older weights."""
+        """Computes whole blocks of the contexts of rows that are off by older weights."""
         rows = self._off(STALE_TOKENS)
         if not rows:
             return
         found, used = self._baseline.clone(), set()
-        for trial in _prefix_trials(rows, self._sample.rows, self._blocks):
+        for step, lengths in _prefix_trials(rows, self._sample.rows, self._blocks):
             left = [row for row in rows if self._mean(found, row.tokens) > self._tolerance.mean]
             plans = [
                 plan
                 for row in left
-                if row.first in trial.lengths
-                and (plan := _with_older_prefix(row, self._older(row, trial.step), trial.lengths[row.first]))
+                if row.first in lengths
+                and (plan := _with_older_prefix(row, self._older(row, step), lengths[row.first]))
             ]
             tried = self._replay.logprobs(plans)
             for plan in plans:
                 part = plan.row.tokens
                 if self._mean(tried, part) < self._mean(found, part):
                     found[part] = tried[part]
-                    used.add(trial.lengths[plan.row.first])
+                    used.add(lengths[plan.row.first])
         found[~self._sample.mask_of(rows)] = torch.nan
         blocks = sorted(used)
         note = f"prefixes of {', '.join(map(str, blocks[:6]))} tokens" if blocks else ""
         yield Candidate("stale-prefix", found, possible=bool(used), note=note)
 
     def _rows_with(self, version: int) -> list[SampleRow]:
-        """Rows that this policy sampled alone; if there are none, those that it sampled a part of."""
+        """Returns rows that this policy sampled alone; if there are none, those that it sampled in part."""
         pure = [row for row in self._sample.rows if not row.is_mixed and row.versions[0] == version]
         some = pure or [row for row in self._sample.rows if (row.versions == version).any()]
         return [some[n] for n in evenly([len(row.sampled) for row in some], TOKENS_PER_VERSION)]
 
     def _worst(self, rows: Sequence[SampleRow], max_tokens: int) -> list[SampleRow]:
-        """Rows with the largest mean gap for half of the tokens, rows spread evenly for the other half."""
-        worst = sorted(rows, key=lambda row: -self._mean(self._baseline, row.tokens))
+        """Returns rows with the largest mean gap for half of the tokens, and rows spread evenly for the other half."""
         chosen: dict[int, SampleRow] = {}
         held = 0
-        for row in worst:
+        for row in sorted(rows, key=self._mean_gap, reverse=True):
             if chosen and held + len(row.sampled) > max_tokens // 2:
                 break
             chosen[row.first] = row
@@ -154,14 +150,17 @@ class VersionHypotheses:
         return [chosen[first] for first in sorted(chosen)]
 
     def _off(self, max_tokens: int) -> list[SampleRow]:
-        """Rows whose mean gap is above the tolerance, the worst first; at most `max_tokens` in all, or one row."""
-        off = [row for row in self._sample.rows if self._mean(self._baseline, row.tokens) > self._tolerance.mean]
-        off.sort(key=lambda row: -self._mean(self._baseline, row.tokens))
+        """Returns rows with a mean gap above the tolerance, the worst first; at most `max_tokens` in all, or a row."""
+        off = [row for row in self._sample.rows if self._mean_gap(row) > self._tolerance.mean]
+        off.sort(key=self._mean_gap, reverse=True)
         total = np.cumsum([len(row.token_ids) for row in off])
         return off[: max(1, int((total <= max_tokens).sum()))]
 
     def _mean(self, logprobs: Tensor, part: slice) -> float:
         return float((self._sample.engine[part] - logprobs[part]).abs().nanmean())
+
+    def _mean_gap(self, row: SampleRow) -> float:
+        return self._mean(self._baseline, row.tokens)
 
     def _gap(self, logprobs: Tensor, tokens: Tensor) -> Gap:
         return gap_of(self._sample.engine[tokens], logprobs[tokens])
@@ -173,8 +172,8 @@ class VersionHypotheses:
         )
 
     def _around(self, version: int) -> list[tuple[int, int]]:
-        """(step, version): the policies published before and after, nearest first. No others are asked for: the weights
-        of each may have to be written."""
+        """Returns (step, version) of the policies published before and after, nearest first. Looks at no others: each
+        one's weights may have to be written."""
         if version not in self._near:
             has = self._replay.policies.has
             older = islice(filter(has, range(version - 1, version - _REACH - 1, -1)), _OLDER)
@@ -190,7 +189,7 @@ class VersionHypotheses:
 
 
 def _moved(versions: np.ndarray, move: int) -> np.ndarray:
-    """[m] versions with every boundary `move` tokens earlier; later where it is negative."""
+    """Returns [m] versions with every boundary `move` tokens earlier, or later if it is negative."""
     places = np.clip(np.arange(len(versions)) + move, 0, len(versions) - 1)
     return versions[places]
 
@@ -203,18 +202,14 @@ def _with_older_prefix(row: SampleRow, older: int | None, length: int) -> Replay
     return ReplayPlan(row, ((older, 0, length), (version, length, end), *rest))
 
 
-class _PrefixTrial(NamedTuple):
-    """Stale prefixes to try at once. lengths: in tokens, by `SampleRow.first`. step: number of policies back."""
-
-    lengths: dict[int, int]
-    step: int
-
-
 def _prefix_trials(
     rows: Sequence[SampleRow], all_rows: Sequence[SampleRow], blocks: Sequence[int]
-) -> Iterator[_PrefixTrial]:
-    """The whole blocks of each row's context, and of the part it shares with the nearest and with every other group's.
-    No row gets one length twice."""
+) -> Iterator[tuple[int, dict[int, int]]]:
+    """Yields stale prefixes to try at once: the number of policies back, and lengths in tokens by `SampleRow.first`.
+
+    They are the whole blocks of each row's context, and of the parts that it shares with the nearest other group's and
+    with every other group's. No row gets a length twice.
+    """
     shared = _shared_prefixes(rows, all_rows)
     tried: set[tuple[int, int, int]] = set()
     for block in blocks:
@@ -227,12 +222,12 @@ def _prefix_trials(
                         tried.add((row.first, length, step))
                         lengths[row.first] = length
                 if lengths:
-                    yield _PrefixTrial(lengths, step)
+                    yield step, lengths
 
 
 def _shared_prefixes(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow]) -> dict[int, tuple[int, int]]:
-    """For each group of `rows` the number of tokens that its context shares with the nearest other group's and with
-    every other's; 0 if there is no other."""
+    """Returns for each group of `rows` the number of tokens that its context shares with the nearest other group's and
+    with every other's; 0 if there is no other."""
     contexts = {row.group: row.token_ids[: row.start] for row in all_rows}
     found = {}
     for group in {row.group for row in rows}:

@@ -1,18 +1,18 @@
-"""Each producer, watched for the band that the gate proved: a sequential test on its groups' gaps, and the same test on
-how many of its groups the trainer refuses.
+"""The watch on each producer: a sequential test on its groups' gaps, and the same test on its groups that the trainer
+refuses.
 
-The unit is a group: siblings share a prompt, a moment and a batch of the engine, so that they are no independent
-evidence. What a group shows is the gap of its rows that were recomputed under the very policy that sampled them; fewer
-than `UNIT_TOKENS` tokens wait for the producer's next group. A unit is out if `is_within` denies it.
+The unit of evidence is a group: siblings share a prompt, a moment and a batch of the engine, so they are not
+independent. A group's gap is that of its rows that were recomputed under the policy that sampled them; fewer than
+`UNIT_TOKENS` tokens wait for the producer's next group. A unit is out if `is_within` returns False for it.
 
-The test is a CUSUM (E. S. Page, Continuous Inspection Schemes, 1954). A unit that is out adds `OUT` to the score, one
-that is not takes `WITHIN` off it, down to 0: the ratio of log-likelihoods of a producer half of whose units are out and
-of one with 1 in 100, in small integers. The instance is found at `LIMIT`. One whose units are all out is found by the
-fourth, one of whose units half are by the ninth in the mean, and one with 1 in 100, each by itself, after 2.6 million.
+The test is a CUSUM (E. S. Page, Continuous Inspection Schemes, 1954). A unit that is out adds `OUT` to the score, any
+other subtracts `WITHIN`, down to 0: the ratio of the log-likelihoods of a producer with half its units out and of one
+with 1 in 100, in small integers. The instance is found at `LIMIT`. One whose units are all out is found at the fourth,
+one with half of them out at the ninth on average, and one with isolated units out, 1 in 100, after 2.6 million.
 
-A group that the trainer refuses for its rows shows no gap. A second score of the same kind takes the groups as they
-arrive: one that is refused is out, one that is not is within. It falls also where no row has lag 0 and nothing takes
-off the first one, so that a refused group now and then finds nobody there either.
+A group that the trainer refuses for its rows has no gap. A second score of the same kind counts groups as they arrive:
+a refused group is out, any other is within. It falls even if no row has lag 0 and nothing lowers the first score, so
+that an occasional refused group finds no instance then either.
 """
 
 import logging
@@ -28,7 +28,7 @@ from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.parity.gate import LagOf, at_lag_0, measured
+from penstock.consumers.parity.gate import LagOf, at_lag_0, groups_by_instance, measured
 from penstock.consumers.parity.report import TOLERANCES, ParityError, Tolerance, Verdict
 from penstock.consumers.parity.verdict import MIN_TOKENS
 from penstock.schemas.config import RunConfig
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 OUT, WITHIN, LIMIT = 6, 1, 20
 UNIT_TOKENS = {"float32": MIN_TOKENS, "bfloat16": 256}
-"""By `model.dtype`. In bfloat16 one token in a thousand of a sound engine is off by several tenths of a nat: of a few
-tokens it would be too much."""
+"""By `model.dtype`. In bfloat16 one token in a thousand of a sound engine is off by several tenths of a nat, too much
+for the mean of a few tokens."""
 RECENT = 8
-"""Groups whose mean gap is shown."""
+"""The number of last units whose mean gap is shown."""
 MAX_TOKENS = 2000
-"""Sampled tokens of one producer that the check looks at for a cause: a tenth of a second or so."""
+"""The most sampled tokens of one producer in a check for the cause, which takes about a tenth of a second."""
 
 REFUSED = "refused"
 """The cause of a quarantine for groups that the trainer refuses."""
@@ -54,15 +54,18 @@ _UNEXPLAINED = (
 
 
 def is_within(gap: RowGap, tolerance: Tolerance) -> bool:
-    """Whether the gap of a few groups is one that the gate allows: in the mean and, where chi-square has a bound, in
-    k3, which is half of it while both are small."""
+    """Returns whether the gate allows the gap of a few groups: in the mean and, if chi-square has a bound, in k3, which
+    is half of it while both are small."""
     return gap.mean <= tolerance.mean and (tolerance.chi2 is None or gap.k3 <= tolerance.chi2 / 2)
 
 
 @dataclass
 class WatchedProducer:
-    """One instance. waiting: groups too small to be a unit by themselves. score, score_refused: the two of the above.
-    refusal: why the first group in the second was refused. num_read: those that it has taken and were not."""
+    """One instance.
+
+    waiting: groups too small to be a unit by themselves. score, score_refused: of the two tests. refusal: why the first
+        group in `score_refused` was refused. num_read: groups counted that were not refused.
+    """
 
     producer_id: str
     waiting: RowGap = field(default_factory=RowGap)
@@ -74,19 +77,25 @@ class WatchedProducer:
     num_read: int = 0
     is_found: bool = False
     verdict: Verdict | None = None
-    """Of the check of its first groups, or of those after one that was out."""
+    """The verdict on its first groups, or on those after one that was out."""
 
     @property
     def gap(self) -> RowGap:
-        """Over its last groups."""
+        """The gap over its last units."""
         total = RowGap()
         for each in self.recent:
             total = total.plus(each)
         return total
 
+    @property
+    def parity(self) -> ProducerParity:
+        """Its figures, without a quarantine."""
+        gap = self.gap.mean if self.recent else None
+        return ProducerParity(producer_id=self.producer_id, gap=gap, num_rows=self.num_rows)
+
 
 class ProducerWatch:
-    """Judges every instance of a producer. `parity.gate` = "off" shows gaps and judges nobody.
+    """Judges every instance of a producer. With `parity.gate` = "off" it shows gaps and judges none.
 
     ranks: those that share the model.
     """
@@ -98,18 +107,16 @@ class ProducerWatch:
         self._watched: dict[str, WatchedProducer] = {}
 
     def examine(self, groups: Sequence[RolloutGroup], learner: Learner, version: int, lag_of: LagOf) -> None:
-        """Has the parity check name what is wrong with producers in this batch, before it is trained: of each instance
-        once, and again while its last groups were out. It decides nothing.
+        """Runs the parity check on each producer instance in this batch, before it is trained, to name the cause of a
+        later quarantine: once, and again while the instance's last groups are out.
 
         learner: with the weights of `version`. Its model is not changed.
         """
         if self._config.parity.gate == "off":
             return
-        by_instance: dict[str, list[RolloutGroup]] = {}
-        for group in groups:
-            if len(group.samplers) == 1 and self._wants_verdict(group.samplers[0]):
-                by_instance.setdefault(group.samplers[0], []).append(group)
-        for instance, own in by_instance.items():
+        for instance, own in groups_by_instance(groups).items():
+            if not self._wants_verdict(instance):
+                continue
             fresh = [kept for group in own if (kept := at_lag_0(group, version, lag_of)) is not None]
             if not fresh:
                 continue
@@ -135,25 +142,22 @@ class ProducerWatch:
         return known.score > 0 and known.verdict.status != "mismatch"
 
     def observe_groups(self, groups: Iterable[RolloutGroup], gaps: Mapping[int, RowGap]) -> dict[str, ProducerParity]:
-        """Takes what was recomputed of these groups, by index; returns the instances that are to be quarantined.
+        """Takes the gaps of recomputed groups, by index; returns the instances to quarantine.
 
-        A group that several instances sampled is evidence against none of them. Each is to be given once: with the
-        batch that settles it.
+        Each group is given once, with the batch that settles it.
         """
         found = {}
-        for group in groups:
-            gap = gaps.get(group.index)
-            if gap is None or len(group.samplers) > 1:
-                continue
-            if self.observe(group.samplers[0], group.producer_id, gap):
-                found[group.samplers[0]] = self.found(group.samplers[0])
+        for instance, own in groups_by_instance(group for group in groups if group.index in gaps).items():
+            for group in own:
+                if self.observe(instance, group.producer_id, gaps[group.index]):
+                    found[instance] = self.found(instance)
         return self._to_quarantine(found)
 
     def observe_refused(self, instance: str, producer_id: str, num_read: int, reason: str) -> ProducerParity | None:
-        """Takes a group of this instance alone that is refused for its rows. Returns what the quarantine says, if the
-        instance is found by it and is to be quarantined.
+        """Takes a group that this instance sampled alone and that is refused for its rows. Returns a quarantine if the
+        instance is found now and the gate refuses.
 
-        num_read: its groups before this one that were not refused. reason: one line.
+        num_read: its earlier groups that were not refused. reason: one line.
         """
         if self._config.parity.gate == "off":
             return None
@@ -169,7 +173,7 @@ class ProducerWatch:
         return self._to_quarantine({instance: self.found(instance)}).get(instance)
 
     def _to_quarantine(self, found: dict[str, ProducerParity]) -> dict[str, ProducerParity]:
-        """Those found, if the gate refuses; says so of the others."""
+        """Returns the instances found if the gate refuses; otherwise warns about them."""
         if self._config.parity.gate == "refuse":
             return found
         for each in found.values():
@@ -177,10 +181,10 @@ class ProducerWatch:
         return {}
 
     def observe(self, instance: str, producer_id: str, gap: RowGap) -> bool:
-        """Takes a group's rows, each recomputed under the policies that its labels name. Returns whether the instance
-        is found by them: True once."""
+        """Takes the gap of a group's rows, each recomputed under the policies that its labels name. Returns True once,
+        when the instance is found."""
         if not math.isfinite(gap.abs_sum):
-            return False  # the trainer's own logprobs: those of a record are finite
+            return False  # the trainer's own logprobs are not finite: those of a record are
         producer = self._of(instance, producer_id)
         producer.num_rows += gap.num_rows
         producer.waiting = producer.waiting.plus(gap)
@@ -196,27 +200,20 @@ class ProducerWatch:
         return True
 
     def table(self) -> dict[str, ProducerParity]:
-        """Every instance watched, none of them quarantined."""
-        return {
-            instance: ProducerParity(
-                producer_id=each.producer_id,
-                gap=each.gap.mean if each.recent else None,
-                num_rows=each.num_rows,
-            )
-            for instance, each in self._watched.items()
-        }
+        """Returns the figures of every instance, without quarantines."""
+        return {instance: each.parity for instance, each in self._watched.items()}
 
     def _of(self, instance: str, producer_id: str) -> WatchedProducer:
         return self._watched.setdefault(instance, WatchedProducer(producer_id))
 
     def found(self, instance: str) -> ProducerParity:
-        """What a quarantine of this instance says."""
+        """Returns the quarantine of an instance that was found."""
         producer, allowed = self._watched[instance], self._tolerance.mean
         if producer.score_refused >= LIMIT:
             says = f"the trainer refuses its groups, the first one as {producer.refusal}"
-            return replace(self.table()[instance], quarantined_s=time.time(), cause=REFUSED, says=says)
+            return replace(producer.parity, quarantined_s=time.time(), cause=REFUSED, says=says)
         cause, says = "unexplained", _UNEXPLAINED
         if (verdict := producer.verdict) is not None and verdict.status == "mismatch":
             cause, says = verdict.cause, verdict.sentence
         gap = f"mean |engine - trainer| of its last groups is {producer.gap.mean:.1e} nats, {allowed:.0e} is allowed"
-        return replace(self.table()[instance], quarantined_s=time.time(), cause=cause, says=f"{gap}; {says}")
+        return replace(producer.parity, quarantined_s=time.time(), cause=cause, says=f"{gap}; {says}")

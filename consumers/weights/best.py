@@ -1,7 +1,7 @@
-"""The policy of the best evaluation, kept as a model of its own.
+"""The policy of the best evaluation, kept as a model.
 
-It is rebuilt from the weight log, which has its bits as producers loaded them. A version stays there from when its
-evaluation is asked for until it is known to be no better, or is written.
+It is rebuilt from the weight log, which holds its bits as producers loaded them. A version stays there from the request
+of its evaluation until it is known to be no better, or is written.
 """
 
 import logging
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class BestPolicy:
     """Keeps the policy of the best evaluation in `folder`, by the figure `checkpoint.best`; does nothing without one.
 
-    The folder is a model as `save_pretrained` writes it, or an adapter as peft does, with `best.json` beside. What is
-    there when a run is continued stands until a better one comes, also if a rollback undid that policy's training.
+    The folder holds a model as `save_pretrained` writes it, or an adapter as peft does, and `best.json`. A continued
+    run keeps the model that is there until a better one comes, even if a rollback undid that policy's training.
     """
 
     def __init__(self, config: RunConfig, folder: Path, reader: WeightReader, epoch: int) -> None:
@@ -57,17 +57,17 @@ class BestPolicy:
                 file.unlink()
 
     def expect(self, version: int) -> None:
-        """An evaluation of `version` was asked for: its weights are kept until its result is here."""
+        """Keeps the weights of `version`, whose evaluation was requested, until `consider` gets its result."""
         if self._figure is not None:
             self._expected |= {version}
 
     @property
     def pinned(self) -> Collection[int]:
-        """Versions whose weights have to stay in the log. May be called in any thread."""
+        """The versions whose weights must stay in the log. May be called in any thread."""
         return {*self._expected, *(version for version, done in list(self._writing.items()) if not done.done())}
 
     def consider(self, result: EvaluationResult) -> None:
-        """Begins to write the model of this evaluation's policy, if it is the best until now."""
+        """Begins to write the model of this evaluation's policy if it is the best so far."""
         if self._figure is None:
             return
         version, value = result.policy_version, figure_in(self._figure, result.figures, result.environments)
@@ -95,12 +95,12 @@ class BestPolicy:
             done.result()
 
     def abandon(self) -> None:
-        """Ends without waiting: nothing changes in the folder any more. A trainer after this one keeps what is left."""
+        """Ends without waiting; the folder no longer changes. The next trainer writes what is pending."""
         self._abandoned = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, found: BestModel) -> bool:
-        """Begins to write the model of the best policy until now; returns whether it is that."""
+        """Begins to write the model if it is the best so far; returns whether it is."""
         is_best = found.figure == self._figure and (self._value is None or found.value > self._value)
         if is_best:
             self._value = found.value
@@ -110,11 +110,12 @@ class BestPolicy:
         return is_best
 
     def _pending(self, version: int | str) -> Path:
-        """The note of a policy whose model is to be written: it is there until that is done, also after a kill."""
+        """Returns the file that names a policy whose model is to be written; it stays until that is done, also after a
+        kill."""
         return self._folder.with_name(f"pending-{self._folder.name}-{version}.json")
 
     def _value_there(self) -> float | None:
-        """The value of the model in the folder, if it was chosen by the same figure."""
+        """Returns the value of the model in the folder if it was chosen by the same figure."""
         there = read_best(self._folder)
         return there.value if there is not None and there.figure == self._figure else None
 

@@ -1,4 +1,4 @@
-"""What of the weight log is kept: the last versions, and the anchors that lead to them."""
+"""The part of the weight log that is kept: the last versions, and the anchors that lead to them."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -9,14 +9,14 @@ from penstock.schemas.weights.log import VersionGoneError, WeightLog, read_log
 from penstock.schemas.weights.stores import REDIS, Call
 
 LONGEST_CHAIN = 512
-"""Deltas between two anchors: each has a manifest in Redis, which takes more room than its chunks where little changes.
+"""The most deltas between two anchors. The manifest of each in Redis takes more room than its chunks if little changes.
 """
 
 
 class KeptWeights:
     """The manifests in Redis, as this trainer knows them.
 
-    keep_versions: the last so many can be got back. pinned: so can these, of those announced.
+    keep_versions: the number of last versions that can be read. pinned: announced versions that can be read too.
     """
 
     def __init__(self, keep_versions: int, pinned: Callable[[], Collection[int]] = frozenset) -> None:
@@ -26,10 +26,10 @@ class KeptWeights:
         self._anchors: dict[int, WeightManifest] = {}
 
     def load(self, call: Call[Any], keys: Keys) -> None:
-        """Takes what is in Redis, in place of what was known. Raises ManifestError."""
+        """Replaces what is known by what is in Redis. Raises ManifestError."""
         log: WeightLog = call(lambda client: read_log(client, keys))
         self._announced = dict(log.announced)
-        # Of the two Redis may have lost one.
+        # Redis may have lost either of the two.
         whole = {version: each for version, each in log.announced.items() if each.delta_of is None}
         self._anchors = whole | dict(log.anchors)
 
@@ -51,20 +51,20 @@ class KeptWeights:
     def newest_anchor(self) -> int | None:
         return max(self._anchors, default=None)
 
-    def floor(self, *added: int, anchor: int | None = None) -> int:
-        """The oldest version that is kept, with `added` announced and `anchor` written: the newest anchor that is not
-        newer than the last `keep_versions` and those pinned; 0 if there is none."""
-        known = {*self._announced, *added}
+    def floor(self, added: int, *, is_anchor: bool) -> int:
+        """Returns the oldest version to keep once `added` is announced, as an anchor if `is_anchor`: the newest anchor
+        that is not newer than the last `keep_versions` and those pinned; 0 if there is none."""
+        known = {*self._announced, added}
         oldest = min([sorted(known)[-self._keep_versions :][0], *(known & {*self._pinned()})])
-        anchors = {*self._anchors} if anchor is None else {*self._anchors, anchor}
+        anchors = {*self._anchors, *([added] if is_anchor else [])}
         return max((version for version in anchors if version <= oldest), default=0)
 
     def is_below(self, version: int) -> bool:
-        """Whether anything older than `version` is kept."""
+        """Returns whether any version older than `version` is kept."""
         return any(manifest.version < version for manifest in self.manifests)
 
     def drop_below(self, floor: int) -> list[WeightManifest]:
-        """Forgets older versions; returns their manifests."""
+        """Removes older versions; returns their manifests."""
         dropped = [manifest for manifest in self.manifests if manifest.version < floor]
         for known in (self._announced, self._anchors):
             for version in [version for version in known if version < floor]:
@@ -72,7 +72,7 @@ class KeptWeights:
         return dropped
 
     def way(self, version: int) -> list[WeightManifest]:
-        """The manifests that lead to a version; none if nothing does."""
+        """Returns the manifests that lead to a version, if any do."""
         try:
             return WeightLog(self._announced, self._anchors).way(version)
         except VersionGoneError:
@@ -80,13 +80,13 @@ class KeptWeights:
 
     @property
     def deltas(self) -> list[WeightManifest]:
-        """Those announced after the newest anchor."""
+        """The manifests announced after the newest anchor."""
         anchor = self.newest_anchor
         return [each for version, each in self._announced.items() if anchor is None or version > anchor]
 
     @property
     def anchor_is_due(self) -> bool:
-        """Whether the deltas since the newest anchor add up to half of its bytes, or are many."""
+        """True if the deltas since the newest anchor are many or reach half of its bytes."""
         anchor = self.newest_anchor
         if anchor is None or not self.deltas:
             return False

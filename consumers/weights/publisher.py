@@ -1,4 +1,4 @@
-"""Publishes policies beside the training: chunks into a store, then the manifest that announces them.
+"""Publishes policies while training continues: chunks into a store, then the manifest that announces them.
 
 snapshot   the masters are rounded into host memory            the optimizer waits for it, on every rank
            snapshots.py
@@ -12,6 +12,7 @@ anchor     now and then the policy is written whole as well    -
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import re
@@ -42,16 +43,19 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 FULL_LOG_S = 30.0
 END_S = 5.0
-"""How long a trainer that ends waits for its last publication; one that is fenced takes its chunks away."""
+"""How long a trainer that ends waits for its last publication; a fenced one deletes its chunks."""
 ANCHORS_IN_REDIS = 4
-"""Whole policies have to fit into `weights.redis_mb` so many times to be kept in Redis without a setting."""
+"""Whole policies are kept in Redis by default if this many fit into `weights.redis_mb`."""
 
 _KEY = re.compile(r"(\d+)-(delta|whole)-\d+-\d+")
 
 
 class WeightPlaces(NamedTuple):
-    """Where chunks are put: "redis", a folder or a URL, each of this run alone. anchors: None for Redis if the policy
-    is small, `own` otherwise. redis_bytes: the most in Redis."""
+    """Where this run's chunks are put: "redis", a folder or a URL.
+
+    anchors: None for Redis if the policy is small, `own` otherwise. own: in the run folder. redis_bytes: the most in
+        Redis.
+    """
 
     deltas: str
     anchors: str | None
@@ -66,9 +70,12 @@ class WeightPlaces(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """num_bytes: of chunks written for it. changed_frac: share of the elements that it has changed; None for an anchor
-    of a policy that was announced before. chain: deltas since the newest anchor. redis_bytes: of all chunks there.
-    is_whole: an anchor."""
+    """One announced manifest.
+
+    num_bytes: of its chunks. changed_frac: share of the elements that it changes; None for an anchor of a policy that
+        was announced before. chain: deltas since the newest anchor. redis_bytes: of all chunks in Redis. is_whole: an
+        anchor.
+    """
 
     num_bytes: int
     changed_frac: float | None
@@ -78,13 +85,13 @@ class Publication(NamedTuple):
 
 
 class Publisher:
-    """The lead's: numbers nothing, decides where and how each policy is written, and announces it.
+    """Decides, on the lead rank, where and how each policy is written, and announces it.
 
-    One publication is under way at a time. What ends it without an announcement is raised by the next call of
+    One publication is under way at a time. An error that ends it without an announcement is raised by the next call of
     `publish`, `check` or `wait`.
 
     shard: of this rank. ranks: those that share the model. on_published: called in the thread. base_digest: as in
-    `WeightManifest`.
+    `WeightManifest`. pinned: see `KeptWeights`.
     """
 
     def __init__(
@@ -115,26 +122,25 @@ class Publisher:
         self._on_published = on_published
         self._base_digest = base_digest
         self._newest: tuple[int, int, bool] | None = None
-        """Version, parent version, and whether it is an epoch's first policy after a resume, of the one announced last.
-        """
+        """Of the last policy announced: version, parent version, and True for an epoch's first one after a resume."""
         self._garbage: dict[str, set[str]] = {}
-        """By place the keys of chunks that nobody needs and that could not be deleted."""
+        """Keys of unneeded chunks that could not be deleted yet, by place."""
         self._compared = -1
-        """The version of which the chunks were read back."""
-        self._num_attempts = 0
+        """The version whose chunks were read back."""
+        self._attempts = itertools.count(1)
         self._under_way: Future[None] = Future()
         self._under_way.set_result(None)
         self._worker = Worker("publisher")
         self._failure: BaseException | None = None
-        """What has ended a thread after the announcement."""
+        """An error after the announcement, which ends the thread."""
         self._ended = False
         self._blocked_s = 0.0
 
     def publish(self, version: int, parent_version: int, *, fork: bool = False) -> None:
-        """Begins to announce the weights as they are now as policy `version`. `fork` records `parent_version` as the
-        version that this epoch's first policy equals.
+        """Begins to publish the current weights as policy `version`. `fork` records `parent_version` as the version
+        that this epoch's first policy equals.
 
-        Waits for the announcement before; room in the store and Redis unblock it.
+        Waits for the previous announcement; room in the store and Redis unblock it.
 
         Raises:
             OSError, RedisGoneError, FencedError: see `wait`.
@@ -147,10 +153,10 @@ class Publisher:
         self._blocked_s += time.monotonic() - began_s
 
     def wait(self) -> None:
-        """Returns once the policy given last is announced.
+        """Returns once the last policy is announced.
 
         Raises:
-            OSError: a store takes no chunks, and the trainer is told to stop.
+            OSError: a store takes no chunks, and the trainer was told to stop.
             RedisGoneError: see `TrainerConnection.call`.
             FencedError: a newer trainer owns the run.
         """
@@ -175,12 +181,12 @@ class Publisher:
         self._blocked_s += time.monotonic() - began_s
 
     def take_blocked_s(self) -> float:
-        """The seconds that `publish` and `wait_for_snapshot` took since the last call."""
+        """Returns the seconds that `publish` and `wait_for_snapshot` took since the last call."""
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         return blocked_s
 
     def end(self) -> None:
-        """Lets a publication under way come to its end, for `END_S` at most; for room it waits no longer."""
+        """Waits `END_S` at most for a publication under way, which no longer waits for room, then ends the threads."""
         self._ended = True
         with contextlib.suppress(Exception):  # the trainer ends already, for a reason of its own
             self._under_way.result(END_S)
@@ -188,11 +194,10 @@ class Publisher:
         self._shard.snapshots.end()
 
     def announce_again(self, *, thoroughly: bool = False) -> None:
-        """Begins to write the newest policy whole, unless Redis and the stores still lead to it, and to announce it if
-        it is announced no longer. Redis has lost something.
+        """Begins to write the newest policy whole and announce it, unless it is announced and all chunks that lead to
+        it exist. Called after Redis has lost data.
 
-        thoroughly: compares every chunk on the way with its digest, once for each version; otherwise it is enough that
-            it is there.
+        thoroughly: compares each of these chunks with its digest, once per version; otherwise existence is enough.
 
         Raises:
             OSError, RedisGoneError, FencedError: see `wait`.
@@ -244,7 +249,7 @@ class Publisher:
         self._clean(sweep=True)
 
     def _can_be_read(self, version: int, thoroughly: bool) -> bool:
-        """Whether all chunks on the way to a version, from the newest anchor on, are where they were put."""
+        """Returns whether all chunks that lead to a version, from the newest anchor on, are where they were put."""
         way = self._kept.way(version)
         try:
             if thoroughly and self._compared != version:
@@ -261,7 +266,7 @@ class Publisher:
         return bool(way) and all(chunk.key in places[manifest.store] for manifest in way for chunk in manifest.chunks)
 
     def _write_anchor(self, version: int, parent: int) -> None:
-        """Writes the newest policy whole, if there is room; if not, the next version is tried."""
+        """Writes the newest policy whole if there is room; otherwise the next version is tried."""
         try:
             manifest = self._write(version, parent, None, whole=True, may_wait=False)
         except (ChunkStoreError, NoRoomError) as error:
@@ -271,9 +276,9 @@ class Publisher:
         self._clean()
 
     def _announce(self, manifest: WeightManifest, *, fork: bool = False, anchor_only: bool = False) -> None:
-        """Puts a manifest onto the stream, and a whole one among the anchors; drops what is older than is kept."""
+        """Appends a manifest to the stream, adds a whole one to the anchors, and drops versions that are not kept."""
         version, is_whole, encoded = manifest.version, manifest.delta_of is None, msgspec.json.encode(manifest)
-        floor = self._kept.floor(version, anchor=version if is_whole else None)
+        floor = self._kept.floor(version, is_anchor=is_whole)
         stream, anchor = b"" if anchor_only else encoded, encoded if is_whole else b""
         parent = manifest.parent_version if fork else None
         try:
@@ -297,18 +302,18 @@ class Publisher:
     def _write(
         self, version: int, parent: int, before: int | None, *, whole: bool, may_wait: bool = True
     ) -> WeightManifest:
-        """Has all ranks write their shards: a delta of `before` unless `whole`, whole as well if that takes half the
+        """Has all ranks write their shards: a delta of `before`, or whole if `whole` is set or the delta takes half the
         bytes or more.
 
         Waits while a store is full or unreachable; `TrainerConnection.stop` ends the wait.
 
         Raises:
-            ChunkStoreError: the trainer is told to stop, or with `may_wait` unset.
-            NoRoomError: Redis has no room, with `may_wait` unset.
+            ChunkStoreError: the trainer was told to stop, or `may_wait` is unset.
+            NoRoomError: Redis has no room and `may_wait` is unset.
         """
         next_line_at = 0.0
         place = self._anchors if whole else self._places.deltas
-        attempt = self._next_attempt()
+        attempt = next(self._attempts)
         while True:
             room = math.inf
             if place == REDIS:
@@ -332,7 +337,7 @@ class Publisher:
             if has_no_room or not isinstance(failure, ChunkStoreError):
                 self._discard(place, chunks)
                 self._clean()
-                attempt = self._next_attempt()
+                attempt = next(self._attempts)
             if isinstance(failure, DenseError):
                 whole, place = True, self._anchors
                 continue
@@ -360,10 +365,6 @@ class Publisher:
     def _on_all_ranks(self, task: Task) -> list[Written]:
         return self._beside.gather(self._shard.write(self._beside.hand_out(lambda rank: task)))
 
-    def _next_attempt(self) -> int:
-        self._num_attempts += 1
-        return self._num_attempts
-
     @property
     def _anchors(self) -> str:
         """Where whole policies are put."""
@@ -373,10 +374,10 @@ class Publisher:
         return REDIS if num_bytes <= self._places.redis_bytes else self._places.own
 
     def _make_room(self, version: int, before: int | None) -> bool:
-        """Drops what Redis can do without, whatever is to be kept; False if there is nothing.
+        """Drops older policies from Redis, even ones that should be kept; returns False if there are none.
 
-        That is what lies below the newest anchor, which is made of the newest policy if nothing does. Of an earlier
-        epoch, whose policies are not in memory, everything: `version` follows at once.
+        Those are the versions below the newest anchor. If there are none, the newest policy is first written as an
+        anchor. Before the first policy of an epoch all earlier ones are dropped: `version` follows at once.
         """
         anchor, newest = self._kept.newest_anchor, self._kept.newest
         if anchor is not None and self._kept.is_below(anchor):
@@ -415,32 +416,27 @@ class Publisher:
         self._garbage.setdefault(place, set()).update(chunk.key for chunk in chunks)
 
     def _clean(self, *, sweep: bool = False) -> None:
-        """Deletes chunks that no manifest names; what cannot be deleted now is tried again with the next policy.
+        """Deletes chunks that no manifest names; those that cannot be deleted are tried again with the next policy.
 
-        sweep: looks through the stores for those that a crash has left, of versions up to the newest.
+        sweep: also deletes chunks that a crash left in the stores, of versions up to the newest.
         """
         named = {chunk.key for manifest in self._kept.manifests for chunk in manifest.chunks}
         try:
             if sweep:
+                newest = self._newest[0] if self._newest is not None else 0
                 for place in {REDIS, self._places.deltas, self._anchors}:
-                    found = self._shard.store(place).keys()
-                    for key in found:
-                        version = _KEY.match(key)
-                        if key not in named and version and int(version[1]) <= self._newest_version:
-                            self._garbage.setdefault(place, set()).add(key)
+                    keys = self._shard.store(place).keys()
+                    left = {key for key in keys if (version := _KEY.match(key)) and int(version[1]) <= newest}
+                    self._garbage.setdefault(place, set()).update(left)
             for place in list(self._garbage):
                 self._shard.store(place).delete(self._garbage[place] - named)
                 del self._garbage[place]
         except ChunkStoreError as error:
             log.warning("chunks that nobody needs are not deleted: %s", error)
 
-    @property
-    def _newest_version(self) -> int:
-        return self._newest[0] if self._newest is not None else 0
-
 
 def _gravest(found: list[Written]) -> Exception | None:
-    """Waiting may help against a store's failure only."""
+    """Returns one of the failures, if any: one that waiting cannot help first, and it helps only a store's failure."""
     failures = [written.failure for written in found if written.failure is not None]
     return next((each for each in failures if not isinstance(each, ChunkStoreError)), failures[0] if failures else None)
 

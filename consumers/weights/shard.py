@@ -1,5 +1,6 @@
-"""The part of a policy that one rank publishes: what has changed in it, encoded and put into a chunk store."""
+"""The part of a policy that one rank publishes: its changes, encoded and put into a chunk store."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ from penstock.schemas.weights.stores import Call, ChunkStore, open_store
 
 MAX_PIECE_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 32 << 20
-"""Of tensors, in one chunk: it bounds what encoding holds in memory, and what a reader fetches at once."""
+"""Bytes of tensors in one chunk: bounds what encoding holds in memory and what a reader fetches at once."""
 
 
 class NoRoomError(Exception):
-    """The chunks of a policy do not fit into what Redis may hold of them."""
+    """The chunks of a policy do not fit into the room for them in Redis."""
 
 
 class DenseError(Exception):
@@ -28,9 +29,8 @@ class DenseError(Exception):
 class Task(NamedTuple):
     """What each rank has to write of a policy.
 
-    version: the newest or the one before. before: the one before, which a delta is against. place: of the store.
-    room: the most bytes that a rank may put there. attempt: a task that differs from the last one in nothing but its
-        room goes on with that.
+    version: the newest or the one before. before: the base of a delta. place: of the store. room: the most bytes that a
+        rank may put there. attempt: a task that differs from the last one in its room alone continues that one.
     """
 
     version: int
@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 class Written(NamedTuple):
-    """tensors: of the whole policy, whole; those of the lead. chunks: put into the store so far."""
+    """One rank's answer to a `Task`. tensors: all of the policy, whole. chunks: put into the store so far."""
 
     tensors: tuple[TensorSpec, ...]
     chunks: list[Chunk]
@@ -50,7 +50,7 @@ class Written(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """Elements of a buffer: [begin, end) of tensor `tensor`'s."""
+    """Elements [begin, end) of the buffer of tensor number `tensor`."""
 
     tensor: int
     begin: int
@@ -71,20 +71,20 @@ class PolicyShard:
         self.snapshots = Snapshots(collect)
         self._stores: dict[str, ChunkStore] = {}
         self._whole_bytes = 0
-        """Of this rank's chunks when the policy was last written whole."""
+        """Bytes of this rank's chunks when the policy was last written whole."""
         self._last: Task | None = None
         self._chunks: list[Chunk] = []
         self._num_groups = 0
 
     def store(self, place: str) -> ChunkStore:
-        """Raises ConfigError: see `open_store`."""
+        """Returns the store at a place. Raises ConfigError: see `open_store`."""
         if place not in self._stores:
             self._stores[place] = open_store(place, self._keys, self._call)
         return self._stores[place]
 
     @property
     def progress(self) -> str:
-        """How far it has come with its task, for a log."""
+        """How much of the task is done, for a log line."""
         if self._last is None:
             return "the snapshot is not taken"
         written, place = list(self._chunks), self._last.place
@@ -95,7 +95,7 @@ class PolicyShard:
         )
 
     def write(self, task: Task) -> Written:
-        """Writes this rank's chunks; what prevented that comes with the answer. Waits for the snapshot."""
+        """Writes this rank's chunks; the answer holds an error that prevented it. Waits for the snapshot."""
         if self._last is None or self._last != task._replace(room=self._last.room):
             self._chunks = []
         self._last = task
@@ -135,8 +135,46 @@ class PolicyShard:
         return Slice(tensor, self.snapshots.starts[tensor] + begin, before, new[tensor][begin:end])
 
 
+class ShardPublisher:
+    """Writes the shards of a rank other than the lead in a thread, by order of the lead's `Publisher`.
+
+    ranks: all of them.
+    """
+
+    def __init__(self, shard: PolicyShard, ranks: Ranks) -> None:
+        self._shard = shard
+        self._beside = ranks.beside("publisher")
+        self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
+        self._failure: Exception | None = None
+
+    def begin(self, version: int) -> None:
+        """Begins the snapshot of policy `version`. Called in the main thread, by order of the lead.
+
+        Raises the error that has ended the thread: communication with the lead failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._shard.snapshots.begin(version)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                task = self._beside.hand_out(_lead_decides)
+                self._beside.phase = "publish"
+                self._beside.gather(self._shard.write(task))
+                self._beside.phase = ""
+        except Exception as error:
+            self._failure = error
+
+
+def _lead_decides(rank: int) -> Task:
+    raise NotImplementedError("the lead alone knows what to write")
+
+
 def _groups(buffers: list[Array]) -> list[list[_Extent]]:
-    """The pieces of each chunk, the same for each version."""
+    """Returns the extents of each chunk, which are the same for every version."""
     groups: list[list[_Extent]] = []
     room = 0
     for tensor, buffer in enumerate(buffers):

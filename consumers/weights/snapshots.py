@@ -15,9 +15,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Snapshots:
-    """Rounds the masters to the published type, in a thread; the buffers of the version before the last are used again.
+    """Rounds the masters to the published type in a thread; the buffers of the version before the last are reused.
 
-    collect: of the main thread; see `PackedModel.published_parts`.
+    collect: called in the main thread; see `PackedModel.published_parts`.
     """
 
     def __init__(self, collect: Callable[[], Callable[[], list[PublishedPart]]]) -> None:
@@ -25,17 +25,17 @@ class Snapshots:
         self._buffers: dict[int, list[Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None
         self._taken: dict[int, Future[None]] = {}
-        """By version: another thread may ask for one before it is begun."""
+        """By version; another thread may wait for one before it is begun."""
         self._newest = -1
         self._worker = Worker("snapshot")
         self.tensors: tuple[TensorSpec, ...] = ()
-        """Those published, whole, once the first snapshot is taken."""
+        """All published tensors, whole; set by the first snapshot."""
         self.starts: list[int] = []
-        """Of each tensor the number of its elements before those of this rank."""
+        """For each tensor, the number of its elements before those of this rank."""
 
     def begin(self, version: int) -> None:
-        """Begins to copy the masters as policy `version`, which must not change until `wait` has returned. Of the
-        versions before it the newest is kept."""
+        """Begins to copy the masters as policy `version`; they must not change until `wait` has returned. Keeps the
+        newest of the versions before it."""
         parts = self._collect()
         spare: list[Tensor] = []
         if len(self._buffers) > 1:
@@ -45,24 +45,24 @@ class Snapshots:
         ready = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             ready = torch.cuda.current_stream().record_event()  # the masters are written to up to here
-        if self._future(version).done():  # a policy that is published once more
+        if self._future(version).done():  # a policy that is published again
             del self._taken[version]
         self._newest = version
         taken = self._future(version)
         self._worker.give(lambda: self._take(taken, version, parts, spare, ready))
 
     def wait(self) -> None:
-        """Returns once the last snapshot is taken; raises what it has failed with."""
+        """Returns once the last snapshot is taken; raises the error that it failed with."""
         if self._newest >= 0:
             self._future(self._newest).result()
 
     def end(self) -> None:
-        """The last snapshot is begun."""
+        """Ends the thread after the snapshots that were begun."""
         self._worker.end()
 
     def bits(self, version: int) -> list[Array]:
-        """This rank's elements of each tensor, as unsigned integers, [count]; of the last version or the one before.
-        Waits for the snapshot."""
+        """Returns this rank's elements of each tensor as unsigned integers, [count], of the last version or the one
+        before. Waits for the snapshot."""
         self._future(version).result()
         return [as_bits(buffer.view(_INTEGERS[buffer.element_size()]).numpy()) for buffer in self._buffers[version]]
 
@@ -102,7 +102,7 @@ class Snapshots:
     def _copy_from_device(
         self, parts: list[PublishedPart], buffers: list[Tensor], ready: torch.cuda.Event | None
     ) -> None:
-        """Beside the kernels of the main thread's stream, whatever follows `ready` there."""
+        """Copies in a stream of its own after `ready`, concurrently with later kernels of the main thread's stream."""
         device = parts[0].values.device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)

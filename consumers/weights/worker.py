@@ -1,4 +1,4 @@
-"""A thread that is there already: handing work to it takes microseconds, starting one takes as long as it pleases."""
+"""A thread that waits for work: handing work to it takes microseconds, starting a thread may take long."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 
 class Worker:
-    """Does what it is given, one after the other, until the process ends."""
+    """Runs functions one after the other in a daemon thread, which does not hold up the end of the process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -14,14 +14,14 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def give(self, work: Callable[[], None]) -> None:
-        """work: raises nothing. The first begins the thread."""
+        """Queues `work`, which must not raise. The first call starts the thread."""
         self._given.put(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def end(self) -> None:
-        """The thread ends after what it was given before; does not wait for it."""
+        """Ends the thread after the work queued so far, without waiting for it."""
         self._given.put(None)
 
     def _run(self) -> None:

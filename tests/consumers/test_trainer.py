@@ -338,6 +338,6 @@ def test_the_policies_of_an_adapter_name_its_base(bench, redis_client, model_fol
     bench.overrides = ["lora={}", f"model.path={json.dumps(str(model_folder))}"]
     trainer = bench.trainer()
     trainer.policy.publish_first()
-    trainer.policy.wait()
+    trainer.publisher.wait()
     announced = read_log(redis_client, bench.keys).announced
     assert [manifest.base_digest for manifest in announced.values()] == [model_digest(model_folder)]

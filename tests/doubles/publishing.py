@@ -77,7 +77,7 @@ class Publishing:
         self.version = make_version(epoch, 0)
         self.expected: dict[int, Weights] = {} if after is None else after.expected
         self.publications: list[Publication] = []
-        self.shard = PolicyShard(Ranks(), self.keys, self.connection.call, masters.parts)
+        self.shard = PolicyShard(Ranks(), self.keys, self.connection.call, lambda: masters.parts())
         self.publisher = Publisher(
             self.connection,
             self.scripts,

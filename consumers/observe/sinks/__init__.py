@@ -1,4 +1,1 @@
-"""Other places for a run's numbers: TensorBoard files, Weights & Biases. Imported through `feeding`.
-
-Training neither needs nor waits for them.
-"""
+"""TensorBoard and Weights & Biases. Training neither needs nor waits for them. Imported through `feeding`."""

@@ -1,4 +1,4 @@
-"""Every sink of a run, fed without holding up training."""
+"""The sinks of a run, fed without holding up training."""
 
 import contextlib
 import importlib.util
@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,22 +20,21 @@ from penstock.schemas.config import ConfigError, MetricsConfig, RunConfig, Wandb
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-"""Points kept for a sink that is slower than training; further ones are dropped and counted."""
+"""The most points that wait for a sink; further ones are dropped and counted."""
 CLOSE_S = 30.0
-"""How long the end of a trainer waits for a sink."""
+"""How long a trainer that ends waits for a sink."""
 FIRST_RETRY_S = 30.0
-"""How long a sink that has failed is left alone; twice as long after each failure in a row, up to `LAST_RETRY_S`."""
+"""The pause after a sink's failure; it doubles with each failure in a row, up to `LAST_RETRY_S`."""
 LAST_RETRY_S = 600.0
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def check_sinks(config: MetricsConfig) -> list[str]:
-    """Raises ConfigError for a sink whose package is not installed. Returns a line for W&B online without a key, which
-    its process would find only later; the package itself, which changes how a process ends, is not imported."""
-    wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}
-    for package in (package for package, is_wanted in wanted.items() if is_wanted):
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # a folder of that name in the working directory is no package
+    """Raises ConfigError if the package of a sink is not installed. Returns a warning if W&B is online without a key,
+    which its process would find only later. Does not import W&B's package, which changes how a process ends."""
+    for package, is_wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb is not None)):
+        spec = importlib.util.find_spec(package) if is_wanted else None
+        if is_wanted and (spec is None or spec.origin is None):  # a folder of that name is no package
             raise ConfigError(
                 f"metrics.{package} is set: the package {package} is not installed; expected the extra: "
                 f"pip install 'penstock[{package}]'"
@@ -53,10 +53,10 @@ def check_sinks(config: MetricsConfig) -> list[str]:
 
 
 class Sinks:
-    """Every sink of the run file, each fed by a thread of its own. The first failure of one is logged, all are counted;
-    it is opened again later, and points that come meanwhile are dropped and counted.
+    """Every sink of the run file, each fed by a thread of its own. Of a sink's failures the first is logged and all are
+    counted; it is opened again later, and points are dropped and counted until then.
 
-    start: the update that this trainer continues after; what a sink already has of later ones is void.
+    start: the update that this trainer continues after; a sink's points of later updates are void.
     on_error: called with the sink's name at each failure and at each point dropped.
 
     Raises:
@@ -69,16 +69,13 @@ class Sinks:
         self._last_update = start
         self._feeders: list[_Feeder] = []
         if metrics.tensorboard:
-            folder = run_folder / "tensorboard"
-            self._feeders.append(
-                _Feeder("tensorboard", lambda reopened: _tensorboard(folder, None if reopened else start), on_error)
-            )
+            opened = partial(_tensorboard, run_folder / "tensorboard", start)
+            self._feeders.append(_Feeder("tensorboard", opened, on_error))
         if metrics.wandb is not None:
-            wandb = metrics.wandb
-            self._feeders.append(_Feeder("wandb", lambda _: _wandb(wandb, config, run_folder), on_error))
+            self._feeders.append(_Feeder("wandb", partial(_wandb, metrics.wandb, config, run_folder), on_error))
 
     def update(self, line: Mapping[str, Any]) -> None:
-        """Takes a line of updates.jsonl. A batch that made no update repeats a number: its line is passed over."""
+        """Takes a line of updates.jsonl. The line of a batch that made no update repeats a number and is ignored."""
         if line["update"] > self._last_update:
             self._last_update = line["update"]
             self._feed("updates", line)
@@ -112,7 +109,7 @@ class _Feeder:
         self._open_sink = open_sink
         self._on_error = on_error
         self._sink: Sink | None = None
-        self._has_opened = self._has_told = self._is_ending = False
+        self._has_opened = self._has_warned = self._is_ending = False
         self._retry_s = FIRST_RETRY_S
         self._next_try_s = 0.0
         self._points: queue.SimpleQueue[SinkPoint | None] = queue.SimpleQueue()
@@ -154,7 +151,7 @@ class _Feeder:
             self._sink = self._open_sink(self._has_opened)
             self._has_opened = True
         except Exception as error:  # the isolation boundary: a sink's failure never reaches training
-            self._leave_alone(f"it cannot be opened: {type(error).__name__}: {error}")
+            self._pause(f"it cannot be opened: {type(error).__name__}: {error}")
 
     def _write(self, sink: Sink, point: SinkPoint) -> None:
         try:
@@ -164,27 +161,27 @@ class _Feeder:
             self._sink = None
             with contextlib.suppress(Exception):  # counted below
                 sink.close()
-            self._leave_alone(f"{type(error).__name__}: {error}")
+            self._pause(f"{type(error).__name__}: {error}")
 
-    def _leave_alone(self, why: str) -> None:
+    def _pause(self, why: str) -> None:
         self._next_try_s = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
         self._failed(why)
 
     def _failed(self, why: str) -> None:
         self._on_error(self._name)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning("metrics.%s: %s; training goes on, later failures are counted only", self._name, why)
 
 
-def _tensorboard(folder: Path, start: int | None) -> Sink:
+def _tensorboard(folder: Path, start: int, reopened: bool) -> Sink:
     from penstock.consumers.observe.sinks.tensorboard import TensorBoard  # its package is an extra
 
-    return TensorBoard(folder, start)
+    return TensorBoard(folder, None if reopened else start)
 
 
-def _wandb(wandb: WandbConfig, config: RunConfig, run_folder: Path) -> Sink:
+def _wandb(wandb: WandbConfig, config: RunConfig, run_folder: Path, reopened: bool) -> Sink:
     from penstock.consumers.observe.sinks.weights_and_biases import WeightsAndBiases
 
     return WeightsAndBiases(wandb, config, run_folder)

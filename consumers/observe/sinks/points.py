@@ -1,16 +1,16 @@
-"""The points that a sink is fed with."""
+"""The points that sinks are fed."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 _LEFT_OUT = frozenset(("update", "time_s", "clock_ahead_s", "rollouts"))
-"""The two axes, what moves one of them, and counts that would be hundreds of curves."""
+"""The two axes, a correction of one of them, and counts that would make hundreds of curves."""
 
 
 class SinkPoint(NamedTuple):
     """One line of updates.jsonl (kind "updates") or evaluations.jsonl (kind "evaluations").
 
-    numbers: by their names in the line, those of a table as `table/name`.
+    numbers: by name; those of a table as `table/name`.
     """
 
     kind: str
@@ -20,7 +20,7 @@ class SinkPoint(NamedTuple):
 
 
 class Sink(Protocol):
-    """Used by one thread. Every method may block and may raise anything."""
+    """A destination of points, used by one thread. Every method may block and may raise anything."""
 
     def write(self, point: SinkPoint) -> None: ...
 
@@ -28,7 +28,7 @@ class Sink(Protocol):
 
 
 def numbers_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a line by name, without those of `_LEFT_OUT`."""
+    """Returns the numbers of a line by name, without those of `_LEFT_OUT`."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if prefix + name in _LEFT_OUT:

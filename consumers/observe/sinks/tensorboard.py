@@ -13,8 +13,8 @@ _FLUSH_S = 5
 class TensorBoard:
     """Event files in `folder/updates` and `folder/evaluations`, shown as two runs; the step is the update.
 
-    start: points of later updates, and the evaluation after this one, come again: earlier ones are purged. None: no
-    point comes again.
+    start: points of later updates, and the evaluation after this one, will be written again: those in the files are
+        purged. None purges nothing.
 
     Raises:
         OSError: from any method, if the files cannot be written. `write` may report points up to `_FLUSH_S` old.
@@ -27,7 +27,7 @@ class TensorBoard:
             for kind, step in first_step.items():
                 self._writers[kind] = SummaryWriter(str(folder / kind), purge_step=step, flush_secs=_FLUSH_S)
                 opened.callback(self._writers[kind].close)
-                self._writers[kind].flush()  # the purge is on the disk, and need not be repeated
+                self._writers[kind].flush()  # the purge is on the disk and need not be repeated
             self._opened = opened.pop_all()
 
     def write(self, point: SinkPoint) -> None:
@@ -36,5 +36,5 @@ class TensorBoard:
             writer.add_scalar(name, value, point.update, walltime=point.time_s)
 
     def close(self) -> None:
-        """Closes both writers, though one of them fails."""
+        """Closes both writers, even if one of them fails."""
         self._opened.close()

@@ -24,7 +24,7 @@ from penstock.schemas.process import logs
 from penstock.schemas.process.files import write_whole
 
 FINISH_S = 30.0
-"""How long W&B may take to upload the last points, with or without the trainer."""
+"""How long W&B may take to upload the last points, whether the trainer lives or not."""
 
 
 class WandbError(RuntimeError):
@@ -32,10 +32,10 @@ class WandbError(RuntimeError):
 
 
 class WeightsAndBiases:
-    """One W&B run for the whole life of a run: its id is kept in `wandb.json`. The step is the update.
+    """One W&B run for all trainers of a run: `wandb.json` keeps its id. The step is the update.
 
-    Online, updates that W&B has already are not sent again after a resume. Offline nobody knows what the server has:
-    each trainer leaves a folder of its own under `wandb/`, all with one id, and a repeated update is in several.
+    Online, updates that W&B has are not sent again after a resume. Offline it is unknown what the server has: each
+    trainer leaves a folder of its own under `wandb/`, all with one id, and a repeated update is in several.
 
     Raises:
         WandbError: no key, no server.
@@ -87,10 +87,10 @@ def _run_id(file: Path) -> str:
 def _serve(
     connection: Connection, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str, finish_s: float
 ) -> None:
-    """Opens the W&B run and logs points until None or the end of the other side, then finishes it. Answers each message
-    with None or an error. Ends `finish_s` after the trainer at the latest.
+    """Opens the W&B run, logs points until it receives None or the trainer ends, then finishes the run. Answers each
+    message with None or an error. Ends `finish_s` after the trainer at the latest.
 
-    It waits for a message; one, or the trainer's end, unblocks it.
+    Waits for a message; one, or the trainer's end, unblocks it.
     """
     threading.Thread(target=_end_after_parent, args=(finish_s,), name="parent", daemon=True).start()
     os.environ["WANDB_SILENT"] = "true"
@@ -110,8 +110,7 @@ def _serve(
 
 
 def _end_after_parent(finish_s: float) -> None:
-    """Waits for the end of the trainer: W&B waits for an unreachable server without a limit, and nobody else is left to
-    end this process."""
+    """Ends this process `finish_s` after the trainer: W&B waits for an unreachable server without a limit."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     trainer.join()
@@ -146,7 +145,7 @@ class _Run:
             entity=wandb.entity,
             name=config.name,
             id=run_id,
-            # Offline nothing can be asked of the server, and `wandb sync` goes by the id.
+            # Offline the server cannot be asked, and `wandb sync` goes by the id.
             resume="allow" if wandb.mode == "online" else None,
             mode=wandb.mode,
             dir=run_folder,
@@ -157,11 +156,11 @@ class _Run:
         self._step: int = self._run.step
         """W&B drops rows of an earlier step."""
         self._last_update = self._step - 1
-        """The last update that the server has."""
+        """The last update on the server."""
 
     def write(self, point: SinkPoint) -> None:
         if point.kind == "evaluations":
-            # It comes after its update's own line, and W&B takes steps in order: it has an axis of its own.
+            # It follows its update's own line, and W&B takes steps in order, so it has an axis of its own.
             named = {f"evaluation/{name}": value for name, value in point.numbers.items()}
             self._log({**named, "evaluation/update": point.update}, point.update)
         elif point.update > self._last_update:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.consumers.observe.ledger_file import LedgerFile
+from penstock.consumers.observe.run_log import LedgerFile
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress

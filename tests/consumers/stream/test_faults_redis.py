@@ -92,7 +92,7 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
         is_stuck.set()
         thread = TrainerThread(trainer)
         wait_for(lambda: "waiting for the last evaluation" in caplog.text)
-    trainer.policy.wait()
+    trainer.publisher.wait()
     for key, chunk in redis_client.hgetall(bench.keys.chunks).items():
         redis_client.hdel(bench.keys.chunks, key)
         if harm == "other bytes":
@@ -143,13 +143,13 @@ def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis
     seen = {}
 
     def compare() -> None:
-        second.policy.wait()  # policies are announced, and announced again, beside the training
+        second.publisher.wait()  # policies are announced, and announced again, beside the training
         seen["before"] = redis_client.hgetall(bench.keys.commit)
         redis_client.flushall()
         second.recovery.check()
         second.leadership._checked_at = 0.0
         second.recovery.check()
-        second.policy.wait()
+        second.publisher.wait()
         seen["after"] = redis_client.hgetall(bench.keys.commit)
 
     at_step(second, 9, compare)

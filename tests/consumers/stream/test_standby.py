@@ -71,7 +71,7 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
         with pytest.raises(KilledError):
             second.run()
         wait_for(lambda: not redis_client.xlen(bench.keys.prompts) + redis_client.xlen(bench.keys.evaluations))
-        second.policy.wait()
+        second.publisher.wait()
         before, streams = files(bench), contents(redis_client)
         wait_for(lambda: time.monotonic() - sleeper.leadership._checked_at > CHECK_S)  # or it would go on a little
         asleep.release()

@@ -245,20 +245,28 @@ def scored_bench(redis_url, tmp_path, model_folder, monkeypatch):
     bench.close()
 
 
-def ends_while_it_writes(trainer: Trainer, version: int, end: Callable[[], None]) -> threading.Event:
+def ends_while_it_writes(
+    trainer: Trainer, runs: Path, version: int, end: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> threading.Event:
     """Has the trainer meet `end` in a step after `version` was found to be the best; its models are not written until
     the event that is returned."""
-    may_write, read = threading.Event(), trainer.best._reader.log
+    may_write, read = threading.Event(), WeightReader.log
+    pending = trainer.config.folder(runs) / f"pending-best-{version}.json"
 
-    def log() -> WeightLog:
+    def log(reader: WeightReader) -> WeightLog:
         may_write.wait(30)
-        return read()
+        return read(reader)
+
+    def is_the_best() -> bool:
+        for each in trainer.evaluator.collect():
+            trainer.best.consider(each)
+        return pending.exists()
 
     def once_it_is_the_best() -> None:
-        wait_for(lambda: trainer._collect_evaluations() or version in trainer.best._writing)
+        wait_for(is_the_best)
         end()
 
-    trainer.best._reader.log = log
+    monkeypatch.setattr(WeightReader, "log", log)
     at_step(trainer, version + 2, once_it_is_the_best)
     return may_write
 
@@ -267,14 +275,15 @@ def killed() -> None:
     raise KilledError
 
 
-def test_the_best_that_a_killed_trainer_was_writing_is_written_by_the_next_one(scored_bench):
+def test_the_best_that_a_killed_trainer_was_writing_is_written_by_the_next_one(scored_bench, monkeypatch):
+    before = {*threading.enumerate()}
     best, first = scored_bench.folder / "best", scored_bench.trainer()
-    may_write = ends_while_it_writes(first, 5, killed)
+    may_write = ends_while_it_writes(first, scored_bench.runs, 5, killed, monkeypatch)
     with pytest.raises(KilledError):
         first.run()
     assert not may_write.is_set() and not best.exists(), "nobody waits for it with a lease that others wait for"
     may_write.set()
-    first.best._thread.shutdown()
+    wait_for(lambda: not any(thread.name.startswith("best") for thread in {*threading.enumerate()} - before))
     assert not best.exists(), "the next trainer has the folder"
     assert scored_bench.trainer(resume=True).run()
     assert read_best(best).policy_version == 5
@@ -284,7 +293,7 @@ def test_the_best_that_a_killed_trainer_was_writing_is_written_by_the_next_one(s
 
 def test_a_trainer_that_is_stopped_hands_over_once_its_best_is_written(scored_bench, monkeypatch):
     trainer = scored_bench.trainer()
-    may_write = ends_while_it_writes(trainer, 5, trainer.stop)
+    may_write = ends_while_it_writes(trainer, scored_bench.runs, 5, trainer.stop, monkeypatch)
     wait, end, found = trainer.best.wait, trainer.leadership.end, []
 
     def wait_for_it() -> None:

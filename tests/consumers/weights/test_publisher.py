@@ -320,7 +320,7 @@ def test_the_optimizer_waits_for_the_snapshot_and_for_nothing_else(start, monkey
         assert stored.wait(60)
         put(self, key, data)
 
-    one.shard.snapshots._collect = collect_late
+    monkeypatch.setattr(one.masters, "parts", collect_late)
     monkeypatch.setattr(RedisChunks, "put", put_late)
     one.masters.walk(0.02)
     one.publish()
@@ -339,13 +339,13 @@ def test_the_optimizer_waits_for_the_snapshot_and_for_nothing_else(start, monkey
     assert one.publisher.take_blocked_s() == 0.0
 
 
-def test_a_snapshot_that_fails_is_told_to_the_optimizer_and_to_whoever_waits(start):
+def test_a_snapshot_that_fails_is_told_to_the_optimizer_and_to_whoever_waits(start, monkeypatch):
     one = start()
 
     def fail():
         raise RuntimeError("no memory to pin")
 
-    one.shard.snapshots._collect = lambda: fail
+    monkeypatch.setattr(one.masters, "parts", lambda: fail)
     one.publish()
     for wait in (one.publisher.wait_for_snapshot, one.publisher.wait):
         with pytest.raises(RuntimeError, match="no memory to pin"):

@@ -17,6 +17,7 @@ from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import EnvironmentConfig, EvaluationConfig, GoalConfig, ModelConfig, RunConfig
 from penstock.schemas.heartbeat import Heartbeat, InFlight
+from penstock.schemas.metrics import TrainerMetric
 from penstock.schemas.policy import make_version
 from penstock.schemas.process.prometheus import register_metrics_port
 from wire_examples import FINGERPRINT
@@ -147,7 +148,7 @@ def test_a_run_that_waits_for_agents_says_so_until_a_batch_comes(plain, trainer_
     plain.line_s = 0.0
     plain.state("trainer", "running")
     append_update(tmp_path / "r", 1)
-    trainer_metrics.groups_abandoned.set(3)
+    trainer_metrics[TrainerMetric.GROUPS_ABANDONED].set(3)
     assert "agents" not in told(), "a batch came a moment ago"
     text = told()
     assert "trainer: waits for agents: they abandoned the last groups" in text and "abandoned 3" in text
