@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -100,6 +98,7 @@ class Agents:
         self._events = context.events
         self._groups: list[AgentGroup] = []
         self._open: dict[str, AgentRollout] = {}
+        self._metrics.agent_rollouts_open.set_function(lambda: len(self._open))
         self._ended: OrderedDict[str, tuple[Reward | None, str]] = OrderedDict()
         self._claiming: asyncio.Task[bool] | None = None
         self._changed = asyncio.Event()
@@ -114,7 +113,7 @@ class Agents:
         return self._table.groups_free > self._reserve
 
     async def wait_for_room(self) -> None:
-        """Waits until one more group fits beside the place reserved for evaluations."""
+        """Waits until one more group fits next to the place reserved for evaluations."""
         await self._table.wait_for_room(self._reserve + 1)
 
     async def open(self) -> AgentRollout:
@@ -129,9 +128,8 @@ class Agents:
             # Other openings may wait for the same claim and fill its places first.
             if not await self.claim():
                 raise try_again(429, "no prompt is available: the run's credit is in use", "no_credit")
-        rollout = group.open(self._producer_id)
+        rollout = group.open()
         self._open[rollout.id] = rollout
-        self._metrics.agent_rollouts_open.set(len(self._open))
         return rollout
 
     def find(self, rollout_id: str) -> AgentRollout | None:
@@ -180,7 +178,6 @@ class Agents:
                 log.warning("%s goes on at another producer, which took this one for dead", group.claim)
                 self._leave(group)
                 self._table.remove(group.claim)
-                self._metrics.in_flight.set(len(self._table))
 
     def _leave(self, group: AgentGroup) -> None:
         """Ends what happens here of a group that another producer goes on with."""
@@ -190,7 +187,6 @@ class Agents:
             self._ended.pop(rollout.id, None)
             rollout.let_go()
         self._groups.remove(group)
-        self._metrics.agent_rollouts_open.set(len(self._open))
         self._changed.set()
 
     def finish(self, rollout: AgentRollout, reward: Reward) -> str:
@@ -235,10 +231,9 @@ class Agents:
     async def _hand_back_unopened(self, now: float) -> None:
         """Returns prompts whose clients have gone before they opened a rollout."""
         for group in list(self._groups):
-            if not group.rollouts and now - group.posed > self._idle_timeout_s:
+            if not group.rollouts and now - group.claimed_at > self._idle_timeout_s:
                 self._groups.remove(group)
                 await self.claims.give_back(group.claim)
-                self._metrics.in_flight.set(len(self._table))
 
     async def _take_lost(self) -> None:
         """Takes over what others have left: its agents wait for it, and may open nothing meanwhile."""
@@ -328,41 +323,44 @@ class Agents:
         except Exception as error:  # the environment is the user's
             self._writer.put(claim, Dead.of("prompt", error))
             return
-        group = AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, source.sampling, rollout_bytes)
+        group = AgentGroup(
+            claim=claim,
+            prompt=prompt,
+            size=self._group_size,
+            deadline_s=self._group_deadline_s,
+            sampling=source.sampling,
+            producer_id=self._producer_id,
+            fingerprint=self._fingerprint,
+            instance=self._instance,
+            rollout_bytes=rollout_bytes,
+        )
         claim.converses = True
         if parts := await self._progress.find_parts(claim):
-            await self._adopt(group, parts, anew=source.converses)
+            await self._adopt(group, parts, replay=source.converses)
         if claim.has_progress and not group.rollouts:
             await self._progress.forget(claim)
-        claim.parts = partial(
-            group.parts, lambda: group.record(self._producer_id, self._fingerprint, ()).finished_by(self._instance)
-        )
+        claim.parts = group.parts
         self._groups.append(group)
         for rollout in group.rollouts:
             if not rollout.is_open:
                 self._ended[rollout.id] = rollout.reward, rollout.reason
             elif not rollout.is_waiting:
                 self._open[rollout.id] = rollout
-        self._metrics.agent_rollouts_open.set(len(self._open))
-        self._metrics.in_flight.set(len(self._table))
         if group.is_complete:
             self._hand_over(group)
         else:
             await self.save(group)
 
-    async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, anew: bool) -> None:
-        claim, here = group.claim, group.record(self._producer_id, self._fingerprint, ())
-        held, lag_bound = self._weights.version, self._lag_bound
+    async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, replay: bool) -> None:
+        claim = group.claim
         try:
-            num_tokens = adopt(group, parts, here, held=held, lag_bound=lag_bound, anew=anew)
+            num_tokens = adopt(group, parts, held=self._weights.version, lag_bound=self._lag_bound, replay=replay)
         except UnusableProgressError as error:
             self._metrics.progress_failures.labels("record").inc()
-            log.warning("%s begins anew, its progress is of no use: %s", claim, error)
+            log.warning("%s starts again, its progress cannot be used: %s", claim, error)
             return
-        before = group.sampled_by
-        if await self._progress.is_quarantined(claim, replace(here, sampled_by=before, producer_id=before[-1])):
-            group.rollouts, group.sampled_by, group.deadline = [], (), math.inf
-            claim.num_lost_before = claim.num_tries_lost + 1
+        if await self._progress.is_quarantined(claim, replace(group.record(), producer_id=group.sampled_by[-1])):
+            group.restart()
             return
         self._metrics.progress_tokens.labels("adopted").inc(num_tokens)
         num_ended = sum(not rollout.is_open for rollout in group.rollouts)
@@ -370,20 +368,16 @@ class Agents:
             "%s goes on from %d tokens, %d of %d rollouts ended", claim, num_tokens, num_ended, len(group.rollouts)
         )
 
-    def begin_anew(self, rollout: AgentRollout) -> None:
-        """Begins a group anew, because a conversation that began anew did not repeat the calls it had made before. To
-        begin that one alone would favor short ones: those that had ended are kept."""
-        group = rollout.group
-        log.warning("%s begins anew: a conversation that was repeated has taken another course", group.claim)
+    def restart(self, group: AgentGroup) -> None:
+        """Starts a group again after one of its conversations did not repeat the calls it had made before. To restart
+        that conversation alone would favor short ones, because those that had ended would be kept."""
+        log.warning("%s starts again: a repeated conversation has diverged from its recorded calls", group.claim)
         for one in group.rollouts:
             self._metrics.progress_tokens.labels("ignored").inc(one.num_sampled)
             self._open.pop(one.id, None)
             if one.is_open:
-                one.die("begun anew")
-        self._metrics.agent_rollouts_open.set(len(self._open))
-        group.claim.num_lost_before = group.claim.num_tries_lost + 1
-        group.rollouts, group.sampled_by, group.deadline = [], (), math.inf
-        group.posed = time.monotonic()
+                one.die("restarted")
+        group.restart()
         self._changed.set()
 
     def _rollout_bytes(self, prompt: Prompt) -> int:
@@ -415,7 +409,6 @@ class Agents:
         self._metrics.agent_rollouts.labels("dead" if rollout.reason else "finished").inc()
         if rollout.reason:
             self._writer.put_letter(rollout.group.claim, DeadRollout(rollout.id, rollout.reason, rollout.error))
-        self._metrics.agent_rollouts_open.set(len(self._open))
         if complete and rollout.group.is_complete:
             self._hand_over(rollout.group)
         self._changed.set()
@@ -431,7 +424,7 @@ class Agents:
     def _hand_over(self, group: AgentGroup) -> None:
         self._groups.remove(group)
         try:
-            outcome = group.outcome(self._producer_id, self._fingerprint)
+            outcome = group.outcome()
             if self._teacher is None or isinstance(outcome, Dead):
                 self._append(group.claim, outcome)
             else:

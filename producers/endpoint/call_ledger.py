@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request
-from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, chain_keys, extend_chain, text_of
+from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, extend_chain, text_of
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
 from penstock.producers.interfaces import Completion
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def num_sampled(self) -> int:
-        return len(self.completion.token_ids) // 4
+        return self.completion.num_tokens
 
 
 class SpelledOut(NamedTuple):
@@ -114,6 +114,7 @@ class CallLedger:
     token_bytes: the encoded size of a sampled token; a token of the context has its id alone.
     num_bytes: an upper bound for the share that the calls take.
     num_begun: calls that have begun.
+    unread: the numbers of calls whose answers count as unread.
     """
 
     max_bytes: int = MAX_ENTRY_BYTES
@@ -121,10 +122,9 @@ class CallLedger:
     calls: list[Call] = field(default_factory=list)
     num_bytes: int = 0
     num_begun: int = 0
+    unread: set[int] = field(default_factory=set)
     _latest: dict[bytes, int] = field(default_factory=dict)
-    _unread: set[int] = field(default_factory=set)
     _by_chain: dict[bytes, Call] = field(default_factory=dict)
-    _tokens: set[bytes] = field(default_factory=set)
     _by_call_id: dict[str, SpelledOut] = field(default_factory=dict)
     _by_answer: dict[tuple[int, bytes], Call] = field(default_factory=dict)
 
@@ -146,7 +146,7 @@ class CallLedger:
         if request:
             earlier = self._latest.get(request)
             if earlier is not None and (is_retry or self._is_closed(earlier)):
-                self._unread.add(earlier)
+                self.unread.add(earlier)
             self._latest[request] = number
         return number
 
@@ -186,12 +186,7 @@ class CallLedger:
             self.num_begun = max(self.num_begun, call.number + 1)
             if call.request:
                 self._latest[call.request] = call.number
-        self._unread |= set(unread)
-
-    @property
-    def unread(self) -> tuple[int, ...]:
-        """The numbers of calls whose answers count as unread."""
-        return tuple(sorted(self._unread))
+        self.unread.update(unread)
 
     def _add(self, call: Call) -> None:
         prompt = call.prompt
@@ -205,7 +200,6 @@ class CallLedger:
             call.base.is_continued = True
         call.answer = canonical_form(call.reply)
         call.digest = digest(prompt + call.completion.token_ids)
-        self._tokens.add(call.digest)
         self._by_answer[len(prompt) // 4, call.completion.token_ids] = call
         if calls := call.reply.get("tool_calls"):
             words = [word for each in calls for word in (each["id"], each["function"]["name"])]
@@ -234,7 +228,7 @@ class CallLedger:
         An answer that its client never read is left out if the client, asking again, got the same tokens: what follows
         continues the answer it received.
         """
-        read = {call.number for call in self.calls if call.delivered} - self._unread
+        read = {call.number for call in self.calls if call.delivered} - self.unread
         digests = {call.digest for call in self.calls if call.number in read}
         return [
             RecordedCall(
@@ -271,9 +265,15 @@ class CallLedger:
         )
 
     def _keys(self, messages: Sequence[Json]) -> list[bytes]:
-        return chain_keys(messages, self._identity)
+        """Returns one key per message: equal keys mean equal conversations up to and including that message."""
+        keys, key = [], b""
+        for message in messages:
+            key = extend_chain(key, self._identity(key, message))
+            keys.append(key)
+        return keys
 
     def _identity(self, key: bytes, message: Json) -> bytes:
+        """Returns what identifies a message that follows the conversation of this key."""
         prompt, sampled = message.get(TOKEN_FIELDS[0]), message.get(TOKEN_FIELDS[1])
         if isinstance(prompt, list) and isinstance(sampled, list):
             try:
@@ -295,7 +295,7 @@ class CallLedger:
             index, token_ids = extract_model_prefix(messages)
         except TokenMetadataError as error:
             raise bad_request(str(error), "messages", error.code) from None
-        if index is not None and digest(pack_ids(token_ids)) not in self._tokens:
+        if index is not None and digest(pack_ids(token_ids)) not in {call.digest for call in self.calls}:
             raise ApiError(
                 409,
                 f"messages[{index}] carries token ids that no answer of this rollout had; expected those of the "

@@ -1,4 +1,4 @@
-"""Agents inside the producer: a conversing environment calls the model as an agent outside does."""
+"""Agents inside the producer: a conversing environment calls the model as an outside agent does."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ CREDIT_S = 0.2
 
 
 class RolloutConversation:
-    """The `Conversation` of one rollout. sampling: what requests may name, also where the rollout's is another."""
+    """The `Conversation` of one rollout. sampling: what requests may ask for, even if the rollout's differs."""
 
     def __init__(self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings, *, ignore: bool) -> None:
         self._ignore = ignore
@@ -59,7 +59,7 @@ class RolloutConversation:
 
 
 def _identity(document: Json) -> bytes:
-    """What identifies a request in the conversation that repeats it; empty if it cannot be said."""
+    """Returns what identifies a request in a conversation that repeats it; empty if it cannot be encoded."""
     try:
         return digest(msgspec.json.encode(document, order="deterministic"))
     except (TypeError, ValueError, RecursionError):
@@ -67,7 +67,7 @@ def _identity(document: Json) -> bytes:
 
 
 class Conversations:
-    """Holds conversations of conversing environments."""
+    """Holds the conversations of conversing environments."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Conversations:
         self._fingerprint = fingerprint
 
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
-        """Holds the conversations about one held-out prompt; each call is answered as its evaluation asks for.
+        """Holds the conversations about one held-out prompt, sampled as its evaluation is.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -96,8 +96,16 @@ class Conversations:
             prompt = pose(source.environment, claim.task, held_out=True)
         except Exception as error:  # the environment is the user's
             return Dead.of("prompt", error)
-        group = AgentGroup(claim, prompt, source.num_samples, self._deadline_s, source.evaluation_sampling)
-        rollouts = [group.open(self._producer_id) for _ in range(source.num_samples)]
+        group = AgentGroup(
+            claim=claim,
+            prompt=prompt,
+            size=source.num_samples,
+            deadline_s=self._deadline_s,
+            sampling=source.evaluation_sampling,
+            producer_id=self._producer_id,
+            fingerprint=self._fingerprint,
+        )
+        rollouts = [group.open() for _ in range(group.size)]
         holding = [asyncio.create_task(self.hold(rollout)) for rollout in rollouts]
         try:
             await asyncio.wait(holding, timeout=self._deadline_s)
@@ -112,10 +120,10 @@ class Conversations:
                 rollout.finish(outcome)
             else:
                 rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
-        return group.outcome(self._producer_id, self._fingerprint)
+        return group.outcome()
 
     async def hold(self, rollout: AgentRollout) -> Reward | str:
-        """Holds one conversation; returns its reward, or the reason why it has none.
+        """Holds one conversation; returns its reward, or the reason for having none.
 
         Raises:
             EngineError: the engine serves no longer, even if the environment caught the error.
@@ -139,17 +147,11 @@ class Conversations:
             self._calls.failed.result()
         return outcome
 
+    async def run(self, agents: Agents) -> None:
+        """Holds the conversations about training prompts, as many at once as the producer has room for.
 
-class InsideAgents:
-    """Runs an environment's conversations, as many at once as the producer has room for."""
-
-    def __init__(self, agents: Agents, conversations: Conversations) -> None:
-        self._agents = agents
-        self._conversations = conversations
-
-    async def run(self) -> None:
-        """Waits for room, which an append unblocks, and for a prompt, which a release unblocks; then converses. Runs
-        until the producer takes no more openings, or until cancelled.
+        Waits for room, which an append unblocks, and for a prompt, which a release unblocks. Runs until the producer
+        takes no more openings, or until cancelled.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -157,22 +159,22 @@ class InsideAgents:
         async with asyncio.TaskGroup() as conversations:
             while True:
                 try:
-                    rollout = await self._agents.open()
+                    rollout = await agents.open()
                 except ApiError as refused:
                     if refused.status != 429:
                         return
-                    await (asyncio.sleep(CREDIT_S) if self._agents.has_room else self._agents.wait_for_room())
+                    await (asyncio.sleep(CREDIT_S) if agents.has_room else agents.wait_for_room())
                     continue
-                rollout.running.add(conversations.create_task(self._converse(rollout)))
+                rollout.running.add(conversations.create_task(self._converse(agents, rollout)))
 
-    async def _converse(self, rollout: AgentRollout) -> None:
-        outcome = await self._conversations.hold(rollout)
-        # Unless the environment has ignored its cancellation: at a deadline, or as another producer goes on with it.
+    async def _converse(self, agents: Agents, rollout: AgentRollout) -> None:
+        outcome = await self.hold(rollout)
+        # An environment may ignore its cancellation: at a deadline, or when another producer continues the rollout.
         if rollout.is_open and not rollout.group.claim.has_moved:
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
             if rollout.recorded:
-                self._agents.begin_anew(rollout)
+                agents.restart(rollout.group)
             elif isinstance(outcome, Reward):
-                self._agents.finish(rollout, outcome)
+                agents.finish(rollout, outcome)
             else:
-                self._agents.give_up(rollout, outcome)
+                agents.give_up(rollout, outcome)

@@ -50,6 +50,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     sampling_mask: tuple[bytes, ...] | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
 
 class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a rollout beside its text, for a reward with a parameter `facts`."""

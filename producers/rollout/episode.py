@@ -215,7 +215,7 @@ def _samplers(claim: Claim) -> tuple[str, ...]:
 
 
 def _num_tokens(completions: list[Completion]) -> int:
-    return sum(len(completion.token_ids) for completion in completions) // 4
+    return sum(completion.num_tokens for completion in completions)
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -229,7 +229,7 @@ def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
 def facts_of(completion: Completion, num_prompt_tokens: int, max_tokens: int) -> RolloutFacts:
     return RolloutFacts(
         num_prompt_tokens=num_prompt_tokens,
-        num_tokens=len(completion.token_ids) // 4,
+        num_tokens=completion.num_tokens,
         max_tokens=max_tokens,
         finish_reason=completion.finish_reason,
     )
@@ -238,7 +238,7 @@ def facts_of(completion: Completion, num_prompt_tokens: int, max_tokens: int) ->
 def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollout:
     """A rollout of one segment: the prompt's ids (packed), then what was sampled after them."""
     start = len(context) // 4
-    end = start + len(completion.token_ids) // 4
+    end = start + completion.num_tokens
     segment = Segment(
         token_ids=context + completion.token_ids,
         behavior_logprobs=completion.behavior_logprobs,

@@ -121,7 +121,7 @@ class Siblings:
         for attempt in itertools.count(1):
             if parts[-1].finish_reason != "abort":
                 return
-            num_sampled = sum(len(part.token_ids) for part in parts) // 4
+            num_sampled = sum(part.num_tokens for part in parts)
             if num_sampled >= self._sampling.max_tokens:
                 parts[-1] = msgspec.structs.replace(parts[-1], finish_reason="length")
                 return
@@ -167,7 +167,7 @@ def join(parts: Sequence[Completion]) -> Completion:
                 spans[-1] = VersionSpan(span.version, spans[-1].start, span.end + offset)
             else:
                 spans.append(VersionSpan(span.version, span.start + offset, span.end + offset))
-        offset += len(part.token_ids) // 4
+        offset += part.num_tokens
     return Completion(
         token_ids=b"".join(part.token_ids for part in parts),
         behavior_logprobs=b"".join(part.behavior_logprobs for part in parts),
