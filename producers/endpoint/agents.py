@@ -1,4 +1,4 @@
-"""The groups that agents work on: rollouts are opened on credit, and groups of finished ones go to the writer."""
+"""The groups that agents work on: opens rollouts on credit, and hands groups of finished ones to the writer."""
 
 import asyncio
 import contextlib
@@ -30,25 +30,25 @@ from penstock.schemas.rollout import MAX_ENTRY_BYTES, NOT_FINISHED, EngineFinger
 log = logging.getLogger(__name__)
 
 CLAIM_S = 5.0
-"""How long an opening waits for a claim; one that comes later serves the next opening."""
+"""How long an opening waits for a claim; a later one serves the next opening."""
 ENDED_KEPT = 4096
-"""The number of ended rollouts that are remembered, to be told from unknown ones."""
+"""How many ended rollouts are remembered, to tell them from unknown ones."""
 GROUP_BYTES = 64 * 1024
 """The part of a group's entry reserved for what is neither prompt nor rollout."""
 TEACHER_S = 3.0
-"""How long a stopping producer waits for a teacher's logprobs of what agents have finished."""
+"""How long a stopping producer waits for a teacher's logprobs of finished groups."""
 SAVE_S = 2.0
-"""How long an answer waits until Redis has it."""
+"""How long an answer waits for Redis to store it."""
 LEAST_SHORT_GROUP = 2
-"""The fewest finished rollouts with which a stopping producer appends a group whose progress is not kept: a single
-reward has no baseline."""
+"""The fewest finished rollouts with which a stopping producer appends a group whose progress is not kept: one reward
+alone has no baseline."""
 
 
 class Agents:
     """The groups that agents have open on this producer.
 
     claims: from the prompts stream alone, one at a time.
-    pass_on: takes a claim that is no conversation, in a run of which others are.
+    pass_on: takes a claim that is no conversation, in a run in which others are.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Agents:
         self._progress = progress
         self._teacher = context.teacher
         self._with_teacher: set[asyncio.Task[None]] = set()
-        """The groups that wait for the teacher's logprobs."""
+        """Each adds the teacher's logprobs to a group and appends it."""
         self._fingerprint = fingerprint
         self._pass_on = pass_on
         self._metrics = context.metrics
@@ -120,7 +120,7 @@ class Agents:
         """Opens a rollout in the oldest group with a free place, else in a newly claimed group.
 
         Raises:
-            ApiError: 429 without credit or room, 503 for a producer that stops.
+            ApiError: 429 without credit or room, 503 while this producer stops.
         """
         while (group := self._with_place()) is None or self._is_closing:
             if self._is_closing:
@@ -133,7 +133,7 @@ class Agents:
         return rollout
 
     def find(self, rollout_id: str) -> AgentRollout | None:
-        """The open rollout of this id; None if it was never opened here.
+        """Returns the open rollout of this id; None if it was never opened here.
 
         Raises:
             ApiError: 410, it has ended.
@@ -146,15 +146,15 @@ class Agents:
         return rollout
 
     def holds(self, index: int) -> bool:
-        """Whether the group of this index is here."""
+        """Returns whether the group of this index is here."""
         return any(group.claim.index == index for group in self._groups)
 
     async def save(self, group: AgentGroup) -> None:
-        """Saves what has changed of a group, before an agent relies on it. Without an answer of Redis the agent goes on
+        """Saves what has changed in a group before an agent relies on it. If Redis does not answer, the agent continues
         all the same: what it was told is lost if this producer is killed.
 
         Raises:
-            ApiError: 503, another producer goes on with the group, and does not know what has changed.
+            ApiError: 503, another producer continues the group, and does not know what has changed.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SAVE_S):
@@ -162,7 +162,7 @@ class Agents:
         self._check_held(group)
 
     async def check_held(self, group: AgentGroup) -> None:
-        """Raises ApiError: 503, another producer goes on with the group."""
+        """Raises ApiError 503 if another producer continues the group."""
         await self._progress.find_moved([group.claim])
         self._check_held(group)
 
@@ -175,12 +175,12 @@ class Agents:
         """Lets go of the groups that others go on with, while this producer was taken for dead."""
         for group in list(self._groups):
             if group.claim.has_moved:
-                log.warning("%s goes on at another producer, which took this one for dead", group.claim)
+                log.warning("%s continues on another producer, which took this one for dead", group.claim)
                 self._leave(group)
                 self._table.remove(group.claim)
 
     def _leave(self, group: AgentGroup) -> None:
-        """Ends what happens here of a group that another producer goes on with."""
+        """Ends what runs here for a group that another producer continues."""
         group.claim.parts, group.claim.has_moved = None, True  # what would be saved now lacks the calls that end here
         for rollout in group.rollouts:
             self._open.pop(rollout.id, None)
@@ -190,8 +190,10 @@ class Agents:
         self._changed.set()
 
     def finish(self, rollout: AgentRollout, reward: Reward) -> str:
-        """Freezes a rollout with its reward; the last of a group completes the group. Returns the problem with one that
-        cannot be trained and died instead, else an empty string."""
+        """Freezes a rollout with its reward; the last of a group completes the group. One that cannot be trained dies.
+
+        Returns the problem; empty if it is finished.
+        """
         num_sampled = rollout.ledger.num_sampled
         if wrong := rollout.finish(reward):
             log.warning("rollout %s of %s cannot be finished: %s", rollout.id, rollout.group.claim, wrong)
@@ -200,16 +202,16 @@ class Agents:
         return wrong
 
     def is_finished_with(self, rollout_id: str, reward: Reward) -> bool:
-        """True if the rollout has ended with this reward already: a client repeats a finish whose answer was lost."""
+        """Returns whether the rollout has ended with this reward: a client repeats a finish whose answer was lost."""
         return self._ended.get(rollout_id, (None, ""))[0] == reward
 
     async def watch(self) -> None:
-        """Waits for rollouts to fall idle, for groups to reach their deadline, and for those of agents outside whose
-        producer has gone; runs until cancelled."""
+        """Waits for rollouts to fall idle, for groups to reach their deadline, and for groups of outside agents whose
+        producer is gone; runs until cancelled."""
         pause_s = min(1.0, self._idle_timeout_s / 4, self._group_deadline_s / 4)
         while True:
             await asyncio.sleep(pause_s)
-            now = time.monotonic()  # before: a producer that is suspended here must not find its agents idle
+            now = time.monotonic()  # first: a producer that is suspended below must not find its agents idle
             await self._progress.find_moved()
             self._leave_moved()
             self.end_overdue(now)
@@ -229,14 +231,14 @@ class Agents:
                 self._close_group(group, reason)
 
     async def _hand_back_unopened(self, now: float) -> None:
-        """Returns prompts whose clients have gone before they opened a rollout."""
+        """Hands back prompts whose clients are gone before they opened a rollout."""
         for group in list(self._groups):
             if not group.rollouts and now - group.claimed_at > self._idle_timeout_s:
                 self._groups.remove(group)
                 await self.claims.give_back(group.claim)
 
     async def _take_lost(self) -> None:
-        """Takes over what others have left: its agents wait for it, and may open nothing meanwhile."""
+        """Takes over groups that others have left: their agents wait, and may never open a rollout here."""
         while self.has_room and not self._is_closing and self._weights.behind <= self._lag_bound:
             if not (claims := await self.claims.take_lost()):
                 return
@@ -253,8 +255,8 @@ class Agents:
             await asyncio.wait(self._with_teacher)
 
     async def leave_idle(self) -> list[Claim]:
-        """Takes no more openings, and forgets every group of which no rollout is open: nothing comes to it any more.
-        Returns their claims, which stay in the table, to be handed back. Waits for the claim in progress."""
+        """Takes no more openings, and forgets every group without an open rollout. Returns their claims, which stay in
+        the table, to be handed back. Waits for the claim in progress."""
         self._is_closing = True
         if self._claiming is not None:
             await asyncio.wait([self._claiming])
@@ -264,9 +266,8 @@ class Agents:
         return [group.claim for group in idle]
 
     async def close(self, *, append: bool) -> None:
-        """Ends everything that is open. Groups whose progress is kept are left to those who go on with them. With
-        `append`, others with enough finished rollouts are appended. Claims of the rest stay in the table, to be handed
-        back."""
+        """Ends everything that is open. Groups whose progress is kept are left to other producers; with `append`,
+        others with enough finished rollouts are appended. Claims of the rest stay in the table, to be handed back."""
         self._is_closing = True
         if self._claiming is not None:
             await cancel_and_wait([self._claiming])
@@ -289,7 +290,11 @@ class Agents:
 
     async def claim(self) -> bool:
         """Claims a group, or waits for the claim in progress, which outlives the opening that began it. Returns whether
-        there was a prompt."""
+        there was a prompt.
+
+        Raises:
+            ApiError: 429, the weights are too old or there is no room.
+        """
         if self._claiming is None or self._claiming.done():
             if self._weights.behind > self._lag_bound:
                 raise try_again(429, "this producer's weights are behind the run's", "weights_behind")
@@ -300,7 +305,7 @@ class Agents:
         return self._claiming.done() and not self._claiming.cancelled() and self._claiming.result()
 
     async def _take(self) -> bool:
-        """Claims until there is a group with a free place; False if no prompt or no room is left."""
+        """Claims until a group has a free place; returns False if no prompt or no room is left."""
         while self.has_room and (claims := await self.claims.take()):
             for claim in claims:
                 await self._pose(claim)
@@ -381,10 +386,10 @@ class Agents:
         self._changed.set()
 
     def _rollout_bytes(self, prompt: Prompt) -> int:
-        """The share of its group's stream entry that each rollout may take.
+        """Returns the share of its group's stream entry that each rollout may take.
 
         Raises:
-            Exception: a prompt that the entry cannot hold, before an agent works on it.
+            Exception: the entry cannot hold the prompt.
         """
         num_bytes = len(msgspec.msgpack.encode(prompt))
         left = MAX_ENTRY_BYTES - GROUP_BYTES - num_bytes
@@ -414,7 +419,7 @@ class Agents:
         self._changed.set()
 
     def _close_group(self, group: AgentGroup, reason: str) -> None:
-        """Hands a group over as it is."""
+        """Ends what is open in a group and hands the group over."""
         for rollout in group.rollouts:
             if rollout.is_open:
                 rollout.is_abandoned = not (rollout.running or rollout.ledger.num_begun)

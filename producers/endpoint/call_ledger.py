@@ -19,7 +19,7 @@ from penstock.schemas.segments import RecordedCall
 Json = dict[str, Any]
 
 CALL_BYTES = 256
-"""An upper bound for what a call adds to the encoded rollout beside its tokens."""
+"""An upper bound for what a call adds to the encoded rollout in addition to its tokens."""
 SPAN_BYTES = 20
 
 
@@ -27,12 +27,12 @@ SPAN_BYTES = 20
 class Call:
     """One answered call.
 
-    base: the call whose prompt and completion this prompt begins with; None for a prompt that begins anew.
+    base: the call with whose prompt and completion this prompt begins; None if there is none.
     context: int32 bytes: the prompt without the prompt and completion of `base`.
     rendered: the template's rendering of the request, until a call continues this one.
     delivered: whether the answer was sent to its client.
-    connection: the one that took the answer, a weak reference.
-    request: what identifies the request; empty for one that nothing does.
+    connection: a weak reference to the one that took the answer.
+    request: what identifies the request; empty if nothing does.
     chain: identifies the conversation with this answer, set by `record` like what follows.
     reply: the answer's message without the token fields.
     answer: canonical form of that message.
@@ -90,7 +90,7 @@ class Call:
 
 
 class SpelledOut(NamedTuple):
-    """What is left of an answer whose agent writes its calls into the text, as smolagents does.
+    """What remains of an answer whose agent writes its calls into the text, as smolagents does.
 
     words: the ids and names of all of its calls.
     """
@@ -105,14 +105,14 @@ class SpelledOut(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CallLedger:
-    """The calls of one rollout, also by the conversation that each has led to.
+    """The calls of one rollout, found by the conversation that each has led to.
 
     A message that carries the token ids of an answer is identified by them, even if its text was edited; one that
     spells out the calls of an answer as text, by their ids; any other message by its content.
 
     max_bytes: the rollout's share of its group's stream entry; also bounds the memory used here.
     token_bytes: the encoded size of a sampled token; a token of the context has its id alone.
-    num_bytes: an upper bound for the share that the calls take.
+    num_bytes: an upper bound for what the calls take of it.
     num_begun: calls that have begun.
     unread: the numbers of calls whose answers count as unread.
     """
@@ -133,13 +133,13 @@ class CallLedger:
         return sum(call.num_sampled for call in self.calls)
 
     def begin(self, request: bytes = b"", *, is_retry: bool = False) -> int:
-        """The number of a call that begins now.
+        """Returns the number of a call that begins now.
 
-        If the same request has come before, and this one is a retry by its client's own count or the connection that
-        took the earlier answer is closed, that answer counts as unread. Answers of a client that reads them come over
-        connections that stay open, and may be asked for again.
+        An earlier answer to the same request counts as unread if this one is a retry by its client's own count, or if
+        the connection that took the answer is closed. A client that reads answers keeps its connection open, and may
+        repeat a request.
 
-        request: what identifies it; empty for one of which there are no retries.
+        request: what identifies it; empty for one that is never retried.
         """
         number = self.num_begun
         self.num_begun += 1
@@ -151,7 +151,7 @@ class CallLedger:
         return number
 
     def room(self, base: Call | None, num_prompt: int) -> int:
-        """The most tokens that the answer to a prompt may have.
+        """Returns the most tokens that the answer to a prompt may have.
 
         Raises:
             ApiError: 400, no token fits.
@@ -172,8 +172,8 @@ class CallLedger:
         self._add(call)
 
     def restore(self, calls: Sequence[Call], unread: Collection[int]) -> None:
-        """Takes the calls of an earlier holder of the rollout. Their answers count as read, but a request that comes
-        again was not answered: the connection that took its answer is closed.
+        """Takes the calls of an earlier holder of the rollout. Their answers count as read, but a repeated request was
+        not answered: the connection that took its answer is closed.
 
         unread: the numbers of those that were known to be unread.
 
@@ -208,7 +208,7 @@ class CallLedger:
         self._by_chain[call.chain] = call
 
     def parent(self, messages: Sequence[Json]) -> tuple[Call, int] | None:
-        """The call that `messages` continue, and the index of the message that is its answer; None without one.
+        """Returns the call that `messages` continue, and the index of the message that is its answer; None without one.
 
         Of several calls, the one with the longest conversation that `messages` begin with.
 
@@ -223,10 +223,10 @@ class CallLedger:
         return None
 
     def recorded(self) -> list[RecordedCall]:
-        """The calls from which segments are made.
+        """Returns the calls from which segments are made.
 
-        An answer that its client never read is left out if the client, asking again, got the same tokens: what follows
-        continues the answer it received.
+        An answer that its client never read is left out if a repeated request got the same tokens: what follows
+        continues the answer that was received.
         """
         read = {call.number for call in self.calls if call.delivered} - self.unread
         digests = {call.digest for call in self.calls if call.number in read}
@@ -247,14 +247,14 @@ class CallLedger:
         ]
 
     def _is_closed(self, number: int) -> bool:
-        """Whether an answer was sent over a connection that is closed now."""
+        """Returns whether the answer of this number was sent over a connection that is closed now."""
         connection = next((call.connection for call in self.calls if call.number == number and call.delivered), None)
         transport = connection() if connection is not None else None
         return connection is not None and (transport is None or transport.is_closing())
 
     def _num_context(self, base: Call | None, num_prompt: int) -> int:
-        """Tokens of a prompt that no segment holds yet: the first call that continues another extends its segment, any
-        other opens a new one."""
+        """Returns the tokens of a prompt that no segment holds yet: the first call that continues another extends its
+        segment, any other opens a new one."""
         return num_prompt if base is None or base.is_continued else num_prompt - base.spans[-1][1]
 
     def _too_large(self) -> ApiError:
@@ -306,5 +306,5 @@ class CallLedger:
 
 
 def digest(data: bytes) -> bytes:
-    """What identifies token ids or a request."""
+    """Returns what identifies token ids or a request."""
     return hashlib.blake2b(data, digest_size=16).digest()

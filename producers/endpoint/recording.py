@@ -58,7 +58,7 @@ class KeptRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """A call from its rendering until it is recorded."""
+    """A call between its rendering and its record."""
 
     number: int
     prompt_ids: list[int]

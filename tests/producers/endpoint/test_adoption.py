@@ -590,7 +590,7 @@ async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_
     more = {"messages": [*messages, as_plain_client(second), {"role": "user", "content": "more"}], "tools": [ADD]}
     status, body = await one.client.request("POST", path_of(rollout), more)
     assert (status, body["error"]["code"]) == (503, "rollout_moving")
-    assert len(one.producer.table) == 0 and "group 1 goes on at another producer" in caplog.text
+    assert len(one.producer.table) == 0 and "group 1 continues on another producer" in caplog.text
     third = await asked_again(one, rollout, more)  # passed on
     assert len(two.engine.requests) == 2 and len(one.engine.requests) == 2
     status = 503
