@@ -80,8 +80,7 @@ class AgentEndpoint:
             ConfigError: a tokenizer without a chat template, or see `api_key`.
         """
         config, endpoint = context.config, context.config.endpoint
-        if endpoint is None:
-            raise ValueError("a run without [endpoint] has none")
+        assert endpoint is not None
         self._calls = open_calls(config, engine, weights, tokenizer, parser, metrics=context.metrics)
         self.agents = Agents(
             context,
@@ -94,15 +93,10 @@ class AgentEndpoint:
             fingerprint=engine.fingerprint,
             pass_on=pass_on,
         )
-        self._conversations: Conversations | None = None
-        if environments.any_converse:
-            self._conversations = Conversations(
-                environments,
-                self._calls,
-                endpoint,
-                producer_id=context.producer_id,
-                fingerprint=engine.fingerprint,
-            )
+        self._any_converse = environments.any_converse
+        self._conversations = Conversations(
+            environments, self._calls, endpoint, producer_id=context.producer_id, fingerprint=engine.fingerprint
+        )
         self._server = EndpointServer(
             context,
             endpoint,
@@ -124,8 +118,6 @@ class AgentEndpoint:
 
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
         """See `Conversations.evaluate`, of an environment that converses."""
-        if self._conversations is None:
-            raise ValueError("the environments do not converse")
         return await self._conversations.evaluate(claim)
 
     async def start(self) -> None:
@@ -137,7 +129,7 @@ class AgentEndpoint:
         cancelled, or until a call raises an error that ends this producer (see `EndpointServer.run`)."""
         async with asyncio.TaskGroup() as parts:
             parts.create_task(self._server.run())
-            if self._conversations is not None:
+            if self._any_converse:
                 parts.create_task(self._conversations.run(self.agents))
 
     async def close(self, *, append: bool) -> None:

@@ -64,38 +64,32 @@ class Agents:
         fingerprint: EngineFingerprint,
         pass_on: Callable[[Claim], None],
     ) -> None:
-        config, keys = context.config, context.keys
-        self._idle_timeout_s = endpoint.idle_timeout_s
-        self._group_deadline_s = endpoint.group_deadline_s
-        self._group_size = config.group_size
-        self._max_attempts = config.producers.max_attempts
-        self._lag_bound = config.lag_bound
+        config = context.config
+        self._context = context
+        self._config = config
+        self._endpoint = endpoint
         # Agents may keep a group open for long: one place stays free for evaluations.
         any_evaluated = any(num_prompts != 0 for num_prompts in config.num_evaluation_prompts.values())
         self._reserve = 1 if config.producers.groups_in_flight > 1 and any_evaluated else 0
-        self._producer_id = context.producer_id
-        self._instance = context.instance
         self._environments = environments
         self.claims = Claims(
             context.connection,
-            keys,
+            context.keys,
             context.producer_id,
             table,
             config.producers,
-            (keys.prompts,),
+            (context.keys.prompts,),
             one_at_a_time=True,
         )
         self._table = table
         self._weights = weights
         self._writer = writer
         self._progress = progress
-        self._teacher = context.teacher
         self._with_teacher: set[asyncio.Task[None]] = set()
         """Each adds the teacher's logprobs to a group and appends it."""
         self._fingerprint = fingerprint
         self._pass_on = pass_on
         self._metrics = context.metrics
-        self._events = context.events
         self._groups: list[AgentGroup] = []
         self._open: dict[str, AgentRollout] = {}
         self._metrics.agent_rollouts_open.set_function(lambda: len(self._open))
@@ -103,10 +97,6 @@ class Agents:
         self._claiming: asyncio.Task[bool] | None = None
         self._changed = asyncio.Event()
         self._is_closing = False
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
 
     @property
     def has_room(self) -> bool:
@@ -208,7 +198,7 @@ class Agents:
     async def watch(self) -> None:
         """Waits for rollouts to fall idle, for groups to reach their deadline, and for groups of outside agents whose
         producer is gone; runs until cancelled."""
-        pause_s = min(1.0, self._idle_timeout_s / 4, self._group_deadline_s / 4)
+        pause_s = min(1.0, self._endpoint.idle_timeout_s / 4, self._endpoint.group_deadline_s / 4)
         while True:
             await asyncio.sleep(pause_s)
             now = time.monotonic()  # first: a producer that is suspended below must not find its agents idle
@@ -222,24 +212,24 @@ class Agents:
     def end_overdue(self, now: float) -> None:
         """Gives up silent rollouts, and closes groups past their deadline. now: as `time.monotonic`."""
         for rollout in list(self._open.values()):
-            if rollout.is_idle(now, self._idle_timeout_s):
+            if rollout.is_idle(now, self._endpoint.idle_timeout_s):
                 rollout.is_abandoned = True
-                self.give_up(rollout, f"idle for {self._idle_timeout_s:g} s (endpoint.idle_timeout_s)")
+                self.give_up(rollout, f"idle for {self._endpoint.idle_timeout_s:g} s (endpoint.idle_timeout_s)")
         for group in list(self._groups):
             if now > group.deadline:
-                reason = f"{NOT_FINISHED} {self._group_deadline_s:g} s (endpoint.group_deadline_s)"
+                reason = f"{NOT_FINISHED} {self._endpoint.group_deadline_s:g} s (endpoint.group_deadline_s)"
                 self._close_group(group, reason)
 
     async def _hand_back_unopened(self, now: float) -> None:
         """Hands back prompts whose clients are gone before they opened a rollout."""
         for group in list(self._groups):
-            if not group.rollouts and now - group.claimed_at > self._idle_timeout_s:
+            if not group.rollouts and now - group.claimed_at > self._endpoint.idle_timeout_s:
                 self._groups.remove(group)
                 await self.claims.give_back(group.claim)
 
     async def _take_lost(self) -> None:
         """Takes over groups that others have left: their agents wait, and may never open a rollout here."""
-        while self.has_room and not self._is_closing and self._weights.behind <= self._lag_bound:
+        while self.has_room and not self._is_closing and self._weights.behind <= self._config.lag_bound:
             if not (claims := await self.claims.take_lost()):
                 return
             for claim in claims:
@@ -296,7 +286,7 @@ class Agents:
             ApiError: 429, the weights are too old or there is no room.
         """
         if self._claiming is None or self._claiming.done():
-            if self._weights.behind > self._lag_bound:
+            if self._weights.behind > self._config.lag_bound:
                 raise try_again(429, "this producer's weights are behind the run's", "weights_behind")
             if not self.has_room:
                 raise try_again(429, "this producer has as many groups as it takes at once", "no_room")
@@ -314,9 +304,10 @@ class Agents:
         return False
 
     async def _pose(self, claim: Claim) -> None:
-        if claim.attempt > self._max_attempts:
+        max_attempts = self._config.producers.max_attempts
+        if claim.attempt > max_attempts:
             claim.has_progress = True  # it may be what kills its producers
-            self._writer.put(claim, Dead(f"attempts: handed out {self._max_attempts} times without a result"))
+            self._writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
             return
         try:
             source = self._environments.named(claim.environment)
@@ -331,12 +322,12 @@ class Agents:
         group = AgentGroup(
             claim=claim,
             prompt=prompt,
-            size=self._group_size,
-            deadline_s=self._group_deadline_s,
+            size=self._config.group_size,
+            deadline_s=self._endpoint.group_deadline_s,
             sampling=source.sampling,
-            producer_id=self._producer_id,
+            producer_id=self._context.producer_id,
             fingerprint=self._fingerprint,
-            instance=self._instance,
+            instance=self._context.instance,
             rollout_bytes=rollout_bytes,
         )
         claim.converses = True
@@ -359,7 +350,9 @@ class Agents:
     async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, replay: bool) -> None:
         claim = group.claim
         try:
-            num_tokens = adopt(group, parts, held=self._weights.version, lag_bound=self._lag_bound, replay=replay)
+            num_tokens = adopt(
+                group, parts, held=self._weights.version, lag_bound=self._config.lag_bound, replay=replay
+            )
         except UnusableProgressError as error:
             self._metrics.progress_failures.labels("record").inc()
             log.warning("%s starts again, its progress cannot be used: %s", claim, error)
@@ -393,10 +386,10 @@ class Agents:
         """
         num_bytes = len(msgspec.msgpack.encode(prompt))
         left = MAX_ENTRY_BYTES - GROUP_BYTES - num_bytes
-        if left < self._group_size:
+        if left < self._config.group_size:
             raise ValueError(f"{num_bytes:,} bytes encoded, which leave no room for rollouts in a stream entry")
         # A teacher adds 4 bytes to each sampled token's 8 or more.
-        return left // self._group_size * 2 // (2 if self._teacher is None else 3)
+        return left // self._config.group_size * 2 // (2 if self._context.teacher is None else 3)
 
     def give_up(self, rollout: AgentRollout, reason: str, *, complete: bool = True) -> None:
         """Ends a rollout without a reward. complete: whether this may complete its group."""
@@ -430,17 +423,19 @@ class Agents:
         self._groups.remove(group)
         try:
             outcome = group.outcome()
-            if self._teacher is None or isinstance(outcome, Dead):
+            if self._context.teacher is None or isinstance(outcome, Dead):
                 self._append(group.claim, outcome)
             else:
-                scoring = asyncio.create_task(self._append_scored(group.claim, outcome, self._teacher))
+                scoring = asyncio.create_task(self._append_scored(group.claim, outcome, self._context.teacher))
                 self._with_teacher.add(scoring)
                 scoring.add_done_callback(self._with_teacher.discard)
         except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim
             self._writer.put(group.claim, Dead.of("producer", error))
         if missing := group.missing():
             log.warning("%s is short: %s", group.claim, missing)
-            self._events.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)
+            self._context.events.write(
+                "short_group", index=group.claim.index, finished=group.num_finished, missing=missing
+            )
 
     async def _append_scored(self, claim: Claim, group: RolloutGroup, teacher: Teacher) -> None:
         try:

@@ -23,12 +23,13 @@ RETRY_S = 1.0
 """Pause after a connection that could not be accepted."""
 
 
-def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files."""
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of open files; returns how many may be open, at most `MOST_DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
     if soft < most and soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 class Connections:
@@ -41,10 +42,7 @@ class Connections:
     """
 
     def __init__(self, listening: socket.socket, server: web.Server, answering: Container[asyncio.Protocol]) -> None:
-        raise_descriptor_limit()
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, soft)
-        free = limit - len(os.listdir("/dev/fd"))
+        free = raise_descriptor_limit() - len(os.listdir("/dev/fd"))
         self._most = max(free - RESERVE, free // 2)
         self._most_of_a_peer = self._most // 2
         self._answering = answering

@@ -1,6 +1,7 @@
 """Agents inside the producer: a conversing environment calls the model as an outside agent does."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -66,24 +67,15 @@ def _identity(document: Json) -> bytes:
         return b""
 
 
+@dataclass(frozen=True)
 class Conversations:
     """Holds the conversations of conversing environments."""
 
-    def __init__(
-        self,
-        environments: RunEnvironments,
-        calls: Calls,
-        endpoint: EndpointConfig,
-        *,
-        producer_id: str,
-        fingerprint: EngineFingerprint,
-    ) -> None:
-        self._environments = environments
-        self._calls = calls
-        self._deadline_s = endpoint.group_deadline_s
-        self._ignore = endpoint.unsupported == "ignore"
-        self._producer_id = producer_id
-        self._fingerprint = fingerprint
+    environments: RunEnvironments
+    calls: Calls
+    endpoint: EndpointConfig
+    producer_id: str
+    fingerprint: EngineFingerprint
 
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
         """Holds the conversations about one held-out prompt, sampled as its evaluation is.
@@ -92,7 +84,7 @@ class Conversations:
             EngineError: the engine serves no longer.
         """
         try:
-            source = self._environments.named(claim.environment)
+            source = self.environments.named(claim.environment)
             prompt = pose(source.environment, claim.task, held_out=True)
         except Exception as error:  # the environment is the user's
             return Dead.of("prompt", error)
@@ -100,20 +92,20 @@ class Conversations:
             claim=claim,
             prompt=prompt,
             size=source.num_samples,
-            deadline_s=self._deadline_s,
+            deadline_s=self.endpoint.group_deadline_s,
             sampling=source.evaluation_sampling,
-            producer_id=self._producer_id,
-            fingerprint=self._fingerprint,
+            producer_id=self.producer_id,
+            fingerprint=self.fingerprint,
         )
         rollouts = [group.open() for _ in range(group.size)]
         holding = [asyncio.create_task(self.hold(rollout)) for rollout in rollouts]
         try:
-            await asyncio.wait(holding, timeout=self._deadline_s)
+            await asyncio.wait(holding, timeout=self.endpoint.group_deadline_s)
         finally:
             for task in holding:
                 task.cancel()
         for task, rollout in zip(holding, rollouts, strict=True):
-            outcome: Reward | str = f"{NOT_FINISHED} {self._deadline_s:g} s (endpoint.group_deadline_s)"
+            outcome: Reward | str = f"{NOT_FINISHED} {self.endpoint.group_deadline_s:g} s (endpoint.group_deadline_s)"
             if task.done():
                 outcome = task.result()
             if isinstance(outcome, Reward):
@@ -130,9 +122,10 @@ class Conversations:
         """
         outcome: Reward | str = ""
         try:
-            source = self._environments.named(rollout.group.claim.environment)
+            source = self.environments.named(rollout.group.claim.environment)
             environment: Any = source.environment  # a ConversingEnvironment
-            conversation = RolloutConversation(rollout, self._calls, source.sampling, ignore=self._ignore)
+            ignore = self.endpoint.unsupported == "ignore"
+            conversation = RolloutConversation(rollout, self.calls, source.sampling, ignore=ignore)
             outcome = checked(await environment.converse(rollout.group.prompt, conversation), "a conversation")
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -143,8 +136,8 @@ class Conversations:
             rollout.error = error
         if rollout.error is not None:
             outcome = one_line(f"environment: {type(rollout.error).__name__}: {rollout.error}")
-        if self._calls.failed.done():
-            self._calls.failed.result()
+        if self.calls.failed.done():
+            self.calls.failed.result()
         return outcome
 
     async def run(self, agents: Agents) -> None:

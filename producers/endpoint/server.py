@@ -5,11 +5,11 @@ import logging
 import socket
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -75,25 +75,6 @@ class Elsewhere(Exception):
         self.url = url
 
 
-class Api(NamedTuple):
-    """One of OpenAI's APIs, in terms of chat completions.
-
-    as_chat: makes a request's document one for a chat completion.
-    body: makes the request's document and the finished chat completion the response's body.
-    events: makes a body the events of a stream.
-    """
-
-    as_chat: Callable[[Json], Json]
-    body: Callable[[Json, Json], Json]
-    events: Callable[[Json, ChatRequest], Iterator[bytes]]
-
-
-CHAT = Api(
-    lambda document: document, lambda _, finished: finished, lambda body, asked: chunks(body, asked.include_usage)
-)
-RESPONSES = Api(responses.as_chat, responses.as_response, lambda body, _: responses.events(body))
-
-
 class EndpointServer:
     """Serves `agents` and `calls` over HTTP between `start` and `close`."""
 
@@ -116,9 +97,7 @@ class EndpointServer:
         self._sampling = sampling
         self._ignore = endpoint.unsupported == "ignore"
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
-        self._connection = context.connection
-        self._keys = context.keys
-        self._producer_id = context.producer_id
+        self._context = context
         self._answering: set[asyncio.Protocol] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._others: aiohttp.ClientSession | None = None
@@ -136,8 +115,8 @@ class EndpointServer:
         app = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
         app.router.add_post("/r", self._open)
         for base in ("/r/{rollout}/v1", "/v1"):
-            app.router.add_post(f"{base}/chat/completions", partial(self._answer, CHAT))
-            app.router.add_post(f"{base}/responses", partial(self._answer, RESPONSES))
+            app.router.add_post(f"{base}/chat/completions", partial(self._answer, False))
+            app.router.add_post(f"{base}/responses", partial(self._answer, True))
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_get(f"{base}/models/{{model:.+}}", self._models)
         app.router.add_post("/r/{rollout}/finish", self._finish)
@@ -178,8 +157,7 @@ class EndpointServer:
         Raises:
             EngineError, RedisGoneError: from a request; the error ends this producer.
         """
-        if self._accepting is None:
-            raise ValueError("the server is not started")
+        assert self._accepting is not None  # since `start`
         watching = asyncio.create_task(self._agents.watch())
         parts = (self._calls.failed, self._accepting, watching)
         try:
@@ -264,12 +242,14 @@ class EndpointServer:
             await self._agents.save(rollout.group)
         return _json({"id": rollout_id, "status": "finished"})
 
-    async def _answer(self, api: Api, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, is_response: bool, request: web.Request) -> web.StreamResponse:
+        """Answers a call. is_response: of the Responses API, else a chat completion."""
         data = await request.read()
 
         def parse() -> tuple[Json, ChatRequest]:
             document = parse_json(data)
-            return document, parse_chat(api.as_chat(document), self._sampling, ignore=self._ignore)
+            chat = responses.as_chat(document) if is_response else document
+            return document, parse_chat(chat, self._sampling, ignore=self._ignore)
 
         document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
         rollout = await self._rollout(request)
@@ -285,13 +265,13 @@ class EndpointServer:
             answered.logprobs,
             finish_reason(answered.call.completion, answered.message),
         )
-        body = api.body(document, finished)
+        body = responses.as_response(document, finished) if is_response else finished
         answer: web.StreamResponse
         if asked.stream:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
             answer = web.StreamResponse(headers=headers)
             await answer.prepare(request)
-            for chunk in api.events(body, asked):
+            for chunk in responses.events(body) if is_response else chunks(body, asked.include_usage):
                 await answer.write(chunk)
         else:
             answer = _json(body)
@@ -328,13 +308,14 @@ class EndpointServer:
         if (origin := origin_of(rollout_id)) is None or self._is_here(rollout_id):
             return None
         opener, index = origin
+        commands, keys = self._context.connection.commands, self._context.keys
         try:
             async with asyncio.timeout(LOOK_UP_S):
-                holder: Any = await self._connection.commands.hget(self._keys.progress(index), Field.PRODUCER)
+                holder: Any = await commands.hget(keys.progress(index), Field.PRODUCER)
                 producer_id = opener if holder is None else holder.decode()
                 data: Any = None
-                if producer_id != self._producer_id:
-                    data = await self._connection.commands.get(self._keys.producer(producer_id))
+                if producer_id != self._context.producer_id:
+                    data = await commands.get(keys.producer(producer_id))
             if data is None:
                 return None if holder is None else ""
             return decode_heartbeat(data).endpoint
@@ -370,7 +351,7 @@ class EndpointServer:
         """
         assert self._others is not None  # since `start`
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        headers[FORWARDED] = self._producer_id
+        headers[FORWARDED] = self._context.producer_id
         where = url + request.raw_path
         async with self._others.request(request.method, where, data=await request.read(), headers=headers) as reply:
             kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}

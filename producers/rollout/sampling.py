@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 
 import msgspec
 
@@ -42,6 +43,7 @@ def _seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
+@dataclass(eq=False)
 class Siblings:
     """The completions of one prompt, which can be read while they are sampled; the engine may end one at a text of
     `stop`.
@@ -53,25 +55,17 @@ class Siblings:
         resumed in the same way.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompt_ids: list[int],
-        sampling: SamplingSettings,
-        num_siblings: int,
-        request_id: str,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        adopted: Sequence[Completion] = (),
-    ) -> None:
-        self._engine = engine
-        self._prompt_ids = prompt_ids
-        self._sampling = sampling
-        self._num_siblings = num_siblings
-        self._request_id = request_id
-        self._stop = stop
-        self._seed = seed
-        self._parts: list[list[Completion]] = [[one] for one in adopted]
+    engine: Engine
+    prompt_ids: list[int]
+    sampling: SamplingSettings
+    num_siblings: int
+    request_id: str
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    adopted: InitVar[Sequence[Completion]] = ()
+
+    def __post_init__(self, adopted: Sequence[Completion]) -> None:
+        self._parts = [[one] for one in adopted]
         """Of each sibling, what ended requests have sampled; empty before the first request has ended."""
         self._running: dict[str, int] = {}
         """The running requests, and the first sibling that each samples."""
@@ -87,7 +81,7 @@ class Siblings:
             ValueError: it refuses the prompt.
         """
         if not self._parts:
-            request = self._prompt_ids, self._sampling, self._num_siblings, self._request_id, self._seed
+            request = self.prompt_ids, self.sampling, self.num_siblings, self.request_id, self.seed
             self._parts = [[one] for one in await self._generate(*request)]
         if any(parts[-1].finish_reason == "abort" for parts in self._parts):
             await gather_or_cancel(self._finish(n, parts) for n, parts in enumerate(self._parts))
@@ -99,7 +93,7 @@ class Siblings:
         parts: dict[int, list[Completion]] = dict(enumerate(self._parts))
         for request_id, first in self._running.items():
             try:
-                found = self._engine.sampled(request_id)
+                found = self.engine.sampled(request_id)
             except EngineError as error:  # only its final answer counts
                 if not self._is_unclear:
                     log.warning("progress of a rollout is not kept: %s", error)
@@ -117,19 +111,19 @@ class Siblings:
             if parts[-1].finish_reason != "abort":
                 return
             num_sampled = sum(part.num_tokens for part in parts)
-            if num_sampled >= self._sampling.max_tokens:
+            if num_sampled >= self.sampling.max_tokens:
                 parts[-1] = msgspec.structs.replace(parts[-1], finish_reason="length")
                 return
             num_empty = 0 if parts[-1].token_ids else num_empty + 1
             if num_empty > RESUMES_WITHOUT_A_TOKEN:
                 break
-            context = self._prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
-            left = msgspec.structs.replace(self._sampling, max_tokens=self._sampling.max_tokens - num_sampled)
+            context = self.prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
+            left = msgspec.structs.replace(self.sampling, max_tokens=self.sampling.max_tokens - num_sampled)
             # A seeded generator cannot be wound forward to a position, and one noise must not be drawn at two.
-            seed = None if self._seed is None else _seed(self._seed + n, num_sampled)
+            seed = None if self.seed is None else _seed(self.seed + n, num_sampled)
             # An id may be used only once.
-            parts += await self._generate(context, left, 1, f"{self._request_id}-{n}-{attempt}", seed, n)
-        raise EngineError(f"request {self._request_id}-{n}: aborted {num_empty} times in a row without a token")
+            parts += await self._generate(context, left, 1, f"{self.request_id}-{n}-{attempt}", seed, n)
+        raise EngineError(f"request {self.request_id}-{n}: aborted {num_empty} times in a row without a token")
 
     async def _generate(
         self,
@@ -142,7 +136,7 @@ class Siblings:
     ) -> list[Completion]:
         self._running[request_id] = first
         try:
-            completions = await self._engine.generate(prompt_ids, sampling, num_siblings, request_id, self._stop, seed)
+            completions = await self.engine.generate(prompt_ids, sampling, num_siblings, request_id, self.stop, seed)
         finally:
             del self._running[request_id]
         if len(completions) != num_siblings:

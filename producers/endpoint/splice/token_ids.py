@@ -79,17 +79,13 @@ def extract_model_prefix(messages: Sequence[Mapping[str, Any]]) -> tuple[int | N
             raise TokenMetadataError(
                 "partial_token_metadata", f"messages[{index}] lacks {', '.join(missing)}; expected all three or none"
             )
-        for name, value in zip(TOKEN_FIELDS, values, strict=True):
-            if not isinstance(value, list | tuple):
-                raise TokenMetadataError(
-                    "invalid_token_ids", f"messages[{index}].{name} is {type(value).__name__}, expected a list"
-                )
         prompt, generated, logprobs = values
-        for name, ids in (("prompt_token_ids", prompt), ("generation_token_ids", generated)):
-            if not _are_ids(ids):
-                raise TokenMetadataError(
-                    "invalid_token_ids", f"messages[{index}].{name} holds something else than integers from 0 on"
-                )
+        for name, value in zip(TOKEN_FIELDS, values, strict=True):
+            where = f"messages[{index}].{name}"
+            if not isinstance(value, list | tuple):
+                raise TokenMetadataError("invalid_token_ids", f"{where} is {type(value).__name__}, expected a list")
+            if value is not logprobs and not _are_ids(value):
+                raise TokenMetadataError("invalid_token_ids", f"{where} holds something other than integers from 0 on")
         if len(generated) != len(logprobs):
             raise TokenMetadataError(
                 "logprob_length_mismatch",

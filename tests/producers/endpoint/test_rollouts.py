@@ -268,7 +268,7 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
     for rollout in (slow, third):
         await one.client.chat(rollout, ASKED)
     agents_of(one).end_overdue(time.monotonic() + 40.0)
-    assert agents_of(one).num_open == 2
+    assert one.count("penstock_agent_rollouts_open") == 2
     agents_of(one).end_overdue(time.monotonic() + 100.0)
     entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
     assert len(decode_group(entries[1][Field.PAYLOAD]).rollouts) == 1
@@ -292,7 +292,7 @@ async def test_an_agent_whose_tool_takes_long_keeps_its_rollout_by_asking_for_th
     async with openai.AsyncOpenAI(base_url=asking["base_url"], api_key="none") as client:
         await client.models.list()
     agents_of(one).end_overdue(time.monotonic() + 150.0)
-    assert agents_of(one).num_open == 1 and agents_of(one).find(asking["id"]) is not None
+    assert one.count("penstock_agent_rollouts_open") == 1 and agents_of(one).find(asking["id"]) is not None
 
 
 async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) -> None:
