@@ -86,6 +86,7 @@ class Producer:
             group_size=config.group_size,
             num_samples=max(each.num_samples for each in environments),
         )
+        context.metrics.in_flight.set_function(lambda: len(self.table))
         reader = WeightReader(connection.call, keys)
         copy = HostCopy(config.weights.host_folder, config.name, connection.place, reader, context.metrics)
         self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, self._record_load)
@@ -189,7 +190,7 @@ class Producer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
                     if self.endpoint is not None:
-                        await self.endpoint.drain()
+                        await self.endpoint.agents.drain()
                     await self._wait_until_idle()
             await self._save_progress()
             await cancel_and_wait([*self._running, serving])
@@ -204,9 +205,9 @@ class Producer:
         await cancel_and_wait([*self._running])
         await self.progress.end()
         if self.endpoint is not None:
-            await self._hand_back_beside_agents(await self.endpoint.leave_idle())
-            await self.endpoint.drain()
-            await self.endpoint.leave_idle()
+            await self._hand_back_beside_agents(await self.endpoint.agents.leave_idle())
+            await self.endpoint.agents.drain()
+            await self.endpoint.agents.leave_idle()
         await self.writer.drain()
         log.info("quarantined: %d unfinished claims handed back", await self.claims.hand_back())
 
@@ -279,7 +280,6 @@ class Producer:
         task = groups.create_task(self._run(claim))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        self.context.metrics.in_flight.set(len(self.table))
 
     async def _wait_until_appended(self) -> None:
         await self._wait_until_idle()

@@ -145,6 +145,7 @@ async def hold_conversation(settings: EncodingSettings) -> TimedConversation:
     sampling = SamplingSettings(max_tokens=max_tokens)
     engine: Any = _ScriptedEngine(tokenizer, topics, settings.answer_tokens, longest)
     weights: Any = _OldWeights()
+    fingerprint: Any = None  # no group is recorded
     calls = Calls(
         engine=engine,
         weights=weights,
@@ -152,10 +153,17 @@ async def hold_conversation(settings: EncodingSettings) -> TimedConversation:
         answers=Answers(tokenizer, PlainText()),
         config=RunConfig(name="encoding", model=ModelConfig(path=""), environment=EnvironmentConfig(path="")),
         metrics=ProducerMetrics(),
-        count=lambda num_tokens: None,
     )
     claim = Claim(stream="", entry_id=b"", index=1, version=0)
-    rollout = AgentGroup(claim, Prompt(text=""), 1, math.inf, sampling).open("bench")
+    rollout = AgentGroup(
+        claim=claim,
+        prompt=Prompt(text=""),
+        size=1,
+        deadline_s=math.inf,
+        sampling=sampling,
+        producer_id="bench",
+        fingerprint=fingerprint,
+    ).open()
     whole = CountingTokenizer(tokenizer)
     whole_s = 0.0
     messages: list[Json] = []

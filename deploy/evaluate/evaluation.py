@@ -132,7 +132,7 @@ async def answer_held_out(
     )
     conversations = None
     if config.endpoint is not None and environments.any_converse:
-        calls = open_calls(config, engine, _Loaded(), tokenizer, parser, metrics=metrics, count=lambda tokens: None)
+        calls = open_calls(config, engine, _Loaded(), tokenizer, parser, metrics=metrics)
         conversations = Conversations(
             environments, calls, config.endpoint, producer_id=NAME, fingerprint=engine.fingerprint
         )

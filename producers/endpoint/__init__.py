@@ -3,5 +3,5 @@
 Imported through `agent_endpoint.AgentEndpoint`, which puts it together, and `access.api_key`. A call passes `server`
 (HTTP), `calls` (rendered, sampled, parsed) and `call_ledger` (what the server knows of a rollout); `agents` and
 `groups` make groups of what is finished, `inside` runs environments that hold their conversations themselves. What a
-rollout leaves to the producer that goes on with it is in `recording`, how that one takes it over in `adoption`.
+rollout leaves to the producer that continues it is in `recording`, how that one takes it over in `adoption`.
 """

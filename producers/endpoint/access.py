@@ -1,4 +1,4 @@
-"""Access to the endpoint: with a key for those who have it, without one from this machine only."""
+"""Access to the endpoint: with a key, or without one from this machine only."""
 
 import hmac
 import ipaddress
@@ -15,10 +15,10 @@ KEY_FILE = "PENSTOCK_API_KEY_FILE"
 
 
 def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key that requests must carry, a secret; None if everyone on this machine may send them.
+    """Returns the secret key that requests must carry; None if everyone on this machine may send them.
 
     Raises:
-        ConfigError: a key file that cannot be used, or no key for an address that others can reach.
+        ConfigError: the key or its file cannot be used, or there is none for an address that others can reach.
     """
     file = environment.get(KEY_FILE)
     key = environment.get(KEY) or (read_secret(Path(file), KEY_FILE, "key") if file else None)
@@ -33,7 +33,8 @@ def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ)
 
 
 def check_access(headers: Mapping[str, str], key: str | None) -> None:
-    """
+    """Checks that a request may be answered.
+
     Raises:
         ApiError: 401 for a request without the key; if there is no key, 403 for a request from a web page, because any
             page could send it.

@@ -9,32 +9,31 @@ from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.endpoint.recording import KeptCall, KeptRollout
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
 from penstock.producers.rollout.episode import UNSCORED, rollout_of
-from penstock.schemas.rollout import Rollout, RolloutGroup, decode_group, encode_group, one_line
+from penstock.schemas.rollout import Rollout, decode_group, encode_group, one_line
 from penstock.schemas.segments import segments
 
 _rollouts = msgspec.msgpack.Decoder(KeptRollout)
 _calls = msgspec.msgpack.Decoder(KeptCall)
 
 
-def adopt(
-    group: AgentGroup, parts: Mapping[str, bytes], here: RolloutGroup, *, held: int, lag_bound: int, anew: bool
-) -> int:
-    """Puts the rollouts of an earlier holder into a group; returns the tokens in them.
+def adopt(group: AgentGroup, parts: Mapping[str, bytes], *, held: int, lag_bound: int, replay: bool) -> int:
+    """Puts the rollouts of an earlier holder into a group; returns the number of their tokens.
 
-    Finished ones are whole. Of one whose agent is outside, the calls are in its ledger again, and the last request, if
-    it comes again, is answered as it was, or its answer gone on with: whether the agent has read it is not known.
+    Finished ones are complete. The calls of one whose agent is outside are in its ledger again; its last request, if it
+    is repeated, gets the recorded answer or the rest of it: whether the agent has read it is not known.
 
     Args:
+        group: to be sampled here, without rollouts.
         parts: as `AgentGroup.parts` makes them.
-        here: the group that is to be sampled here, without rollouts.
         held: version of the policy that the engine holds.
-        anew: conversations are held inside the producer and begin anew; the calls that they repeat are answered as they
-            were, and only those are in the ledger.
+        replay: conversations are held inside the producer and start again; the calls that they repeat get their
+            recorded answers, and only those are in the ledger.
 
     Raises:
         UnusableProgressError: it is torn, of another prompt, engine or sampling, or of policies that are too far from
-            the one held; or it holds what no record may. The group is as it was.
+            the one held; or it holds what no record may. The group is unchanged.
     """
+    here = group.record()
     try:
         found = decode_group(parts["group"], dead=True)
         group.claim.num_lost_before = found.num_tries_lost + 1
@@ -48,7 +47,7 @@ def adopt(
         for n in range(num_rollouts):
             kept = _rollouts.decode(parts[f"rollouts.{n}"])
             calls, left = _calls_in(parts, f"calls.{n}."), _calls_in(parts, f"left.{n}.")
-            rollout = _restored(group, kept, calls, left, anew=anew)
+            rollout = _restored(group, kept, calls, left, replay=replay)
             rollouts.append(rollout)
             sampled = [] if kept.finished is None else [kept.finished]
             sampled += [rollout_of(b"", call.completion, UNSCORED) for call in (*calls, *left)]
@@ -57,7 +56,7 @@ def adopt(
             if chains := segments(rollout.ledger.recorded())[0]:
                 sampled.append(Rollout(segments=tuple(chain.segment for chain in chains), reward=UNSCORED))
             checked += sampled
-        for one in checked:  # one by one: of all calls twice there may be more than one entry holds
+        for one in checked:  # one by one: together, every call twice, they may exceed an entry
             whole = msgspec.structs.replace(here, rollouts=(one,))
             decode_group(encode_group(whole, dead=True), dead=True)
     except UnusableProgressError:
@@ -67,7 +66,7 @@ def adopt(
         raise UnusableProgressError(one_line(why)) from error
     check_versions(versions, held, lag_bound)
     for rollout in rollouts:
-        rollout.is_waiting = anew and rollout.is_open
+        rollout.is_waiting = replay and rollout.is_open
         if rollout.is_waiting:
             rollout.ledger = group.new_ledger()
     group.rollouts = rollouts
@@ -78,13 +77,13 @@ def adopt(
 
 
 def _calls_in(parts: Mapping[str, bytes], prefix: str) -> list[KeptCall]:
-    """The calls whose parts have this prefix, in the order of the numbers behind it."""
+    """Returns the calls whose parts have this prefix, in the order of the numbers after it."""
     names = sorted((name for name in parts if name.startswith(prefix)), key=lambda name: int(name[len(prefix) :]))
     return [_calls.decode(parts[name]) for name in names]
 
 
 def _restored(
-    group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], left: list[KeptCall], *, anew: bool
+    group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], left: list[KeptCall], *, replay: bool
 ) -> AgentRollout:
     rollout = AgentRollout(kept.id, group, group.new_ledger())
     rollout.reason, rollout.is_abandoned = kept.reason, kept.is_abandoned
@@ -106,8 +105,8 @@ def _restored(
                 reply=call.reply,
             )
     rollout.ledger.restore(list(answered.values()), kept.unread)
-    # What the last holder was asked again is older than what is left, if everything is; else the newest answer counts.
-    again = [*calls, *left] if anew else {call.request: call for call in (*left, *calls)}.values()
+    # In a replay, calls that the last holder has answered again come before those left; else the newest answer counts.
+    again = [*calls, *left] if replay else {call.request: call for call in (*left, *calls)}.values()
     for call in again:
-        rollout.recorded.add(call, in_ledger=not anew and call.is_answered)
+        rollout.recorded.add(call, in_ledger=not replay and call.is_answered)
     return rollout

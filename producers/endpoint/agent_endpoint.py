@@ -8,7 +8,7 @@ from typing import Any
 from penstock.producers.endpoint.agents import Agents
 from penstock.producers.endpoint.calls import Calls, FreshWeights
 from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
-from penstock.producers.endpoint.inside import Conversations, InsideAgents
+from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.endpoint.prompts import Prompts
 from penstock.producers.endpoint.server import EndpointServer
 from penstock.producers.interfaces import Engine
@@ -31,9 +31,8 @@ def open_calls(
     parser: AnswerParser | None,
     *,
     metrics: ProducerMetrics,
-    count: Callable[[int], None],
 ) -> Calls:
-    """What answers the calls of a run with an endpoint; the arguments as of `Calls` and `AgentEndpoint`.
+    """Returns what answers the calls of a run with an endpoint; for the arguments see `Calls` and `AgentEndpoint`.
 
     Raises:
         ConfigError: a tokenizer without a chat template.
@@ -51,12 +50,11 @@ def open_calls(
         answers=Answers(own, parser or PlainText()),
         config=config,
         metrics=metrics,
-        count=count,
     )
 
 
 class AgentEndpoint:
-    """Serves agents between `start` and `close`; `run` goes on in between.
+    """Serves agents between `start` and `close`; `run` runs in between.
 
     tokenizer: a transformers tokenizer with a chat template.
     parser: of reasoning and tool calls; None leaves both in the text.
@@ -82,13 +80,8 @@ class AgentEndpoint:
             ConfigError: a tokenizer without a chat template, or see `api_key`.
         """
         config, endpoint = context.config, context.config.endpoint
-        if endpoint is None:
-            raise ValueError("a run without [endpoint] has none")
-        sampling = next(iter(environments)).sampling  # that of all but for max_tokens
-        self.num_tokens = 0
-        """Tokens sampled for agents since the start."""
-        self._metrics = context.metrics
-        self._calls = open_calls(config, engine, weights, tokenizer, parser, metrics=context.metrics, count=self._count)
+        assert endpoint is not None
+        self._calls = open_calls(config, engine, weights, tokenizer, parser, metrics=context.metrics)
         self.agents = Agents(
             context,
             endpoint,
@@ -100,21 +93,16 @@ class AgentEndpoint:
             fingerprint=engine.fingerprint,
             pass_on=pass_on,
         )
-        self._conversations: Conversations | None = None
-        if environments.any_converse:
-            self._conversations = Conversations(
-                environments,
-                self._calls,
-                endpoint,
-                producer_id=context.producer_id,
-                fingerprint=engine.fingerprint,
-            )
+        self._any_converse = environments.any_converse
+        self._conversations = Conversations(
+            environments, self._calls, endpoint, producer_id=context.producer_id, fingerprint=engine.fingerprint
+        )
         self._server = EndpointServer(
             context,
             endpoint,
             agents=self.agents,
             calls=self._calls,
-            sampling=sampling,
+            sampling=next(iter(environments)).sampling,  # all have the same, apart from max_tokens
             max_model_len=engine.max_model_len,
         )
 
@@ -123,10 +111,13 @@ class AgentEndpoint:
         """Where agents reach this producer; empty before `start`."""
         return self._server.url
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled for agents since the start."""
+        return self._calls.num_tokens
+
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
         """See `Conversations.evaluate`, of an environment that converses."""
-        if self._conversations is None:
-            raise ValueError("the environments do not converse")
         return await self._conversations.evaluate(claim)
 
     async def start(self) -> None:
@@ -134,27 +125,14 @@ class AgentEndpoint:
         await self._server.start()
 
     async def run(self) -> None:
-        """Holds the environment's own conversations, if it has any; ends idle rollouts and overdue groups. Runs until
-        cancelled, or until a call meets what ends this producer (see `EndpointServer.run`)."""
+        """Holds the conversations of conversing environments; ends idle rollouts and overdue groups. Runs until
+        cancelled, or until a call raises an error that ends this producer (see `EndpointServer.run`)."""
         async with asyncio.TaskGroup() as parts:
             parts.create_task(self._server.run())
-            if self._conversations is not None:
-                parts.create_task(InsideAgents(self.agents, self._conversations).run())
-
-    async def drain(self) -> None:
-        """Takes no more openings; waits until no rollout is open."""
-        await self.agents.drain()
-
-    async def leave_idle(self) -> list[Claim]:
-        """See `Agents.leave_idle`."""
-        return await self.agents.leave_idle()
+            if self._any_converse:
+                parts.create_task(self._conversations.run(self.agents))
 
     async def close(self, *, append: bool) -> None:
-        """Ends what is open and closes every connection. append: groups with enough finished rollouts go onto the
-        stream."""
+        """Ends what is open and closes every connection. append: see `Agents.close`."""
         await self.agents.close(append=append)
         await self._server.close()
-
-    def _count(self, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        self._metrics.tokens_generated.inc(num_tokens)

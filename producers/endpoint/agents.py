@@ -1,13 +1,11 @@
-"""The groups that agents work on: rollouts are opened on credit, and groups of finished ones go to the writer."""
+"""The groups that agents work on: opens rollouts on credit, and hands groups of finished ones to the writer."""
 
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -32,25 +30,25 @@ from penstock.schemas.rollout import MAX_ENTRY_BYTES, NOT_FINISHED, EngineFinger
 log = logging.getLogger(__name__)
 
 CLAIM_S = 5.0
-"""How long an opening waits for a claim; one that comes later serves the next opening."""
+"""How long an opening waits for a claim; a later one serves the next opening."""
 ENDED_KEPT = 4096
-"""The number of ended rollouts that are remembered, to be told from unknown ones."""
+"""How many ended rollouts are remembered, to tell them from unknown ones."""
 GROUP_BYTES = 64 * 1024
 """The part of a group's entry reserved for what is neither prompt nor rollout."""
 TEACHER_S = 3.0
-"""How long a stopping producer waits for a teacher's logprobs of what agents have finished."""
+"""How long a stopping producer waits for a teacher's logprobs of finished groups."""
 SAVE_S = 2.0
-"""How long an answer waits until Redis has it."""
+"""How long an answer waits for Redis to store it."""
 LEAST_SHORT_GROUP = 2
-"""The fewest finished rollouts with which a stopping producer appends a group whose progress is not kept: a single
-reward has no baseline."""
+"""The fewest finished rollouts with which a stopping producer appends a group whose progress is not kept: one reward
+alone has no baseline."""
 
 
 class Agents:
     """The groups that agents have open on this producer.
 
     claims: from the prompts stream alone, one at a time.
-    pass_on: takes a claim that is no conversation, in a run of which others are.
+    pass_on: takes a claim that is no conversation, in a run in which others are.
     """
 
     def __init__(
@@ -66,62 +64,53 @@ class Agents:
         fingerprint: EngineFingerprint,
         pass_on: Callable[[Claim], None],
     ) -> None:
-        config, keys = context.config, context.keys
-        self._idle_timeout_s = endpoint.idle_timeout_s
-        self._group_deadline_s = endpoint.group_deadline_s
-        self._group_size = config.group_size
-        self._max_attempts = config.producers.max_attempts
-        self._lag_bound = config.lag_bound
+        config = context.config
+        self._context = context
+        self._config = config
+        self._endpoint = endpoint
         # Agents may keep a group open for long: one place stays free for evaluations.
         any_evaluated = any(num_prompts != 0 for num_prompts in config.num_evaluation_prompts.values())
         self._reserve = 1 if config.producers.groups_in_flight > 1 and any_evaluated else 0
-        self._producer_id = context.producer_id
-        self._instance = context.instance
         self._environments = environments
         self.claims = Claims(
             context.connection,
-            keys,
+            context.keys,
             context.producer_id,
             table,
             config.producers,
-            (keys.prompts,),
+            (context.keys.prompts,),
             one_at_a_time=True,
         )
         self._table = table
         self._weights = weights
         self._writer = writer
         self._progress = progress
-        self._teacher = context.teacher
         self._with_teacher: set[asyncio.Task[None]] = set()
-        """The groups that wait for the teacher's logprobs."""
+        """Each adds the teacher's logprobs to a group and appends it."""
         self._fingerprint = fingerprint
         self._pass_on = pass_on
         self._metrics = context.metrics
-        self._events = context.events
         self._groups: list[AgentGroup] = []
         self._open: dict[str, AgentRollout] = {}
+        self._metrics.agent_rollouts_open.set_function(lambda: len(self._open))
         self._ended: OrderedDict[str, tuple[Reward | None, str]] = OrderedDict()
         self._claiming: asyncio.Task[bool] | None = None
         self._changed = asyncio.Event()
         self._is_closing = False
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
     def has_room(self) -> bool:
         return self._table.groups_free > self._reserve
 
     async def wait_for_room(self) -> None:
-        """Waits until one more group fits beside the place reserved for evaluations."""
+        """Waits until one more group fits next to the place reserved for evaluations."""
         await self._table.wait_for_room(self._reserve + 1)
 
     async def open(self) -> AgentRollout:
         """Opens a rollout in the oldest group with a free place, else in a newly claimed group.
 
         Raises:
-            ApiError: 429 without credit or room, 503 for a producer that stops.
+            ApiError: 429 without credit or room, 503 while this producer stops.
         """
         while (group := self._with_place()) is None or self._is_closing:
             if self._is_closing:
@@ -129,13 +118,12 @@ class Agents:
             # Other openings may wait for the same claim and fill its places first.
             if not await self.claim():
                 raise try_again(429, "no prompt is available: the run's credit is in use", "no_credit")
-        rollout = group.open(self._producer_id)
+        rollout = group.open()
         self._open[rollout.id] = rollout
-        self._metrics.agent_rollouts_open.set(len(self._open))
         return rollout
 
     def find(self, rollout_id: str) -> AgentRollout | None:
-        """The open rollout of this id; None if it was never opened here.
+        """Returns the open rollout of this id; None if it was never opened here.
 
         Raises:
             ApiError: 410, it has ended.
@@ -148,15 +136,15 @@ class Agents:
         return rollout
 
     def holds(self, index: int) -> bool:
-        """Whether the group of this index is here."""
+        """Returns whether the group of this index is here."""
         return any(group.claim.index == index for group in self._groups)
 
     async def save(self, group: AgentGroup) -> None:
-        """Saves what has changed of a group, before an agent relies on it. Without an answer of Redis the agent goes on
+        """Saves what has changed in a group before an agent relies on it. If Redis does not answer, the agent continues
         all the same: what it was told is lost if this producer is killed.
 
         Raises:
-            ApiError: 503, another producer goes on with the group, and does not know what has changed.
+            ApiError: 503, another producer continues the group, and does not know what has changed.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SAVE_S):
@@ -164,7 +152,7 @@ class Agents:
         self._check_held(group)
 
     async def check_held(self, group: AgentGroup) -> None:
-        """Raises ApiError: 503, another producer goes on with the group."""
+        """Raises ApiError 503 if another producer continues the group."""
         await self._progress.find_moved([group.claim])
         self._check_held(group)
 
@@ -177,25 +165,25 @@ class Agents:
         """Lets go of the groups that others go on with, while this producer was taken for dead."""
         for group in list(self._groups):
             if group.claim.has_moved:
-                log.warning("%s goes on at another producer, which took this one for dead", group.claim)
+                log.warning("%s continues on another producer, which took this one for dead", group.claim)
                 self._leave(group)
                 self._table.remove(group.claim)
-                self._metrics.in_flight.set(len(self._table))
 
     def _leave(self, group: AgentGroup) -> None:
-        """Ends what happens here of a group that another producer goes on with."""
+        """Ends what runs here for a group that another producer continues."""
         group.claim.parts, group.claim.has_moved = None, True  # what would be saved now lacks the calls that end here
         for rollout in group.rollouts:
             self._open.pop(rollout.id, None)
             self._ended.pop(rollout.id, None)
             rollout.let_go()
         self._groups.remove(group)
-        self._metrics.agent_rollouts_open.set(len(self._open))
         self._changed.set()
 
     def finish(self, rollout: AgentRollout, reward: Reward) -> str:
-        """Freezes a rollout with its reward; the last of a group completes the group. Returns the problem with one that
-        cannot be trained and died instead, else an empty string."""
+        """Freezes a rollout with its reward; the last of a group completes the group. One that cannot be trained dies.
+
+        Returns the problem; empty if it is finished.
+        """
         num_sampled = rollout.ledger.num_sampled
         if wrong := rollout.finish(reward):
             log.warning("rollout %s of %s cannot be finished: %s", rollout.id, rollout.group.claim, wrong)
@@ -204,16 +192,16 @@ class Agents:
         return wrong
 
     def is_finished_with(self, rollout_id: str, reward: Reward) -> bool:
-        """True if the rollout has ended with this reward already: a client repeats a finish whose answer was lost."""
+        """Returns whether the rollout has ended with this reward: a client repeats a finish whose answer was lost."""
         return self._ended.get(rollout_id, (None, ""))[0] == reward
 
     async def watch(self) -> None:
-        """Waits for rollouts to fall idle, for groups to reach their deadline, and for those of agents outside whose
-        producer has gone; runs until cancelled."""
-        pause_s = min(1.0, self._idle_timeout_s / 4, self._group_deadline_s / 4)
+        """Waits for rollouts to fall idle, for groups to reach their deadline, and for groups of outside agents whose
+        producer is gone; runs until cancelled."""
+        pause_s = min(1.0, self._endpoint.idle_timeout_s / 4, self._endpoint.group_deadline_s / 4)
         while True:
             await asyncio.sleep(pause_s)
-            now = time.monotonic()  # before: a producer that is suspended here must not find its agents idle
+            now = time.monotonic()  # first: a producer that is suspended below must not find its agents idle
             await self._progress.find_moved()
             self._leave_moved()
             self.end_overdue(now)
@@ -224,25 +212,24 @@ class Agents:
     def end_overdue(self, now: float) -> None:
         """Gives up silent rollouts, and closes groups past their deadline. now: as `time.monotonic`."""
         for rollout in list(self._open.values()):
-            if rollout.is_idle(now, self._idle_timeout_s):
+            if rollout.is_idle(now, self._endpoint.idle_timeout_s):
                 rollout.is_abandoned = True
-                self.give_up(rollout, f"idle for {self._idle_timeout_s:g} s (endpoint.idle_timeout_s)")
+                self.give_up(rollout, f"idle for {self._endpoint.idle_timeout_s:g} s (endpoint.idle_timeout_s)")
         for group in list(self._groups):
             if now > group.deadline:
-                reason = f"{NOT_FINISHED} {self._group_deadline_s:g} s (endpoint.group_deadline_s)"
+                reason = f"{NOT_FINISHED} {self._endpoint.group_deadline_s:g} s (endpoint.group_deadline_s)"
                 self._close_group(group, reason)
 
     async def _hand_back_unopened(self, now: float) -> None:
-        """Returns prompts whose clients have gone before they opened a rollout."""
+        """Hands back prompts whose clients are gone before they opened a rollout."""
         for group in list(self._groups):
-            if not group.rollouts and now - group.posed > self._idle_timeout_s:
+            if not group.rollouts and now - group.claimed_at > self._endpoint.idle_timeout_s:
                 self._groups.remove(group)
                 await self.claims.give_back(group.claim)
-                self._metrics.in_flight.set(len(self._table))
 
     async def _take_lost(self) -> None:
-        """Takes over what others have left: its agents wait for it, and may open nothing meanwhile."""
-        while self.has_room and not self._is_closing and self._weights.behind <= self._lag_bound:
+        """Takes over groups that others have left: their agents wait, and may never open a rollout here."""
+        while self.has_room and not self._is_closing and self._weights.behind <= self._config.lag_bound:
             if not (claims := await self.claims.take_lost()):
                 return
             for claim in claims:
@@ -258,8 +245,8 @@ class Agents:
             await asyncio.wait(self._with_teacher)
 
     async def leave_idle(self) -> list[Claim]:
-        """Takes no more openings, and forgets every group of which no rollout is open: nothing comes to it any more.
-        Returns their claims, which stay in the table, to be handed back. Waits for the claim in progress."""
+        """Takes no more openings, and forgets every group without an open rollout. Returns their claims, which stay in
+        the table, to be handed back. Waits for the claim in progress."""
         self._is_closing = True
         if self._claiming is not None:
             await asyncio.wait([self._claiming])
@@ -269,9 +256,8 @@ class Agents:
         return [group.claim for group in idle]
 
     async def close(self, *, append: bool) -> None:
-        """Ends everything that is open. Groups whose progress is kept are left to those who go on with them. With
-        `append`, others with enough finished rollouts are appended. Claims of the rest stay in the table, to be handed
-        back."""
+        """Ends everything that is open. Groups whose progress is kept are left to other producers; with `append`,
+        others with enough finished rollouts are appended. Claims of the rest stay in the table, to be handed back."""
         self._is_closing = True
         if self._claiming is not None:
             await cancel_and_wait([self._claiming])
@@ -294,9 +280,13 @@ class Agents:
 
     async def claim(self) -> bool:
         """Claims a group, or waits for the claim in progress, which outlives the opening that began it. Returns whether
-        there was a prompt."""
+        there was a prompt.
+
+        Raises:
+            ApiError: 429, the weights are too old or there is no room.
+        """
         if self._claiming is None or self._claiming.done():
-            if self._weights.behind > self._lag_bound:
+            if self._weights.behind > self._config.lag_bound:
                 raise try_again(429, "this producer's weights are behind the run's", "weights_behind")
             if not self.has_room:
                 raise try_again(429, "this producer has as many groups as it takes at once", "no_room")
@@ -305,7 +295,7 @@ class Agents:
         return self._claiming.done() and not self._claiming.cancelled() and self._claiming.result()
 
     async def _take(self) -> bool:
-        """Claims until there is a group with a free place; False if no prompt or no room is left."""
+        """Claims until a group has a free place; returns False if no prompt or no room is left."""
         while self.has_room and (claims := await self.claims.take()):
             for claim in claims:
                 await self._pose(claim)
@@ -314,9 +304,10 @@ class Agents:
         return False
 
     async def _pose(self, claim: Claim) -> None:
-        if claim.attempt > self._max_attempts:
+        max_attempts = self._config.producers.max_attempts
+        if claim.attempt > max_attempts:
             claim.has_progress = True  # it may be what kills its producers
-            self._writer.put(claim, Dead(f"attempts: handed out {self._max_attempts} times without a result"))
+            self._writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
             return
         try:
             source = self._environments.named(claim.environment)
@@ -328,41 +319,46 @@ class Agents:
         except Exception as error:  # the environment is the user's
             self._writer.put(claim, Dead.of("prompt", error))
             return
-        group = AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, source.sampling, rollout_bytes)
+        group = AgentGroup(
+            claim=claim,
+            prompt=prompt,
+            size=self._config.group_size,
+            deadline_s=self._endpoint.group_deadline_s,
+            sampling=source.sampling,
+            producer_id=self._context.producer_id,
+            fingerprint=self._fingerprint,
+            instance=self._context.instance,
+            rollout_bytes=rollout_bytes,
+        )
         claim.converses = True
         if parts := await self._progress.find_parts(claim):
-            await self._adopt(group, parts, anew=source.converses)
+            await self._adopt(group, parts, replay=source.converses)
         if claim.has_progress and not group.rollouts:
             await self._progress.forget(claim)
-        claim.parts = partial(
-            group.parts, lambda: group.record(self._producer_id, self._fingerprint, ()).finished_by(self._instance)
-        )
+        claim.parts = group.parts
         self._groups.append(group)
         for rollout in group.rollouts:
             if not rollout.is_open:
                 self._ended[rollout.id] = rollout.reward, rollout.reason
             elif not rollout.is_waiting:
                 self._open[rollout.id] = rollout
-        self._metrics.agent_rollouts_open.set(len(self._open))
-        self._metrics.in_flight.set(len(self._table))
         if group.is_complete:
             self._hand_over(group)
         else:
             await self.save(group)
 
-    async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, anew: bool) -> None:
-        claim, here = group.claim, group.record(self._producer_id, self._fingerprint, ())
-        held, lag_bound = self._weights.version, self._lag_bound
+    async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, replay: bool) -> None:
+        claim = group.claim
         try:
-            num_tokens = adopt(group, parts, here, held=held, lag_bound=lag_bound, anew=anew)
+            num_tokens = adopt(
+                group, parts, held=self._weights.version, lag_bound=self._config.lag_bound, replay=replay
+            )
         except UnusableProgressError as error:
             self._metrics.progress_failures.labels("record").inc()
-            log.warning("%s begins anew, its progress is of no use: %s", claim, error)
+            log.warning("%s starts again, its progress cannot be used: %s", claim, error)
             return
-        before = group.sampled_by
-        if await self._progress.is_quarantined(claim, replace(here, sampled_by=before, producer_id=before[-1])):
-            group.rollouts, group.sampled_by, group.deadline = [], (), math.inf
-            claim.num_lost_before = claim.num_tries_lost + 1
+        if await self._progress.is_quarantined(claim, replace(group.record(), producer_id=group.sampled_by[-1])):
+            group.restart()
             return
         self._metrics.progress_tokens.labels("adopted").inc(num_tokens)
         num_ended = sum(not rollout.is_open for rollout in group.rollouts)
@@ -370,34 +366,30 @@ class Agents:
             "%s goes on from %d tokens, %d of %d rollouts ended", claim, num_tokens, num_ended, len(group.rollouts)
         )
 
-    def begin_anew(self, rollout: AgentRollout) -> None:
-        """Begins a group anew, because a conversation that began anew did not repeat the calls it had made before. To
-        begin that one alone would favor short ones: those that had ended are kept."""
-        group = rollout.group
-        log.warning("%s begins anew: a conversation that was repeated has taken another course", group.claim)
+    def restart(self, group: AgentGroup) -> None:
+        """Starts a group again after one of its conversations did not repeat the calls it had made before. To restart
+        that conversation alone would favor short ones, because those that had ended would be kept."""
+        log.warning("%s starts again: a repeated conversation has diverged from its recorded calls", group.claim)
         for one in group.rollouts:
             self._metrics.progress_tokens.labels("ignored").inc(one.num_sampled)
             self._open.pop(one.id, None)
             if one.is_open:
-                one.die("begun anew")
-        self._metrics.agent_rollouts_open.set(len(self._open))
-        group.claim.num_lost_before = group.claim.num_tries_lost + 1
-        group.rollouts, group.sampled_by, group.deadline = [], (), math.inf
-        group.posed = time.monotonic()
+                one.die("restarted")
+        group.restart()
         self._changed.set()
 
     def _rollout_bytes(self, prompt: Prompt) -> int:
-        """The share of its group's stream entry that each rollout may take.
+        """Returns the share of its group's stream entry that each rollout may take.
 
         Raises:
-            Exception: a prompt that the entry cannot hold, before an agent works on it.
+            Exception: the entry cannot hold the prompt.
         """
         num_bytes = len(msgspec.msgpack.encode(prompt))
         left = MAX_ENTRY_BYTES - GROUP_BYTES - num_bytes
-        if left < self._group_size:
+        if left < self._config.group_size:
             raise ValueError(f"{num_bytes:,} bytes encoded, which leave no room for rollouts in a stream entry")
         # A teacher adds 4 bytes to each sampled token's 8 or more.
-        return left // self._group_size * 2 // (2 if self._teacher is None else 3)
+        return left // self._config.group_size * 2 // (2 if self._context.teacher is None else 3)
 
     def give_up(self, rollout: AgentRollout, reason: str, *, complete: bool = True) -> None:
         """Ends a rollout without a reward. complete: whether this may complete its group."""
@@ -415,13 +407,12 @@ class Agents:
         self._metrics.agent_rollouts.labels("dead" if rollout.reason else "finished").inc()
         if rollout.reason:
             self._writer.put_letter(rollout.group.claim, DeadRollout(rollout.id, rollout.reason, rollout.error))
-        self._metrics.agent_rollouts_open.set(len(self._open))
         if complete and rollout.group.is_complete:
             self._hand_over(rollout.group)
         self._changed.set()
 
     def _close_group(self, group: AgentGroup, reason: str) -> None:
-        """Hands a group over as it is."""
+        """Ends what is open in a group and hands the group over."""
         for rollout in group.rollouts:
             if rollout.is_open:
                 rollout.is_abandoned = not (rollout.running or rollout.ledger.num_begun)
@@ -431,18 +422,20 @@ class Agents:
     def _hand_over(self, group: AgentGroup) -> None:
         self._groups.remove(group)
         try:
-            outcome = group.outcome(self._producer_id, self._fingerprint)
-            if self._teacher is None or isinstance(outcome, Dead):
+            outcome = group.outcome()
+            if self._context.teacher is None or isinstance(outcome, Dead):
                 self._append(group.claim, outcome)
             else:
-                scoring = asyncio.create_task(self._append_scored(group.claim, outcome, self._teacher))
+                scoring = asyncio.create_task(self._append_scored(group.claim, outcome, self._context.teacher))
                 self._with_teacher.add(scoring)
                 scoring.add_done_callback(self._with_teacher.discard)
         except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim
             self._writer.put(group.claim, Dead.of("producer", error))
         if missing := group.missing():
             log.warning("%s is short: %s", group.claim, missing)
-            self._events.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)
+            self._context.events.write(
+                "short_group", index=group.claim.index, finished=group.num_finished, missing=missing
+            )
 
     async def _append_scored(self, claim: Claim, group: RolloutGroup, teacher: Teacher) -> None:
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request
-from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, chain_keys, extend_chain, text_of
+from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, extend_chain, text_of
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
 from penstock.producers.interfaces import Completion
@@ -19,7 +19,7 @@ from penstock.schemas.segments import RecordedCall
 Json = dict[str, Any]
 
 CALL_BYTES = 256
-"""An upper bound for what a call adds to the encoded rollout beside its tokens."""
+"""An upper bound for what a call adds to the encoded rollout in addition to its tokens."""
 SPAN_BYTES = 20
 
 
@@ -27,12 +27,12 @@ SPAN_BYTES = 20
 class Call:
     """One answered call.
 
-    base: the call whose prompt and completion this prompt begins with; None for a prompt that begins anew.
+    base: the call with whose prompt and completion this prompt begins; None if there is none.
     context: int32 bytes: the prompt without the prompt and completion of `base`.
     rendered: the template's rendering of the request, until a call continues this one.
     delivered: whether the answer was sent to its client.
-    connection: the one that took the answer, a weak reference.
-    request: what identifies the request; empty for one that nothing does.
+    connection: a weak reference to the one that took the answer.
+    request: what identifies the request; empty if nothing does.
     chain: identifies the conversation with this answer, set by `record` like what follows.
     reply: the answer's message without the token fields.
     answer: canonical form of that message.
@@ -86,11 +86,11 @@ class Call:
 
     @property
     def num_sampled(self) -> int:
-        return len(self.completion.token_ids) // 4
+        return self.completion.num_tokens
 
 
 class SpelledOut(NamedTuple):
-    """What is left of an answer whose agent writes its calls into the text, as smolagents does.
+    """What remains of an answer whose agent writes its calls into the text, as smolagents does.
 
     words: the ids and names of all of its calls.
     """
@@ -105,15 +105,16 @@ class SpelledOut(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CallLedger:
-    """The calls of one rollout, also by the conversation that each has led to.
+    """The calls of one rollout, found by the conversation that each has led to.
 
     A message that carries the token ids of an answer is identified by them, even if its text was edited; one that
     spells out the calls of an answer as text, by their ids; any other message by its content.
 
     max_bytes: the rollout's share of its group's stream entry; also bounds the memory used here.
     token_bytes: the encoded size of a sampled token; a token of the context has its id alone.
-    num_bytes: an upper bound for the share that the calls take.
+    num_bytes: an upper bound for what the calls take of it.
     num_begun: calls that have begun.
+    unread: the numbers of calls whose answers count as unread.
     """
 
     max_bytes: int = MAX_ENTRY_BYTES
@@ -121,10 +122,9 @@ class CallLedger:
     calls: list[Call] = field(default_factory=list)
     num_bytes: int = 0
     num_begun: int = 0
+    unread: set[int] = field(default_factory=set)
     _latest: dict[bytes, int] = field(default_factory=dict)
-    _unread: set[int] = field(default_factory=set)
     _by_chain: dict[bytes, Call] = field(default_factory=dict)
-    _tokens: set[bytes] = field(default_factory=set)
     _by_call_id: dict[str, SpelledOut] = field(default_factory=dict)
     _by_answer: dict[tuple[int, bytes], Call] = field(default_factory=dict)
 
@@ -133,25 +133,25 @@ class CallLedger:
         return sum(call.num_sampled for call in self.calls)
 
     def begin(self, request: bytes = b"", *, is_retry: bool = False) -> int:
-        """The number of a call that begins now.
+        """Returns the number of a call that begins now.
 
-        If the same request has come before, and this one is a retry by its client's own count or the connection that
-        took the earlier answer is closed, that answer counts as unread. Answers of a client that reads them come over
-        connections that stay open, and may be asked for again.
+        An earlier answer to the same request counts as unread if this one is a retry by its client's own count, or if
+        the connection that took the answer is closed. A client that reads answers keeps its connection open, and may
+        repeat a request.
 
-        request: what identifies it; empty for one of which there are no retries.
+        request: what identifies it; empty for one that is never retried.
         """
         number = self.num_begun
         self.num_begun += 1
         if request:
             earlier = self._latest.get(request)
             if earlier is not None and (is_retry or self._is_closed(earlier)):
-                self._unread.add(earlier)
+                self.unread.add(earlier)
             self._latest[request] = number
         return number
 
     def room(self, base: Call | None, num_prompt: int) -> int:
-        """The most tokens that the answer to a prompt may have.
+        """Returns the most tokens that the answer to a prompt may have.
 
         Raises:
             ApiError: 400, no token fits.
@@ -172,8 +172,8 @@ class CallLedger:
         self._add(call)
 
     def restore(self, calls: Sequence[Call], unread: Collection[int]) -> None:
-        """Takes the calls of an earlier holder of the rollout. Their answers count as read, but a request that comes
-        again was not answered: the connection that took its answer is closed.
+        """Takes the calls of an earlier holder of the rollout. Their answers count as read, but a repeated request was
+        not answered: the connection that took its answer is closed.
 
         unread: the numbers of those that were known to be unread.
 
@@ -186,12 +186,7 @@ class CallLedger:
             self.num_begun = max(self.num_begun, call.number + 1)
             if call.request:
                 self._latest[call.request] = call.number
-        self._unread |= set(unread)
-
-    @property
-    def unread(self) -> tuple[int, ...]:
-        """The numbers of calls whose answers count as unread."""
-        return tuple(sorted(self._unread))
+        self.unread.update(unread)
 
     def _add(self, call: Call) -> None:
         prompt = call.prompt
@@ -205,7 +200,6 @@ class CallLedger:
             call.base.is_continued = True
         call.answer = canonical_form(call.reply)
         call.digest = digest(prompt + call.completion.token_ids)
-        self._tokens.add(call.digest)
         self._by_answer[len(prompt) // 4, call.completion.token_ids] = call
         if calls := call.reply.get("tool_calls"):
             words = [word for each in calls for word in (each["id"], each["function"]["name"])]
@@ -214,7 +208,7 @@ class CallLedger:
         self._by_chain[call.chain] = call
 
     def parent(self, messages: Sequence[Json]) -> tuple[Call, int] | None:
-        """The call that `messages` continue, and the index of the message that is its answer; None without one.
+        """Returns the call that `messages` continue, and the index of the message that is its answer; None without one.
 
         Of several calls, the one with the longest conversation that `messages` begin with.
 
@@ -229,12 +223,12 @@ class CallLedger:
         return None
 
     def recorded(self) -> list[RecordedCall]:
-        """The calls from which segments are made.
+        """Returns the calls from which segments are made.
 
-        An answer that its client never read is left out if the client, asking again, got the same tokens: what follows
-        continues the answer it received.
+        An answer that its client never read is left out if a repeated request got the same tokens: what follows
+        continues the answer that was received.
         """
-        read = {call.number for call in self.calls if call.delivered} - self._unread
+        read = {call.number for call in self.calls if call.delivered} - self.unread
         digests = {call.digest for call in self.calls if call.number in read}
         return [
             RecordedCall(
@@ -253,14 +247,14 @@ class CallLedger:
         ]
 
     def _is_closed(self, number: int) -> bool:
-        """Whether an answer was sent over a connection that is closed now."""
+        """Returns whether the answer of this number was sent over a connection that is closed now."""
         connection = next((call.connection for call in self.calls if call.number == number and call.delivered), None)
         transport = connection() if connection is not None else None
         return connection is not None and (transport is None or transport.is_closing())
 
     def _num_context(self, base: Call | None, num_prompt: int) -> int:
-        """Tokens of a prompt that no segment holds yet: the first call that continues another extends its segment, any
-        other opens a new one."""
+        """Returns the tokens of a prompt that no segment holds yet: the first call that continues another extends its
+        segment, any other opens a new one."""
         return num_prompt if base is None or base.is_continued else num_prompt - base.spans[-1][1]
 
     def _too_large(self) -> ApiError:
@@ -271,9 +265,15 @@ class CallLedger:
         )
 
     def _keys(self, messages: Sequence[Json]) -> list[bytes]:
-        return chain_keys(messages, self._identity)
+        """Returns one key per message: equal keys mean equal conversations up to and including that message."""
+        keys, key = [], b""
+        for message in messages:
+            key = extend_chain(key, self._identity(key, message))
+            keys.append(key)
+        return keys
 
     def _identity(self, key: bytes, message: Json) -> bytes:
+        """Returns what identifies a message that follows the conversation of this key."""
         prompt, sampled = message.get(TOKEN_FIELDS[0]), message.get(TOKEN_FIELDS[1])
         if isinstance(prompt, list) and isinstance(sampled, list):
             try:
@@ -295,7 +295,7 @@ class CallLedger:
             index, token_ids = extract_model_prefix(messages)
         except TokenMetadataError as error:
             raise bad_request(str(error), "messages", error.code) from None
-        if index is not None and digest(pack_ids(token_ids)) not in self._tokens:
+        if index is not None and digest(pack_ids(token_ids)) not in {call.digest for call in self.calls}:
             raise ApiError(
                 409,
                 f"messages[{index}] carries token ids that no answer of this rollout had; expected those of the "
@@ -306,5 +306,5 @@ class CallLedger:
 
 
 def digest(data: bytes) -> bytes:
-    """What identifies token ids or a request."""
+    """Returns what identifies token ids or a request."""
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.groups import AgentRollout
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.endpoint.recording import KeptCall, RunningCall
-from penstock.producers.interfaces import Completion, Engine, EngineError
+from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import Siblings, request_seed
 from penstock.schemas.config import RunConfig
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 FIELDS_NAMED, FIELD_LENGTH = 32, 64
-"""Ignored fields that are named, and how much of their names: clients may invent any number of any length."""
+"""The most ignored fields that are named, and characters of each name: clients may invent any number of any length."""
 FATAL = (EngineError, RedisGoneError, RedisError)
-"""Errors that end the producer, whichever call meets them."""
+"""Errors that end the producer, whichever call raises them."""
 
 
 class FreshWeights(Protocol):
@@ -47,11 +47,8 @@ class Answered(NamedTuple):
 
 
 class Calls:
-    """Answers calls, many concurrently. Rendering and parsing run in one thread: they take long for long conversations,
-    and the event loop has claims to refresh.
-
-    count: called with the number of tokens of each completion.
-    """
+    """Answers calls, many concurrently. Rendering and parsing run in one thread: for long conversations they would hold
+    up the event loop, which has claims to refresh."""
 
     def __init__(
         self,
@@ -62,7 +59,6 @@ class Calls:
         answers: Answers,
         config: RunConfig,
         metrics: ProducerMetrics,
-        count: Callable[[int], None],
     ) -> None:
         self._engine = engine
         self._weights = weights
@@ -70,7 +66,8 @@ class Calls:
         self._answers = answers
         self._config = config
         self._metrics = metrics
-        self._count = count
+        self.num_tokens = 0
+        """Tokens sampled since the start."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
         self._request_numbers = itertools.count()
         self._ignored: set[str] = set()
@@ -82,12 +79,12 @@ class Calls:
         rollout cancels it, and cancelling it aborts the engine's request.
 
         number: see `CallLedger.begin`.
-        identity: what identifies the request. If an earlier holder of the rollout has begun to answer it, its answer is
-            gone on with; empty for one that is sampled in any case.
+        identity: what identifies the request. An answer to it that an earlier holder of the rollout has begun is
+            continued; empty for a request that is always sampled.
 
         Raises:
             ApiError: 400 or 409, the request cannot be answered; 410, the rollout has ended; 500, the engine failed at
-                this request; 503, another producer goes on with the rollout.
+                this request; 503, another producer continues the rollout.
             EngineError: the engine serves no longer.
         """
         if not rollout.is_open or rollout.group.claim.has_moved:
@@ -107,7 +104,7 @@ class Calls:
         return task.result()
 
     def fail(self, error: Exception) -> None:
-        """Has `failed` raise `error`, unless it raises another already."""
+        """Makes `failed` raise `error`, unless it raises another already."""
         if not self.failed.done():
             self.failed.set_exception(error)
 
@@ -164,7 +161,9 @@ class Calls:
             (completion,) = await siblings.sample()
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
-        self._count((len(completion.token_ids) - sum(len(one.token_ids) for one in adopted)) // 4)
+        num_tokens = completion.num_tokens - sum(one.num_tokens for one in adopted)
+        self.num_tokens += num_tokens
+        self._metrics.tokens_generated.inc(num_tokens)
         if completion.finish_reason == "error":
             raise ApiError(500, "the engine failed at this request", code="engine_error")
         by_text = False
@@ -173,41 +172,6 @@ class Calls:
         message = await run(self._thread, self._answers.message, request, prompt.token_ids, completion)
         message |= before.reply if before is not None else {}  # the ids of its calls are the client's already
         logprobs = await run(self._thread, self._answers.logprobs, request, message) if request.logprobs else None
-        call = self._record(rollout, request, prompt, completion, message, number, identity)
-        sampled = message["generation_token_ids"]
-        stopped = completion.finish_reason == "stop" and not by_text
-        if stopped and sampled and self._prompts.is_alternate_stop(sampled[-1]):
-            self._metrics.alternate_stops.inc()
-        return Answered(call, message, logprobs)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if self.failed.done():
-            self.failed.exception()  # mark as retrieved: `EndpointServer.run` has raised it if it was running
-
-    def _room(self, request: ChatRequest, prompt: RenderedPrompt, rollout: AgentRollout) -> int:
-        """The most tokens that the answer may have."""
-        longest, num_prompt = self._engine.max_model_len, len(prompt.token_ids)
-        if num_prompt >= longest:
-            raise bad_request(
-                f"This model's maximum context length is {longest} tokens. However, your messages resulted in "
-                f"{num_prompt} tokens. Please reduce the length of the messages.",
-                "messages",
-                "context_length_exceeded",
-            )
-        room = rollout.ledger.room(prompt.base, num_prompt)
-        return min(longest - num_prompt, rollout.group.sampling.max_tokens, request.max_tokens or longest, room)
-
-    def _record(
-        self,
-        rollout: AgentRollout,
-        request: ChatRequest,
-        prompt: RenderedPrompt,
-        completion: Completion,
-        message: Json,
-        number: int,
-        identity: bytes,
-    ) -> Call:
         known = prompt.base.spans[-1][1] if prompt.base is not None else 0
         call = Call(
             number=number,
@@ -223,7 +187,29 @@ class Calls:
         self._metrics.agent_calls.labels(prompt.kind).inc()
         if prompt.reason:
             self._metrics.agent_segments.labels(prompt.reason).inc()
-        return call
+        sampled = message["generation_token_ids"]
+        stopped = completion.finish_reason == "stop" and not by_text
+        if stopped and sampled and self._prompts.is_alternate_stop(sampled[-1]):
+            self._metrics.alternate_stops.inc()
+        return Answered(call, message, logprobs)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self.failed.done():
+            self.failed.exception()  # marks it as retrieved: `EndpointServer.run` has raised it if it was running
+
+    def _room(self, request: ChatRequest, prompt: RenderedPrompt, rollout: AgentRollout) -> int:
+        """Returns the most tokens that the answer may have."""
+        longest, num_prompt = self._engine.max_model_len, len(prompt.token_ids)
+        if num_prompt >= longest:
+            raise bad_request(
+                f"This model's maximum context length is {longest} tokens. However, your messages resulted in "
+                f"{num_prompt} tokens. Please reduce the length of the messages.",
+                "messages",
+                "context_length_exceeded",
+            )
+        room = rollout.ledger.room(prompt.base, num_prompt)
+        return min(longest - num_prompt, rollout.group.sampling.max_tokens, request.max_tokens or longest, room)
 
 
 def _has_ended(rollout: AgentRollout) -> ApiError:

@@ -1,4 +1,4 @@
-"""The endpoint's connections: bounded in number, so that the producer has file descriptors left for its own work."""
+"""Bounds the number of the endpoint's connections, so that the producer keeps file descriptors for its own work."""
 
 import asyncio
 import logging
@@ -17,18 +17,19 @@ MOST_DESCRIPTORS = 8192
 RESERVE = 128
 """Descriptors that no connection takes: for Redis, weights, metrics and logs."""
 RECOUNT_S = 0.02
-"""The shortest time between two looks at every connection, for which new ones wait where there are too many."""
+"""The shortest time between two counts of all connections, for which new ones wait while there are too many."""
 LOG_S = 60.0
 RETRY_S = 1.0
-"""Pause after the system had no descriptor for a connection."""
+"""Pause after a connection that could not be accepted."""
 
 
-def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files."""
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of open files; returns how many may be open, at most `MOST_DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
     if soft < most and soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 class Connections:
@@ -41,17 +42,14 @@ class Connections:
     """
 
     def __init__(self, listening: socket.socket, server: web.Server, answering: Container[asyncio.Protocol]) -> None:
-        raise_descriptor_limit()
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, soft)
-        free = limit - len(os.listdir("/dev/fd"))
+        free = raise_descriptor_limit() - len(os.listdir("/dev/fd"))
         self._most = max(free - RESERVE, free // 2)
         self._most_of_a_peer = self._most // 2
         self._answering = answering
         self._listening = listening
         self._server = server
         self._by_peer: Counter[str | None] = Counter()
-        """An upper bound of each peer's connections; `_make_room` counts them."""
+        """An upper bound on each peer's connections; `_make_room` counts them."""
         self._recount_at = self._log_at = 0.0
 
     async def accept(self) -> None:
@@ -76,7 +74,7 @@ class Connections:
                     raise
 
     async def _wait_for_connection(self) -> None:
-        # `loop.sock_accept` loses the connection if it is cancelled in the moment of its arrival.
+        # `loop.sock_accept` loses the connection if it is cancelled at the moment of its arrival.
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         loop.add_reader(self._listening, arrived.set)
@@ -101,7 +99,7 @@ class Connections:
         return self._by_peer[peer] < self._most_of_a_peer and self._by_peer.total() < self._most
 
     def _make_room(self, peer: str) -> None:
-        """Counts the connections; if there is still no room, closes some that have no complete request."""
+        """Counts the connections; if there is still no room, closes some without a complete request."""
         whose = [(one, one.peername[0]) for one in self._server.connections if one.peername]
         self._by_peer = Counter(owner for _, owner in whose)
         if self._has_room(peer):

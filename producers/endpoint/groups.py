@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import quote, unquote
@@ -41,11 +41,12 @@ class AgentRollout:
     """An agent's conversations about one task, from the opening to the end.
 
     reason: why it died; empty while it is open and once it is finished. error: the environment's, if it died of one.
-    calls: those that are answered now. dropped: the numbers of those that ended without an answer.
-    recorded: the calls that an earlier holder had begun, for requests that come again.
-    is_waiting: nobody converses yet; of one whose conversation, held inside the producer, begins anew.
+    running: the tasks that answer its calls, and of a conversation inside the producer the one that holds it.
+    calls: those being answered. dropped: the numbers of those that ended without an answer.
+    recorded: the calls that an earlier holder had begun, for repeated requests.
+    is_waiting: True until its conversation, held inside the producer, starts again here.
     segments: the trained segments, once it is finished.
-    is_abandoned: it died because nothing was heard of its agent.
+    is_abandoned: it died because its agent fell silent.
     """
 
     id: str
@@ -75,9 +76,9 @@ class AgentRollout:
         return not self.running and now - self.last_seen > timeout_s
 
     def finish(self, reward: Reward) -> str:
-        """Freezes it with its reward; one that cannot be trained is dead, which leaves its siblings as they are.
+        """Freezes it with its reward; one that cannot be trained dies, and its siblings live on.
 
-        Returns the problem; empty for one that is finished.
+        Returns the problem; empty if it is finished.
         """
         try:
             chains, _ = segments(self.ledger.recorded())
@@ -105,20 +106,21 @@ class AgentRollout:
         self._end()
 
     def let_go(self) -> None:
-        """Ends its calls here: it stays open, and another producer goes on with it."""
+        """Cancels its calls here; it stays open, and another producer continues it."""
         for task in self.running:
             task.cancel()
 
     def parts(self, n: int, kept: Mapping[str, Hashable], running: bool) -> Iterator[ProgressPart]:
-        """See `Claim.parts`: those of the `n`-th rollout of its group."""
-        name, calls, mark = f"rollouts.{n}", f"calls.{n}.", (self.is_open, self.ledger.unread)
+        """See `Claim.parts`; of the `n`-th rollout of its group."""
+        name, calls, unread = f"rollouts.{n}", f"calls.{n}.", tuple(sorted(self.ledger.unread))
+        mark = self.is_open, unread
         yield from left_parts(f"left.{n}.", kept, self.recorded.left)
         if kept.get(name) != mark:
             finished = None if self.reward is None else Rollout(segments=self.segments, reward=self.reward)
             num_tokens = 0 if finished is None else finished.num_sampled_tokens
             left = KeptRollout(
                 id=self.id,
-                unread=self.ledger.unread,
+                unread=unread,
                 reason=self.reason,
                 is_abandoned=self.is_abandoned,
                 finished=finished,
@@ -135,15 +137,16 @@ class AgentRollout:
         self.ledger, self.recorded, self.is_waiting = CallLedger(), Recorded(), False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class AgentGroup:
     """The siblings of one claimed prompt. At most `size` are ever opened: one that dies leaves the group short.
 
     deadline_s: from its first opening to its deadline.
     sampling: the settings of its calls.
+    producer_id, instance, fingerprint: of the producer that holds it.
     rollout_bytes: the largest encoded size of one rollout.
-    posed: monotonic seconds, like `deadline`.
-    sampled_by: the instances of the producers that had it before.
+    claimed_at: monotonic seconds, like `deadline`.
+    sampled_by: the instances of the producers that held it before.
     """
 
     claim: Claim
@@ -151,8 +154,11 @@ class AgentGroup:
     size: int
     deadline_s: float
     sampling: SamplingSettings
+    producer_id: str
+    fingerprint: EngineFingerprint
+    instance: str = ""
     rollout_bytes: int = MAX_ENTRY_BYTES
-    posed: float = field(default_factory=time.monotonic)
+    claimed_at: float = field(default_factory=time.monotonic)
     deadline: float = math.inf
     sampled_by: tuple[str, ...] = ()
     rollouts: list[AgentRollout] = field(default_factory=list)
@@ -163,22 +169,22 @@ class AgentGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Every place was taken, and no rollout is open."""
+        """True if every place was taken and no rollout is open."""
         return not self.has_place and not any(rollout.is_open for rollout in self.rollouts)
 
     @property
     def num_finished(self) -> int:
         return sum(rollout.reward is not None for rollout in self.rollouts)
 
-    def open(self, producer_id: str) -> AgentRollout:
-        """A rollout that waits for its conversation, or a new one."""
+    def open(self) -> AgentRollout:
+        """Returns a rollout that waits for its conversation, or a new one."""
         for rollout in self.rollouts:
             if rollout.is_waiting:
                 rollout.is_waiting, rollout.last_seen = False, time.monotonic()
                 return rollout
         if not self.rollouts:
             self.begin()
-        rollout = AgentRollout(rollout_id(producer_id, self.claim.index), self, self.new_ledger())
+        rollout = AgentRollout(rollout_id(self.producer_id, self.claim.index), self, self.new_ledger())
         self.rollouts.append(rollout)
         return rollout
 
@@ -187,52 +193,54 @@ class AgentGroup:
         self.deadline = time.monotonic() + self.deadline_s
         self.claim.has_begun = True
 
+    def restart(self) -> None:
+        """Forgets its rollouts and counts them as a lost try."""
+        self.rollouts, self.sampled_by, self.deadline = [], (), math.inf
+        self.claimed_at = time.monotonic()
+        self.claim.num_lost_before = self.claim.num_tries_lost + 1
+
     def new_ledger(self) -> CallLedger:
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
         return CallLedger(calls_bytes, self.sampling.token_bytes)
 
-    def parts(
-        self, header: Callable[[], RolloutGroup], kept: Mapping[str, Hashable], running: bool
-    ) -> Iterator[ProgressPart]:
-        """See `Claim.parts`; none before its first rollout.
-
-        header: the group without rollouts, as it is now.
-        """
+    def parts(self, kept: Mapping[str, Hashable], running: bool) -> Iterator[ProgressPart]:
+        """See `Claim.parts`; none before its first rollout."""
         if not self.rollouts:
             yield from map(ProgressPart, kept)
         elif "group" not in kept:
-            yield ProgressPart("group", None, 0, lambda: encode_group(header(), dead=True))
+            header = self.record().finished_by(self.instance)
+            yield ProgressPart("group", encode=lambda: encode_group(header, dead=True))
         for n, rollout in enumerate(self.rollouts):
             yield from rollout.parts(n, kept, running)
 
     def missing(self) -> str:
-        """Why siblings are missing; empty for a whole group."""
+        """Returns why siblings are missing; empty for a whole group."""
         reasons = Counter(rollout.reason for rollout in self.rollouts if rollout.reason)
         if self.has_place:
             reasons["never opened"] = self.size - len(self.rollouts)
         return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
 
-    def outcome(self, producer_id: str, fingerprint: EngineFingerprint) -> RolloutGroup | Dead:
-        """The group of the finished rollouts; dead without any."""
+    def outcome(self) -> RolloutGroup | Dead:
+        """Returns the group of the finished rollouts; dead without any."""
         finished = [
             Rollout(segments=one.segments, reward=one.reward) for one in self.rollouts if one.reward is not None
         ]
-        group = self.record(producer_id, fingerprint, finished)
+        group = self.record(finished)
         if finished:
             return group
         if all(rollout.is_abandoned for rollout in self.rollouts):
             return Dead(f"{ABANDONED}: nothing was heard of the agents: {self.missing()}", group=group)
         return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}", group=group)
 
-    def record(self, producer_id: str, fingerprint: EngineFingerprint, rollouts: Sequence[Rollout]) -> RolloutGroup:
-        """The group as it is now, with these rollouts."""
+    def record(self, rollouts: Sequence[Rollout] = ()) -> RolloutGroup:
+        """Returns the group as it is now, with these rollouts."""
         now = time.time()
         return RolloutGroup(
             index=self.claim.index if self.claim.evaluation_id is None else 0,
             prompt=self.prompt,
             rollouts=tuple(rollouts),
-            producer_id=producer_id,
-            fingerprint=fingerprint,
+            producer_id=self.producer_id,
+            fingerprint=self.fingerprint,
             sampling=self.sampling,
             timings=Timings(claimed_s=self.claim.claimed_s, generated_s=now, appended_s=now),
             evaluation_id=self.claim.evaluation_id,
@@ -245,13 +253,13 @@ class AgentGroup:
 
 
 def rollout_id(producer_id: str, index: int) -> str:
-    """A new id that names the producer and the index and needs no escaping in a URL's path."""
+    """Returns a new id that names the producer and the index and needs no escaping in a URL's path."""
     safe = quote(producer_id, safe="").replace("~", "%7E").replace("%", "~")
     return f"{safe}.{index}.{secrets.token_hex(8)}"
 
 
 def origin_of(rollout_id: str) -> tuple[str, int] | None:
-    """The producer that opened a rollout, and its index; None for an id that `rollout_id` cannot have made."""
+    """Returns the producer that opened a rollout, and its index; None for an id that `rollout_id` cannot have made."""
     safe, _, rest = rollout_id.rpartition(".")[0].rpartition(".")
     index = number_in(rest.encode())
     return (unquote(safe.replace("~", "%")), index) if safe and index is not None else None

@@ -1,6 +1,7 @@
-"""Agents inside the producer: a conversing environment calls the model as an agent outside does."""
+"""Agents inside the producer: a conversing environment calls the model as an outside agent does."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ CREDIT_S = 0.2
 
 
 class RolloutConversation:
-    """The `Conversation` of one rollout. sampling: what requests may name, also where the rollout's is another."""
+    """The `Conversation` of one rollout. sampling: what requests may ask for, even if the rollout's differs."""
 
     def __init__(self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings, *, ignore: bool) -> None:
         self._ignore = ignore
@@ -59,72 +60,72 @@ class RolloutConversation:
 
 
 def _identity(document: Json) -> bytes:
-    """What identifies a request in the conversation that repeats it; empty if it cannot be said."""
+    """Returns what identifies a request in a conversation that repeats it; empty if it cannot be encoded."""
     try:
         return digest(msgspec.json.encode(document, order="deterministic"))
     except (TypeError, ValueError, RecursionError):
         return b""
 
 
+@dataclass(frozen=True)
 class Conversations:
-    """Holds conversations of conversing environments."""
+    """Holds the conversations of conversing environments."""
 
-    def __init__(
-        self,
-        environments: RunEnvironments,
-        calls: Calls,
-        endpoint: EndpointConfig,
-        *,
-        producer_id: str,
-        fingerprint: EngineFingerprint,
-    ) -> None:
-        self._environments = environments
-        self._calls = calls
-        self._deadline_s = endpoint.group_deadline_s
-        self._ignore = endpoint.unsupported == "ignore"
-        self._producer_id = producer_id
-        self._fingerprint = fingerprint
+    environments: RunEnvironments
+    calls: Calls
+    endpoint: EndpointConfig
+    producer_id: str
+    fingerprint: EngineFingerprint
 
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
-        """Holds the conversations about one held-out prompt; each call is answered as its evaluation asks for.
+        """Holds the conversations about one held-out prompt, sampled as its evaluation is.
 
         Raises:
             EngineError: the engine serves no longer.
         """
         try:
-            source = self._environments.named(claim.environment)
+            source = self.environments.named(claim.environment)
             prompt = pose(source.environment, claim.task, held_out=True)
         except Exception as error:  # the environment is the user's
             return Dead.of("prompt", error)
-        group = AgentGroup(claim, prompt, source.num_samples, self._deadline_s, source.evaluation_sampling)
-        rollouts = [group.open(self._producer_id) for _ in range(source.num_samples)]
+        group = AgentGroup(
+            claim=claim,
+            prompt=prompt,
+            size=source.num_samples,
+            deadline_s=self.endpoint.group_deadline_s,
+            sampling=source.evaluation_sampling,
+            producer_id=self.producer_id,
+            fingerprint=self.fingerprint,
+        )
+        rollouts = [group.open() for _ in range(group.size)]
         holding = [asyncio.create_task(self.hold(rollout)) for rollout in rollouts]
         try:
-            await asyncio.wait(holding, timeout=self._deadline_s)
+            await asyncio.wait(holding, timeout=self.endpoint.group_deadline_s)
         finally:
             for task in holding:
                 task.cancel()
         for task, rollout in zip(holding, rollouts, strict=True):
-            outcome: Reward | str = f"{NOT_FINISHED} {self._deadline_s:g} s (endpoint.group_deadline_s)"
+            outcome: Reward | str = f"{NOT_FINISHED} {self.endpoint.group_deadline_s:g} s (endpoint.group_deadline_s)"
             if task.done():
                 outcome = task.result()
             if isinstance(outcome, Reward):
                 rollout.finish(outcome)
             else:
                 rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
-        return group.outcome(self._producer_id, self._fingerprint)
+        return group.outcome()
 
     async def hold(self, rollout: AgentRollout) -> Reward | str:
-        """Holds one conversation; returns its reward, or the reason why it has none.
+        """Holds one conversation; returns its reward, or the reason for having none.
 
         Raises:
             EngineError: the engine serves no longer, even if the environment caught the error.
         """
         outcome: Reward | str = ""
         try:
-            source = self._environments.named(rollout.group.claim.environment)
+            source = self.environments.named(rollout.group.claim.environment)
             environment: Any = source.environment  # a ConversingEnvironment
-            conversation = RolloutConversation(rollout, self._calls, source.sampling, ignore=self._ignore)
+            ignore = self.endpoint.unsupported == "ignore"
+            conversation = RolloutConversation(rollout, self.calls, source.sampling, ignore=ignore)
             outcome = checked(await environment.converse(rollout.group.prompt, conversation), "a conversation")
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -135,21 +136,15 @@ class Conversations:
             rollout.error = error
         if rollout.error is not None:
             outcome = one_line(f"environment: {type(rollout.error).__name__}: {rollout.error}")
-        if self._calls.failed.done():
-            self._calls.failed.result()
+        if self.calls.failed.done():
+            self.calls.failed.result()
         return outcome
 
+    async def run(self, agents: Agents) -> None:
+        """Holds the conversations about training prompts, as many at once as the producer has room for.
 
-class InsideAgents:
-    """Runs an environment's conversations, as many at once as the producer has room for."""
-
-    def __init__(self, agents: Agents, conversations: Conversations) -> None:
-        self._agents = agents
-        self._conversations = conversations
-
-    async def run(self) -> None:
-        """Waits for room, which an append unblocks, and for a prompt, which a release unblocks; then converses. Runs
-        until the producer takes no more openings, or until cancelled.
+        Waits for room, which an append unblocks, and for a prompt, which a release unblocks. Runs until the producer
+        takes no more openings, or until cancelled.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -157,22 +152,22 @@ class InsideAgents:
         async with asyncio.TaskGroup() as conversations:
             while True:
                 try:
-                    rollout = await self._agents.open()
+                    rollout = await agents.open()
                 except ApiError as refused:
                     if refused.status != 429:
                         return
-                    await (asyncio.sleep(CREDIT_S) if self._agents.has_room else self._agents.wait_for_room())
+                    await (asyncio.sleep(CREDIT_S) if agents.has_room else agents.wait_for_room())
                     continue
-                rollout.running.add(conversations.create_task(self._converse(rollout)))
+                rollout.running.add(conversations.create_task(self._converse(agents, rollout)))
 
-    async def _converse(self, rollout: AgentRollout) -> None:
-        outcome = await self._conversations.hold(rollout)
-        # Unless the environment has ignored its cancellation: at a deadline, or as another producer goes on with it.
+    async def _converse(self, agents: Agents, rollout: AgentRollout) -> None:
+        outcome = await self.hold(rollout)
+        # An environment may ignore its cancellation: at a deadline, or when another producer continues the rollout.
         if rollout.is_open and not rollout.group.claim.has_moved:
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
             if rollout.recorded:
-                self._agents.begin_anew(rollout)
+                agents.restart(rollout.group)
             elif isinstance(outcome, Reward):
-                self._agents.finish(rollout, outcome)
+                agents.finish(rollout, outcome)
             else:
-                self._agents.give_up(rollout, outcome)
+                agents.give_up(rollout, outcome)

@@ -32,7 +32,7 @@ class RenderedPrompt(NamedTuple):
 
     @property
     def base(self) -> Call | None:
-        """The call whose tokens the ids begin with."""
+        """The call whose prompt and completion the ids begin with."""
         return None if self.reason else self.parent
 
 
@@ -65,35 +65,32 @@ class Prompts:
         self.is_alternate_stop = self._boundary.is_alternate_stop
 
     def prompt(self, request: ChatRequest, ledger: CallLedger) -> RenderedPrompt:
-        """The ids for a request.
+        """Returns the ids for a request.
 
         Raises:
             ApiError: 400, the template refuses the messages; see `CallLedger.parent` as well.
         """
         found = ledger.parent(request.messages)
         messages = for_template(request.messages)
-        parent, index = found if found is not None else (None, -1)
-        known = parent.rendered if parent is not None else None
-        if parent is None:
+        if found is None:
             rendered = self._encode(request, messages, True, None)
             answered = any(message["role"] == "assistant" for message in messages)
             reason = ("unknown_history" if answered else "new_conversation") if ledger.calls else ""
             return RenderedPrompt(rendered.token_ids, "first", None, reason, rendered)
+        parent, index = found
+        known = parent.rendered
         if not self._exact:
             rendered = self._encode(request, messages, True, known)
             ids = parent.token_ids
-            continues = rendered.token_ids[: len(ids)] == ids
-            return RenderedPrompt(
-                rendered.token_ids, "as_sent", parent, "" if continues else "history_as_sent", rendered
-            )
+            reason = "" if rendered.token_ids[: len(ids)] == ids else "history_as_sent"
+            return RenderedPrompt(rendered.token_ids, "as_sent", parent, reason, rendered)
         prefix = self._encode(request, messages[: index + 1], False, known)
         rendered = self._encode(request, messages, True, prefix)
         try:
-            spliced = self._boundary.splice(parent.token_ids, prefix.token_ids, rendered.token_ids, parent.spans)
+            ids = self._boundary.splice(parent.token_ids, prefix.token_ids, rendered.token_ids, parent.spans)
         except SpliceRefused as refused:
             return RenderedPrompt(rendered.token_ids, "as_sent", parent, refused.code, rendered)
-        kind: Literal["spliced", "drifted"] = "drifted" if spliced.drifted else "spliced"
-        return RenderedPrompt(spliced.prompt_token_ids, kind, parent, "", rendered)
+        return RenderedPrompt(ids, "spliced" if ids == rendered.token_ids else "drifted", parent, "", rendered)
 
     def _encode(
         self, request: ChatRequest, messages: list[Json], add_generation_prompt: bool, known: Encoded | None

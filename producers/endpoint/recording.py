@@ -1,4 +1,4 @@
-"""What a rollout leaves to the producer that goes on with it: its calls, finished and running, and its end."""
+"""What a rollout leaves to the producer that continues it: its calls, finished and running, and its end."""
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class KeptCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call on its way to another producer.
+    """One call, for another producer.
 
     number: its place in the order in which the rollout's calls began.
     prompt: digest of the ids that the engine was given.
     request, context, chain, reply: see `Call`; only of an answered one.
     base: number of the call that it continues; -1 without one.
-    is_answered: False for one that was running: `completion` is as far as it came.
+    is_answered: False for one that was running: `completion` is what it had sampled.
     """
 
     number: int
@@ -58,7 +58,7 @@ class KeptRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """A call from its rendering until it is recorded."""
+    """A call between its rendering and its record."""
 
     number: int
     prompt_ids: list[int]
@@ -68,10 +68,10 @@ class RunningCall:
 
 @dataclass(slots=True, eq=False)
 class Recorded:
-    """The calls of an earlier holder, for requests that come again: each is answered once as it was answered before,
-    and goes on from where it was if it was running.
+    """The calls of an earlier holder, for repeated requests: each is answered once as it was answered before, and one
+    that was running is continued.
 
-    left: those that are in no ledger, by their place among them, until they are answered here.
+    left: those that are in no ledger, by their number among them, until they are answered here.
     """
 
     left: dict[int, KeptCall] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Recorded:
             self.left[len(self.left)] = call
 
     def take(self, request: bytes, prompt_ids: Sequence[int]) -> KeptCall | None:
-        """The oldest call of this request, if the engine was given the same ids for it."""
+        """Removes and returns the oldest call of this request, if the engine was given the same ids for it."""
         calls = self._by_request.get(request)
         if not request or not calls or calls[0].prompt != digest(pack_ids(prompt_ids)):
             return None
@@ -93,11 +93,11 @@ class Recorded:
         return found
 
     def put_back(self, call: KeptCall) -> None:
-        """Returns one that was taken, and not answered."""
+        """Puts back one that was taken and not answered."""
         self._by_request.setdefault(call.request, deque()).appendleft(call)
 
     def answered(self, call: KeptCall) -> None:
-        """One that was taken is in the ledger now."""
+        """Forgets one that was taken and is in the ledger now."""
         self.left = {place: one for place, one in self.left.items() if one is not call}
 
     def __len__(self) -> int:
@@ -107,8 +107,8 @@ class Recorded:
 def call_parts(
     prefix: str, kept: Mapping[str, Hashable], answered: Sequence[Call], running: Iterable[RunningCall]
 ) -> Iterator[ProgressPart]:
-    """The parts of a rollout's calls that have changed since `kept`; of the running ones those that have come to a
-    token. Answered ones are kept in their order, so that all before a kept one are."""
+    """Yields the parts of a rollout's calls that have changed since `kept`; of the running ones those that have sampled
+    a token. Answered ones are kept in their order: all before a kept one are kept."""
     for call in reversed(answered):
         if kept.get(name := f"{prefix}{call.number}") is ANSWERED:
             break
@@ -116,17 +116,17 @@ def call_parts(
     for one in running:
         name = f"{prefix}{one.number}"
         found = one.siblings.so_far()
-        if found and (num_tokens := len(found[0].token_ids) // 4) and kept.get(name) != num_tokens:
+        if found and (num_tokens := found[0].num_tokens) and kept.get(name) != num_tokens:
             yield ProgressPart(name, num_tokens, num_tokens, partial(_running, one, found[0]))
 
 
 def left_parts(prefix: str, kept: Mapping[str, Hashable], left: Mapping[int, KeptCall]) -> Iterator[ProgressPart]:
-    """The parts of what is left of an earlier holder's calls, for the next one, that have changed since `kept`."""
+    """Yields the parts of an earlier holder's calls that are left for the next one, if changed since `kept`."""
     names = {f"{prefix}{place}": call for place, call in left.items()}
     yield from (ProgressPart(name) for name in kept if name.startswith(prefix) and name not in names)
     for name, call in names.items():
         if name not in kept:
-            yield ProgressPart(name, ANSWERED, len(call.completion.token_ids) // 4, partial(encode, call))
+            yield ProgressPart(name, ANSWERED, call.completion.num_tokens, partial(encode, call))
 
 
 def _answered(call: Call) -> bytes:

@@ -5,10 +5,11 @@ import logging
 import socket
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -40,14 +41,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 BODY_BYTES = 1024 * 1024
 BODY_BYTES_PER_TOKEN = 1024
-"""Per token of the model's context. Messages may carry the token ids of every answer and of its prompt: some 300 calls
-up to a full context fit."""
+"""Per token of the model's context. Messages may carry the token ids of every answer and its prompt: about 300 calls
+that fill the context fit."""
 LARGE_BODY_BYTES = 64 * 1024
 """Larger ones are parsed in a thread."""
 REQUEST_S = 60.0
 """How long a connection may wait for a request's headers, and a request for the rest of its body."""
 BACKLOG = 1024
-"""Connections that may wait for their acceptance; a client tries again by itself, but seconds later."""
+"""Connections that may wait to be accepted; a client that finds no place tries again by itself, but seconds later."""
 LINGER_S = 2.0
 """How long the rest of a body is received after its answer, before the connection is closed."""
 SHUTDOWN_S = 1.0
@@ -58,12 +59,12 @@ RETRY_COUNT = "x-stainless-retry-count"
 SESSION = "X-Session-ID"
 """The header that names a rollout where the path does not."""
 FORWARDED = "X-Penstock-Forwarded"
-"""The header of a request that another producer has passed on, which goes no further."""
+"""The header of a request that another producer has forwarded; it is not forwarded again."""
 PASSED_ON = ("Authorization", "Content-Type", RETRY_COUNT, SESSION)
 CONNECT_S = 5.0
 """How long another producer may take to accept a connection."""
 HOLDER_S = 2.0
-"""How often it is looked up, while a request waits for another producer, whether that one still holds the rollout."""
+"""How often a request that waits for another producer looks up whether that one still holds the rollout."""
 
 
 class Elsewhere(Exception):
@@ -74,27 +75,8 @@ class Elsewhere(Exception):
         self.url = url
 
 
-class Api(NamedTuple):
-    """One of OpenAI's APIs, in terms of chat completions.
-
-    as_chat: a request's document as that for a chat completion.
-    body: the request's document and the finished chat completion as the response's body.
-    events: a body as the events of a stream.
-    """
-
-    as_chat: Callable[[Json], Json]
-    body: Callable[[Json, Json], Json]
-    events: Callable[[Json, ChatRequest], Iterator[bytes]]
-
-
-CHAT = Api(
-    lambda document: document, lambda _, finished: finished, lambda body, asked: chunks(body, asked.include_usage)
-)
-RESPONSES = Api(responses.as_chat, responses.as_response, lambda body, _: responses.events(body))
-
-
 class EndpointServer:
-    """Serves `agents` and `calls` between `start` and `close`."""
+    """Serves `agents` and `calls` over HTTP between `start` and `close`."""
 
     def __init__(
         self,
@@ -115,16 +97,14 @@ class EndpointServer:
         self._sampling = sampling
         self._ignore = endpoint.unsupported == "ignore"
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
-        self._connection = context.connection
-        self._keys = context.keys
-        self._producer_id = context.producer_id
-        self._runner: web.AppRunner | None = None
+        self._context = context
         self._answering: set[asyncio.Protocol] = set()
+        self._accepting: asyncio.Task[None] | None = None
         self._others: aiohttp.ClientSession | None = None
         """Connections to other producers' endpoints."""
-        self._accepting: asyncio.Task[None] | None = None
+        self._closing = AsyncExitStack()
         self.url = ""
-        """The address that agents reach this producer at, once it is started."""
+        """The address at which agents reach this producer, once it is started."""
 
     async def start(self) -> None:
         """Listens on the first free port from `endpoint.port` on.
@@ -135,13 +115,16 @@ class EndpointServer:
         app = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
         app.router.add_post("/r", self._open)
         for base in ("/r/{rollout}/v1", "/v1"):
-            app.router.add_post(f"{base}/chat/completions", partial(self._answer, CHAT))
-            app.router.add_post(f"{base}/responses", partial(self._answer, RESPONSES))
+            app.router.add_post(f"{base}/chat/completions", partial(self._answer, False))
+            app.router.add_post(f"{base}/responses", partial(self._answer, True))
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_get(f"{base}/models/{{model:.+}}", self._models)
         app.router.add_post("/r/{rollout}/finish", self._finish)
-        # A client that disconnects cancels its handler, so that no tokens are sampled for an answer nobody reads.
-        self._runner = web.AppRunner(
+        unlimited, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        self._others = aiohttp.ClientSession(connector=unlimited, timeout=timeout, auto_decompress=False)
+        self._closing.push_async_callback(self._others.close)
+        # A client that disconnects cancels its handler, so that no tokens are sampled for an answer that nobody reads.
+        runner = web.AppRunner(
             app,
             handler_cancellation=True,
             access_log=None,
@@ -149,7 +132,8 @@ class EndpointServer:
             lingering_time=LINGER_S,
             shutdown_timeout=SHUTDOWN_S,
         )
-        await self._runner.setup()
+        self._closing.push_async_callback(runner.cleanup)
+        await runner.setup()
         host = self._config.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = on_free_port(
@@ -159,11 +143,10 @@ class EndpointServer:
             lambda port: socket.create_server((host, port), family=family, backlog=BACKLOG),
         )
         port = listening.getsockname()[1]
-        assert self._runner.server is not None  # since `setup`
-        connections = Connections(listening, self._runner.server, self._answering)
+        assert runner.server is not None  # since `setup`
+        connections = Connections(listening, runner.server, self._answering)
         self._accepting = asyncio.create_task(connections.accept())
-        unlimited, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        self._others = aiohttp.ClientSession(connector=unlimited, timeout=timeout, auto_decompress=False)
+        self._closing.push_async_callback(cancel_and_wait, [self._accepting])
         host = socket.gethostname() if host in EVERYWHERE else host
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("agents are served at %s", self.url)
@@ -172,10 +155,9 @@ class EndpointServer:
         """Ends idle rollouts and overdue groups, which time unblocks; runs until cancelled.
 
         Raises:
-            EngineError, RedisGoneError: a request has met an error that ends this producer.
+            EngineError, RedisGoneError: from a request; the error ends this producer.
         """
-        if self._accepting is None:
-            raise ValueError("the server is not started")
+        assert self._accepting is not None  # since `start`
         watching = asyncio.create_task(self._agents.watch())
         parts = (self._calls.failed, self._accepting, watching)
         try:
@@ -186,15 +168,7 @@ class EndpointServer:
 
     async def close(self) -> None:
         """Closes every connection."""
-        if self._accepting is not None:
-            await cancel_and_wait([self._accepting])
-            self._accepting = None
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-        if self._others is not None:
-            await self._others.close()
-            self._others = None
+        await self._closing.aclose()
         self._calls.close()
 
     @web.middleware
@@ -268,12 +242,14 @@ class EndpointServer:
             await self._agents.save(rollout.group)
         return _json({"id": rollout_id, "status": "finished"})
 
-    async def _answer(self, api: Api, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, is_response: bool, request: web.Request) -> web.StreamResponse:
+        """Answers a call. is_response: of the Responses API, else a chat completion."""
         data = await request.read()
 
         def parse() -> tuple[Json, ChatRequest]:
             document = parse_json(data)
-            return document, parse_chat(api.as_chat(document), self._sampling, ignore=self._ignore)
+            chat = responses.as_chat(document) if is_response else document
+            return document, parse_chat(chat, self._sampling, ignore=self._ignore)
 
         document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
         rollout = await self._rollout(request)
@@ -289,13 +265,13 @@ class EndpointServer:
             answered.logprobs,
             finish_reason(answered.call.completion, answered.message),
         )
-        body = api.body(document, finished)
+        body = responses.as_response(document, finished) if is_response else finished
         answer: web.StreamResponse
         if asked.stream:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
             answer = web.StreamResponse(headers=headers)
             await answer.prepare(request)
-            for chunk in api.events(body, asked):
+            for chunk in responses.events(body) if is_response else chunks(body, asked.include_usage):
                 await answer.write(chunk)
         else:
             answer = _json(body)
@@ -307,12 +283,12 @@ class EndpointServer:
         return answer
 
     async def _rollout(self, request: web.Request) -> AgentRollout:
-        """The rollout that a path or a header names.
+        """Returns the rollout that the path or a header names.
 
         Raises:
             Elsewhere: another producer holds it.
-            ApiError: 400 without either, 404 if no producer knows it, 410 if it has ended, 503 while it is on its way
-                from one producer to another.
+            ApiError: 400 without either, 404 if no producer knows it, 410 if it has ended, 503 while it moves from one
+                producer to another.
         """
         rollout_id = _rollout_id(request)
         rollout = self._agents.find(rollout_id)
@@ -327,18 +303,19 @@ class EndpointServer:
         raise Elsewhere(url)
 
     async def _url_of_holder(self, rollout_id: str) -> str | None:
-        """The address of the producer that holds a rollout; empty while none does, or if it cannot be said; None if
-        none ever will."""
+        """Returns the address of the producer that holds a rollout; empty while none does, or if it is not known; None
+        if none ever will."""
         if (origin := origin_of(rollout_id)) is None or self._is_here(rollout_id):
             return None
         opener, index = origin
+        commands, keys = self._context.connection.commands, self._context.keys
         try:
             async with asyncio.timeout(LOOK_UP_S):
-                holder: Any = await self._connection.commands.hget(self._keys.progress(index), Field.PRODUCER)
+                holder: Any = await commands.hget(keys.progress(index), Field.PRODUCER)
                 producer_id = opener if holder is None else holder.decode()
                 data: Any = None
-                if producer_id != self._producer_id:
-                    data = await self._connection.commands.get(self._keys.producer(producer_id))
+                if producer_id != self._context.producer_id:
+                    data = await commands.get(keys.producer(producer_id))
             if data is None:
                 return None if holder is None else ""
             return decode_heartbeat(data).endpoint
@@ -346,15 +323,15 @@ class EndpointServer:
             return ""
 
     def _is_here(self, rollout_id: str) -> bool:
-        """Whether this producer holds the group that a rollout was opened in."""
+        """Returns whether this producer holds the group in which a rollout was opened."""
         origin = origin_of(rollout_id)
         return origin is not None and self._agents.holds(origin[1])
 
     async def _forwarded(self, request: web.Request, url: str) -> web.Response:
-        """As `_forward`, as long as that producer holds the rollout: one that was suspended accepts requests.
+        """Forwards a request for as long as that producer holds the rollout: a suspended one still accepts requests.
 
         Raises:
-            ApiError: 503, it holds it no longer.
+            ApiError: 503, it no longer holds it.
         """
         rollout_id = _rollout_id(request)
         forwarding = asyncio.create_task(self._forward(request, url))
@@ -367,14 +344,14 @@ class EndpointServer:
             await cancel_and_wait([forwarding])
 
     async def _forward(self, request: web.Request, url: str) -> web.Response:
-        """The answer of another producer. A client that hangs up here hangs up there.
+        """Returns the answer of another producer. A client that hangs up here hangs up there.
 
         Raises:
             aiohttp.ClientError, OSError: it does not answer.
         """
         assert self._others is not None  # since `start`
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        headers[FORWARDED] = self._producer_id
+        headers[FORWARDED] = self._context.producer_id
         where = url + request.raw_path
         async with self._others.request(request.method, where, data=await request.read(), headers=headers) as reply:
             kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}

@@ -1,4 +1,4 @@
-"""Environments that come with the project; others are named in a run file by import path, as these are.
+"""Environments that come with the project; a run file names these and others by import path.
 
 The demo's models learn their format from lessons of `arithmetic.Arithmetic` and `calculator.Calculator`.
 """

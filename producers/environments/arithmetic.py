@@ -1,4 +1,4 @@
-"""Addition of two numbers, scored exactly: a task small enough for a model that learns it in minutes."""
+"""Addition of two numbers, scored exactly: a task that a small model learns in minutes."""
 
 import hashlib
 import itertools
@@ -6,16 +6,16 @@ import itertools
 from penstock.schemas.prompt import Prompt, Reward
 
 HELD_OUT_ONE_IN = 8
-"""One pair of operands in so many is held out."""
+"""One of this many pairs of operands is held out."""
 MAX_WIDTH = 18
 
 
 class Arithmetic:
     """`07+34=` is answered `041`: two operands of `width` digits and a sum of one digit more, padded with zeros.
 
-    A pair of operands is held out or not by a hash that neither the seed nor any argument enters, and `12+34` falls on
-    the same side as `34+12`. A warm start and a run with different seeds therefore agree on what was never trained on,
-    and runs with different seeds are evaluated on the same problems.
+    A hash of the pair of operands alone decides whether it is held out, the same for `12+34` and `34+12`. A warm start
+    and a run with different seeds therefore agree on what was never trained on, and runs with different seeds are
+    evaluated on the same problems.
 
     The reward is 1 for the exact sum. Anything else earns `partial_credit * matches / length`: matches counts the
     digits that agree when both strings are aligned at the right, length is that of the longer one.
@@ -61,7 +61,7 @@ class Arithmetic:
 
     def _held_out_problems(self, wanted: int) -> list[tuple[int, int]]:
         problems: dict[tuple[int, int], None] = {}
-        # A draw is held out once in HELD_OUT_ONE_IN tries; one that needs far more tries has run out of problems.
+        # One draw in HELD_OUT_ONE_IN is held out; if far more draws are needed, there are no more problems.
         for attempt in range(wanted * HELD_OUT_ONE_IN * 16):
             if len(problems) == wanted:
                 break
@@ -83,5 +83,5 @@ def _is_held_out(a: int, b: int) -> bool:
 
 
 def _digest(*key: str | int) -> int:
-    """A number below 2**128 that depends on the key alone, on every machine and in every Python."""
+    """Returns a number below 2**128 that depends on the key alone, on every machine and in every Python."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), "big")

@@ -13,9 +13,9 @@ Json = dict[str, Any]
 
 OPERATORS = "+-*"
 HELD_OUT_ONE_IN = 8
-"""One expression in so many is held out."""
+"""One of this many expressions is held out."""
 MAX_EXPRESSION = 100
-"""The longest expression. Without powers, a result has at most about as many digits."""
+"""Characters of the longest expression. Without powers, a result has at most about as many digits."""
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -37,10 +37,10 @@ _NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
 class CalculatorTasks:
     """`What is 47*83-26?` is answered `3875`. For agents outside the producer, which bring their own calculator.
 
-    An expression has `num_operands` numbers of `width` digits. Whether one is held out depends on itself alone, so that
+    An expression has `num_operands` numbers of `width` digits. Whether it is held out depends on itself alone, so that
     a warm start and runs with other seeds agree on what was never trained on.
 
-    The reward is 1 if the last number of an answer is the right one, else 0.
+    The reward is 1 if the last number of an answer is correct, else 0.
     """
 
     def __init__(self, *, seed: int, width: int = 2, num_operands: int = 3, num_evaluation_prompts: int = 64) -> None:
@@ -68,7 +68,7 @@ class CalculatorTasks:
         return Reward(value=exact, parts={"exact": exact})
 
     def _expressions(self, key: str, *, held_out: bool) -> Iterator[str]:
-        """Expressions without end, the same for one key, from one side of the split."""
+        """Yields expressions of one side of the split without end, the same for the same key."""
         draw = random.Random(key)
         smallest, beyond = 10 ** (self._width - 1), 10**self._width
         while True:
@@ -109,7 +109,7 @@ class Calculator(CalculatorTasks):
 
 
 def run_tool(name: str, arguments: str) -> str:
-    """The tool's answer to a call: the result, or what is wrong with the call, so that the model can try again."""
+    """Returns the result of a tool call, or what is wrong with the call, so that the model can try again."""
     if name != "calculator":
         return f"error: no tool {name[:40]!a}, expected calculator"
     try:
@@ -120,7 +120,7 @@ def run_tool(name: str, arguments: str) -> str:
 
 
 def evaluate(expression: str) -> int:
-    """The value of an expression of integers, + - * and parentheses.
+    """Returns the value of an expression of integers, + - * and parentheses.
 
     Raises:
         ValueError: it is longer than `MAX_EXPRESSION`, or not such an expression.

@@ -1,4 +1,4 @@
-"""Tasks from a data set: JSON lines, Parquet or Hugging Face, with a column mapping, read from disk row by row."""
+"""Tasks from a data set (JSON lines, Parquet or Hugging Face) with a column mapping, read from disk row by row."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,21 +11,21 @@ _DEFAULT = {"prompt": "prompt", "answer": "answer"}
 
 
 class Dataset:
-    """One task a row. The data may be larger than memory; each epoch has a new order, which follows from the index.
+    """One task per row. The data may be larger than memory; the index decides the order, which each epoch changes.
 
     training, evaluation: a `.jsonl` or `.parquet` file, a folder of such files, a folder that `datasets` has saved, or
         the name of a data set on the Hugging Face Hub. An environment of weight 0 needs no `training`.
-    columns: names of this data set by what they are here. `prompt`: a string, which becomes a user's message, or a list
-        of messages with `role` and `content`. `text` in its place: a string that is no message and goes through no chat
-        template. `answer`: a string, a number or a boolean; may be missing if it is not named. Any other name: a column
-        that goes into the prompt's metadata under it.
+    columns: maps names to this data set's columns. `prompt`: a string, which becomes a user's message, or a list of
+        messages with `role` and `content`. `text` instead of it: a string that goes through no chat template. `answer`:
+        a string, a number or a boolean; empty if it is not named. Any other name: a column that goes into the prompt's
+        metadata under that name.
     split, evaluation_split, subset: of a Hugging Face dataset. revision: its branch, tag or commit on the Hub.
     system_prompt: a message before every prompt.
-    num_evaluation_prompts: the first so many rows of `evaluation`; None means all.
+    num_evaluation_prompts: how many rows of `evaluation` to use, from the first on; None means all.
     shuffle: False poses rows in their order, in every epoch.
 
-    The reward is 1 for a completion that is the answer, white space at both ends aside. `[reward]` names others, for
-    mathematics `penstock.producers.environments.math_jsonl:math_verified`.
+    The reward is 1 for a completion that equals the answer, apart from white space at both ends. `[reward]` names
+    others, for mathematics `penstock.producers.environments.math_jsonl:math_verified`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Dataset:
         try:
             columns = list(self._columns.values())
             rows = open_rows(source, split=split, subset=subset, revision=revision, columns=columns)
-            self._pose(rows, 0)  # a column that is missing or of another type is an error before anything is sampled
+            self._pose(rows, 0)  # raises for a column that is missing or of another type, before anything is sampled
             return rows
         except ValueError as error:
             raise ValueError(f"Dataset: {field}: {error}") from error

@@ -23,17 +23,17 @@ _PLAIN = re.compile(
     r"|-?\d+/\d+|-?\\[dt]?frac\{-?\d+\}\{-?\d+\}"
 )
 _NO_WORDS = re.compile(r"\\(text\w*|mbox|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-"""Words that LaTeX marks as text, and its commands."""
+"""Matches words that LaTeX marks as text, and its commands."""
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _SENTENCE = re.compile(r"\b(is|are|was|were|be|has|have|had|it|he|she|they|we|you|answer|therefore)\b", re.IGNORECASE)
 _MOST_WORDS = 3
-"""Of an answer, as in `60 miles per hour`. math-verify reads more of them too: as a product of letters."""
+"""Of an answer, as in `60 miles per hour`. math-verify accepts more words too, as a product of letters."""
 _STARTUP_TIMEOUT_S = 120.0
 """For a scoring process to import math-verify on a busy machine."""
 
 
 class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a problem file; `source` is its file and line number."""
+    """One line of a problem file. source: its file and line number."""
 
     text: str
     answer: str
@@ -41,19 +41,19 @@ class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MathJsonl:
-    """One JSON object a line, with a problem and its final answer: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`.
-    Of a worked solution that ends in `#### 22`, as GSM8K's, the answer is what follows the mark.
+    """One JSON object per line, a problem and its final answer: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`. In
+    a worked solution that ends in `#### 22`, like GSM8K's, the answer is what follows the mark.
 
     An answer that is a sentence is refused: one with more than `_MOST_WORDS` words, or a verb or pronoun, outside
-    `\\text{}`. So is one that is not right by its own measure when the files are opened. Numbers and plain fractions
-    always are; of other answers at most `MOST_CHECKED` are scored, spread over the file.
+    `\\text{}`. So is one that is not equal to itself by math-verify when the files are opened. Numbers and plain
+    fractions always are; of other answers at most `MOST_CHECKED` are checked, spread over the file.
 
-    prompts_file: training problems, shuffled anew for each dataset epoch.
+    prompts_file: training problems, shuffled again for each dataset epoch.
     evaluation_file: held-out problems. A training problem with the text of one of them is left out of training.
-    system_prompt: precedes every problem as a message; say here in which form to answer.
+    system_prompt: a message before every problem; it should say in which form to answer.
     problem_field, answer_field: the names that hold the two strings (an answer may also be a number).
-    num_evaluation_prompts: how many of the evaluation file's problems to use, from its first line on; None means all.
-    require_boxed: only a completion with a `\\boxed{}` can be right. Without it math-verify looks for an answer.
+    num_evaluation_prompts: how many of the evaluation file's problems to use, from the first line on; None means all.
+    require_boxed: only a completion with a `\\boxed{}` can be correct. If False, math-verify looks for an answer.
     scoring_timeout_s: an answer that takes longer to compare is worth 0.
 
     The reward is 1 if math-verify finds the completion's answer equal to the file's, else 0.
@@ -92,7 +92,7 @@ class MathJsonl:
         self._scorer = _Scorer(scoring_timeout_s)
         for problems in (self._training, self._evaluation):
             self._check_answers(problems)
-        self._scorer.stop()  # it is started again by the first reward: not everyone who opens the files asks for one
+        self._scorer.stop()  # the first reward starts it again: not everyone who opens the files asks for one
 
     def prompt(self, index: int) -> Prompt:
         return self._ask(self._training[task_of(index, self.num_tasks, self._seed)])
@@ -135,8 +135,8 @@ class MathJsonl:
 def math_verified(
     prompt: Prompt, completion: str, *, require_boxed: bool = True, scoring_timeout_s: float = 5.0
 ) -> float:
-    """The reward of `MathJsonl` for prompts of any environment: 1 if math-verify finds the completion's answer equal to
-    `prompt.answer`, else 0."""
+    """Returns `MathJsonl`'s reward for prompts of any environment: 1 if math-verify finds the completion's answer equal
+    to `prompt.answer`, else 0."""
     return _is_right(_shared_scorer(scoring_timeout_s), prompt, completion, require_boxed)
 
 
@@ -144,7 +144,7 @@ math_verified.reward_threads = 1  # type: ignore[attr-defined]
 
 
 def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed: bool) -> float:
-    # The last of several boxes counts; math-verify would take them together as one set.
+    # The last of several boxes counts; math-verify would read them as one set.
     _, boxed, final = completion.rpartition("\\boxed")
     return float((bool(boxed) or not require_boxed) and scorer.is_correct(prompt.answer, boxed + final))
 
@@ -178,7 +178,7 @@ def _read_problems(file: str, problem_field: str, answer_field: str) -> list[Mat
 
 
 def _final(answer: str, field: str) -> str:
-    """The final answer in the answer field; `field` names it in errors."""
+    """Returns the final answer in the answer field; `field` names it in errors."""
     _, mark, final = answer.rpartition("####")
     final = final.strip()
     if mark and not final:
@@ -212,8 +212,8 @@ def _field(record: dict[str, object], name: str, where: str) -> str:
 class _Scorer:
     """math-verify in a process of its own.
 
-    Its own timeout is a signal, which works in a main thread only and cannot interrupt one long multiplication such as
-    `9^{9^{9^9}}`. Here the process is killed and the next call starts another. Calls from several threads take turns.
+    Its own timeout is a signal, which works only in a main thread and cannot interrupt one long multiplication such as
+    `9^{9^{9^9}}`. Here the process is killed, and the next call starts another. Calls from several threads take turns.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -238,7 +238,7 @@ class _Scorer:
             return False
 
     def _start(self) -> None:
-        # Spawned, not forked: the producer holds threads and an engine that a fork would copy in mid-flight.
+        # Spawned, not forked: a fork would copy the producer's running threads and engine.
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=_score_forever, args=(far_end,), name="math-verify", daemon=True)
@@ -260,10 +260,10 @@ class _Scorer:
 
 
 def _score_forever(pipe: Connection) -> None:
-    """Answers (answer, completion) by whether they agree, until the other end closes."""
+    """Receives (answer, completion) and sends whether they agree, until the other end closes."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # An interrupt from the keyboard reaches the whole process group; the producer's shutdown ends this process.
+    # A keyboard interrupt reaches the whole process group; the producer's shutdown ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     boxed_first = LatexExtractionConfig(boxed_match_priority=0)

@@ -1,4 +1,4 @@
-"""A keyed permutation of 0 to n - 1 that is computed for one place at a time: a shuffled order without state."""
+"""A keyed permutation of 0 to n - 1, computed for one place at a time: a shuffled order without state."""
 
 import hashlib
 
@@ -6,19 +6,17 @@ _ROUNDS = 6
 
 
 def task_of(index: int, num_tasks: int, seed: int) -> int:
-    """The task, from 0, that stands behind the run's `index`, from 1: all of them once an epoch, each time in another
-    order."""
+    """Returns the task, from 0, of the run's `index`, from 1: each task once per epoch, in an order of that epoch's."""
     epoch, place = divmod(index - 1, num_tasks)
     return permuted(place, num_tasks, seed, epoch)
 
 
 def permuted(place: int, size: int, *key: str | int) -> int:
-    """Where `place` of `size` goes under the permutation that `key` names; the same on every machine.
+    """Returns where `place` of `size` goes under the permutation that `key` names; the same on every machine.
 
     A Feistel network over the smallest domain of an even number of bits that holds `size`, whose round function is
     BLAKE2b (Luby and Rackoff, 1988), walked until it falls below `size` (cycle walking: Black and Rogaway, Ciphers with
-    Arbitrary Finite Domains, 2002). The domain is less than four times as large, so that the walk takes 4 steps at most
-    in the mean.
+    Arbitrary Finite Domains, 2002). The domain is less than four times as large: the mean walk takes at most 4 steps.
 
     Raises:
         ValueError: place is not from 0 to size - 1.

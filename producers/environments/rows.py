@@ -17,39 +17,40 @@ from penstock.schemas.rollout import one_line
 
 Row = dict[str, Any]
 
-_ROW_GROUPS_KEPT = 8
-"""Decoded row groups that are held in memory, of all Parquet files together."""
-_SCAN_BYTES = 1 << 24
+ROW_GROUPS_KEPT = 8
+"""Decoded row groups held in memory, of all Parquet files together."""
+SCAN_BYTES = 1 << 24
+"""Bytes read at once in the search for line ends."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FILES = (".jsonl", ".parquet", ".json", ".csv")
-"""Suffixes by which a name is that of a file, whether it is there or not."""
+"""Suffixes that mark a name as that of a file, even of one that does not exist."""
 
 
 class DataRows(Protocol):
-    """A data set of `len(rows)` rows, from 0; reading one takes the memory of a few at most."""
+    """A data set of `len(rows)` rows, from 0; reading one takes the memory of a few rows at most."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> Row:
-        """Raises ValueError, which names the place, if it cannot be read."""
+        """Raises ValueError, which names the place, for a row that cannot be read."""
         ...
 
     def place(self, number: int) -> str:
-        """Where a row stands, for messages."""
+        """Returns where a row is, for messages."""
         ...
 
 
 def open_rows(
     source: str, *, split: str, subset: str | None = None, revision: str | None = None, columns: Sequence[str] = ()
 ) -> DataRows:
-    """The rows of a `.jsonl` or `.parquet` file, of a folder of them or one that `datasets` has saved, or of a data set
-    on the Hugging Face Hub.
+    """Opens a `.jsonl` or `.parquet` file, a folder of such files or one that `datasets` has saved, or a data set on
+    the Hugging Face Hub.
 
-    split, subset, revision: of a Hugging Face dataset. columns: those that are read, of Parquet files
-    and Hugging Face datasets; all of them if one is missing.
+    split, subset, revision: of a Hugging Face dataset. columns: read from Parquet files and Hugging Face datasets; all
+    of theirs if one is missing.
 
     Raises:
-        ValueError: nothing there that can be read, or no row in it; the message names it and what was expected.
+        ValueError: it cannot be read, or has no row; the message names it and what was expected.
     """
     path = Path(source)
     kinds = [sorted(path.glob(pattern)) for pattern in ("*.jsonl", "*.parquet")] if path.is_dir() else [[path]]
@@ -79,7 +80,7 @@ def _open_file(file: Path, columns: Sequence[str]) -> DataRows:
 
 
 class _JsonLines:
-    """One JSON object a line. The file is read through once for the places of its lines: 16 bytes of memory each."""
+    """One JSON object per line. The file is scanned once for its lines, which take 16 bytes of memory each."""
 
     def __init__(self, file: Path) -> None:
         self._name = str(file)
@@ -90,15 +91,15 @@ class _JsonLines:
         weakref.finalize(self, os.close, self._file)
         ends: list[np.ndarray] = []
         size = os.fstat(self._file).st_size
-        for start in range(0, size, _SCAN_BYTES):
-            block = np.frombuffer(os.pread(self._file, _SCAN_BYTES, start), np.uint8)
+        for start in range(0, size, SCAN_BYTES):
+            block = np.frombuffer(os.pread(self._file, SCAN_BYTES, start), np.uint8)
             ends.append(np.flatnonzero(block == ord("\n")) + start)
         self._bounds = np.concatenate([[-1], *ends, [size]])
-        """Before the first byte of each line, which is also the end of the line before it."""
+        """The position before the first byte of each line: the end of the line before it."""
         self._lines = np.flatnonzero(np.diff(self._bounds) > 1)
-        """From 0, those that are not empty."""
+        """Numbers, from 0, of the lines that are not empty."""
         if len(self):
-            self[len(self) - 1]  # a file that is cut short is an error now
+            self[len(self) - 1]  # raises for a truncated file
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -119,7 +120,7 @@ class _JsonLines:
 
 
 class _Parquet:
-    """A Parquet file, of which a row is read with its row group."""
+    """A Parquet file; a row is read with its row group."""
 
     def __init__(self, file: Path, columns: Sequence[str]) -> None:
         parquet = _import("pyarrow.parquet", "parquet")
@@ -131,8 +132,8 @@ class _Parquet:
         metadata = self._file.metadata
         sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
         self._starts = [0, *itertools.accumulate(sizes)]
-        # With one that is missing a row has all, for the message.
-        self._columns = list(columns) if set(columns) <= set(self._file.schema_arrow.names) else None
+        # If one is missing, rows have all columns, which the message lists.
+        self._columns = tuple(columns) if set(columns) <= set(self._file.schema_arrow.names) else None
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -140,24 +141,21 @@ class _Parquet:
     def __getitem__(self, number: int) -> Row:
         group = bisect_right(self._starts, number) - 1
         try:
-            return _row_group(self, group).slice(number - self._starts[group], 1).to_pylist()[0]
+            return _row_group(self._file, group, self._columns).slice(number - self._starts[group], 1).to_pylist()[0]
         except (ValueError, OSError) as error:
             raise ValueError(f"{self.place(number)}: {error}; expected a whole Parquet file") from error
 
     def place(self, number: int) -> str:
         return f"{self._name}: row {number}"
 
-    def read(self, group: int) -> Any:
-        return self._file.read_row_group(group, columns=self._columns)
 
-
-@functools.lru_cache(_ROW_GROUPS_KEPT)
-def _row_group(file: _Parquet, number: int) -> Any:
-    return file.read(number)
+@functools.lru_cache(ROW_GROUPS_KEPT)
+def _row_group(file: Any, number: int, columns: tuple[str, ...] | None) -> Any:
+    return file.read_row_group(number, columns=columns)
 
 
 class _HuggingFace:
-    """A data set of the library `datasets`, memory-mapped: a folder that `save_to_disk` has written, or one by name."""
+    """A memory-mapped data set of the library `datasets`: a folder that `save_to_disk` has written, or one by name."""
 
     def __init__(
         self, source: str, split: str, subset: str | None, revision: str | None, columns: Sequence[str]
@@ -200,12 +198,16 @@ class _Joined:
         return self._starts[-1]
 
     def __getitem__(self, number: int) -> Row:
-        part = bisect_right(self._starts, number) - 1
-        return self._parts[part][number - self._starts[part]]
+        part, number = self._found(number)
+        return part[number]
 
     def place(self, number: int) -> str:
+        part, number = self._found(number)
+        return part.place(number)
+
+    def _found(self, number: int) -> tuple[DataRows, int]:
         part = bisect_right(self._starts, number) - 1
-        return self._parts[part].place(number - self._starts[part])
+        return self._parts[part], number - self._starts[part]
 
 
 def _import(module: str, extra: str) -> Any:

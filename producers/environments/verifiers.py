@@ -18,18 +18,18 @@ except ImportError as error:
 Json = dict[str, Any]
 
 TOO_LONG = ("context_length_exceeded", "rollout_too_large")
-"""Codes of calls that have no room left."""
+"""Codes of calls for which no room is left."""
 
 
 class VerifiersEnvironment:
-    """`verifiers.load_environment(id, **args)`. Rows of its data set come in an order that is shuffled per epoch; held
-    out are those of its evaluation set, if it has one.
+    """`verifiers.load_environment(id, **args)`. Rows of its data set are shuffled per epoch; those of its evaluation
+    set, if it has one, are held out.
 
-    A rollout in which verifiers notes an error dies of it. Other rollouts have its reward, and its metrics as parts.
+    A rollout in which verifiers records an error dies of it. Other rollouts get its reward, with its metrics as parts.
 
     id: of an installed environment, or of a module in the working directory.
-    args: what its `load_environment` takes.
-    num_evaluation_prompts: the first so many rows of its evaluation set; None means all.
+    args: of its `load_environment`.
+    num_evaluation_prompts: how many rows of its evaluation set to use, from the first on; None means all.
 
     Raises:
         ValueError: it cannot be loaded, has no tasks, or scores the rollouts of a group together (their rewards or
@@ -46,7 +46,7 @@ class VerifiersEnvironment:
             raise ValueError(f"VerifiersEnvironment: id = {id!r}: {type(error).__name__}: {error}") from error
         finally:
             for each, handler in handlers.items():
-                signal.signal(each, handler)  # it has put its own in place, which exit at once
+                signal.signal(each, handler)  # it installs its own, which exit at once
         if self._environment.requires_group_rollouts or self._environment.provides_advantages:
             raise ValueError(f"VerifiersEnvironment: {id!r} scores whole groups; expected rewards of one rollout each")
         training, evaluation = self._environment.build_dataset(), self._environment.build_eval_dataset()
@@ -68,7 +68,7 @@ class VerifiersEnvironment:
         return self._pose("evaluation", n - 1)
 
     async def reward(self, prompt: Prompt, completion: str) -> Reward:
-        """The reward of a conversation with this answer alone; where another turn follows, it has no room for it."""
+        """Returns the reward of a conversation with this answer alone; there is no room for another turn."""
         return await self.converse(prompt, _OneAnswer(completion))
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
@@ -86,7 +86,7 @@ class VerifiersEnvironment:
 
 
 class _OneAnswer:
-    """A `Conversation` whose one answer is given."""
+    """A `Conversation` with one given answer."""
 
     facts = RolloutFacts(num_prompt_tokens=0, num_tokens=0, max_tokens=0, finish_reason="stop")
 
@@ -125,7 +125,7 @@ class _Policy(OpenAIChatCompletionsClient):
         )
 
     async def raise_from_native_response(self, response: Any) -> None:
-        """An empty answer is one that the policy has given: it is scored as others are."""
+        """Accepts an empty answer: the policy has given it, and it is scored like others."""
 
 
 def _text(content: Any) -> str:

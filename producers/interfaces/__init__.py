@@ -50,17 +50,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     sampling_mask: tuple[bytes, ...] | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
 
 class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a rollout beside its text, for a reward with a parameter `facts`."""
+    """What is known of a rollout apart from its text, for a reward with a parameter `facts`."""
 
     num_prompt_tokens: int
     """Of the first turn."""
     num_tokens: int
     """Sampled tokens of all turns, the stop token included if it was sampled."""
     max_tokens: int
-    """The most tokens that it could have had: sampling.max_tokens, or what the prompt leaves of the model's context. In
-    a conversation sampling.max_tokens, which is a turn's."""
+    """The most tokens that it could have: sampling.max_tokens, or what the prompt leaves of the model's context. In a
+    conversation sampling.max_tokens, which limits one turn."""
     finish_reason: FinishReason
     """Of the last turn."""
     num_turns: int = 1
@@ -68,7 +72,7 @@ class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_truncated(self) -> bool:
-        """It was cut off by the token limit."""
+        """True if the token limit cut it off."""
         return self.finish_reason == "length"
 
 
@@ -81,7 +85,7 @@ class WeightLoadError(RuntimeError):
 
 
 class CaptureError(RuntimeError):
-    """Hidden states could not be recorded; the engine serves on as before."""
+    """Hidden states could not be recorded; the engine serves as before."""
 
 
 class Engine(Protocol):
@@ -104,17 +108,17 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
 
-        stop: a completion may end after the token that completes one of these texts, and need not.
+        stop: a completion may, but need not, end after the token that completes one of these texts.
         seed: decides together with the sibling's number what is drawn, whatever else is sampled; None draws from the
             engine's own generator.
 
-        A completion that the engine itself breaks off has the finish reason "abort" and the tokens sampled until then.
+        A completion that the engine itself aborts has the finish reason "abort" and the tokens sampled until then.
         """
         ...
 
     def sampled(self, request_id: str) -> list[Completion]:
-        """The siblings of a running request as far as they are sampled, an unfinished one with the finish reason
-        "abort"; empty for a request that is not running.
+        """Returns what is sampled of a running request's siblings, an unfinished one with the finish reason "abort";
+        empty for a request that is not running.
 
         Raises:
             EngineError: what is sampled is inconsistent.
@@ -122,11 +126,11 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
-        """Replaces the weights in flight by those in the verified safetensors file at `path`, which nobody changes
+        """Replaces the weights in flight with those of the verified safetensors file at `path`, which nobody changes
         until the call returns.
 
-        restore: called after a load that failed half way; brings back the file of the weights loaded before and
-            returns its path. None if the file loaded last, or the base model, is still what it was.
+        restore: called after a load that failed half-way; restores the file of the weights loaded before and returns
+            its path. None if the file loaded last, or the base model, is unchanged.
 
         Returns the seconds during which no token was sampled.
 
@@ -142,7 +146,7 @@ class InspectableEngine(Engine, Protocol):
     """An engine that can show the hidden states of its model."""
 
     async def capture(self, token_ids: list[int], path: str) -> None:
-        """Replays one sequence with the weights now served and writes its hidden states to `path`, in the layout of
+        """Replays one sequence with the weights served now and writes its hidden states to `path`, in the layout of
         `penstock.schemas.hidden_states`.
 
         Raises:
@@ -155,36 +159,36 @@ class InspectableEngine(Engine, Protocol):
 class Environment(Protocol):
     """Poses tasks and scores answers. Constructed with the run file's keyword arguments and `seed`.
 
-    One of a data set may have an attribute `num_tasks`: `prompt` poses another row for every index up to it. Curricula
-    choose among these.
+    An environment with a data set may have an attribute `num_tasks`: `prompt` poses another row for every index up to
+    it. Curricula choose among these.
     """
 
     num_evaluation_prompts: int
 
     def prompt(self, index: int) -> Prompt:
-        """Training task `index` (from 1, over all dataset epochs); the same index always names the same task."""
+        """Returns training task `index`, from 1 over all dataset epochs; the same index always names the same task."""
         ...
 
     def evaluation_prompt(self, n: int) -> Prompt:
-        """Held-out task `n`, from 1 to `num_evaluation_prompts`."""
+        """Returns held-out task `n`, from 1 to `num_evaluation_prompts`."""
         ...
 
     @offers("facts")
     def reward(self, prompt: Prompt, completion: str) -> float | Reward:
-        """What one answer is worth. May be a coroutine, may take `facts: RolloutFacts`, and with `completions` in place
-        of `completion` it scores all siblings at once and returns a list."""
+        """Returns what one answer is worth. May be a coroutine, may take `facts: RolloutFacts`, and with `completions`
+        instead of `completion` it scores all siblings at once and returns a list."""
         ...
 
 
 class Conversation(Protocol):
-    """One rollout as a conversing environment sees it: any number of calls, one after another or side by side."""
+    """One rollout as a conversing environment sees it: any number of calls, one after another or concurrent."""
 
     async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """The assistant's message, to be appended to `messages` as it is. fields: those of OpenAI's request (`tools`).
+        """Returns the assistant's message, to append to `messages` as it is. fields: of OpenAI's request (`tools`).
 
         Raises:
-            ApiError: the request cannot be answered; its `code` is `context_length_exceeded` for one past the context
-                and `rollout_ended` for one of a rollout that has ended.
+            ApiError: the request cannot be answered; its `code` is `context_length_exceeded` for one that exceeds the
+                context and `rollout_ended` after the end of the rollout.
             EngineError: the engine serves no longer.
         """
         ...
@@ -194,7 +198,7 @@ class Conversation(Protocol):
         """The facts of the calls answered until now.
 
         Raises:
-            LookupError: there is none yet.
+            LookupError: no call is answered yet.
         """
         ...
 
@@ -203,5 +207,5 @@ class ConversingEnvironment(Environment, Protocol):
     """An environment that holds its conversations itself. The run file needs an `[endpoint]` table."""
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> float | Reward:
-        """One rollout of a training or a held-out prompt, from its first call to its reward."""
+        """Holds one rollout of a training or a held-out prompt, from its first call to its reward."""
         ...

@@ -1,7 +1,7 @@
-"""Taking over what an earlier holder of a prompt has sampled of its group: when it is of use, and as what.
+"""Taking over what an earlier holder of a prompt has sampled of its group, if it can be used.
 
-All siblings are taken over or none: which of them are finished or old depends on their length, and to begin only some
-anew would favor short or long answers.
+All siblings are taken over or none: which of them are finished or old depends on their length, and to restart only some
+would favor short or long answers.
 """
 
 import itertools
@@ -14,20 +14,20 @@ from penstock.schemas.rollout import Rollout, RolloutGroup, VersionSpan
 
 
 class UnusableProgressError(ValueError):
-    """Progress that cannot be gone on from; the message says why."""
+    """Progress that cannot be continued; the message says why."""
 
 
 def adopted(
     found: RolloutGroup, group: RolloutGroup, context: bytes, *, num_siblings: int, held: int, lag_bound: int
 ) -> list[Completion]:
-    """The siblings of `found`, to be gone on with.
+    """Returns the siblings of `found`, to be continued.
 
-    Tokens keep their versions. They may be newer than the policy held, by up to the lag bound as the policy of any
-    claim may be, and older, as those of a straggler are; but if all of them are past the bound, none would be trained.
-    Policies of an earlier trainer epoch are left to the trainer, which alone knows their lag.
+    Tokens keep their versions. They may be newer than the policy held, by up to the lag bound like the policy of any
+    claim, and older, like those of a straggler; but if all of them are past the bound, none would be trained. Policies
+    of an earlier trainer epoch are left to the trainer, which alone knows their lag.
 
     Args:
-        group: the group that is to be sampled here, with its prompt, engine and sampling.
+        group: the group to be sampled here, with its prompt, engine and sampling.
         context: the prompt's token ids, packed.
         held: version of the policy that the engine holds.
 

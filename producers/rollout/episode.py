@@ -72,9 +72,9 @@ class Episodes:
         """Tokens sampled since the start."""
 
     async def run(self, claim: Claim) -> RolloutGroup | Dead:
-        """Samples and scores the siblings of one claim, for an evaluation as the environment's held-out prompts are.
+        """Samples and scores the siblings of one claim; for an evaluation with the settings of held-out prompts.
 
-        Returns the group, or the reason why there is none.
+        Returns the group, or the reason for having none.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -149,7 +149,7 @@ class Episodes:
     async def _sample(
         self, claim: Claim, group: RolloutGroup, prompt_ids: list[int], num_siblings: int
     ) -> list[Completion]:
-        # The number, because an emptied Redis may reuse an entry id.
+        # The number of requests is part of it because an emptied Redis may reuse an entry id.
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         seed, context = request_seed(self._config, claim.index, claim.attempt), pack_ids(prompt_ids)
@@ -173,7 +173,7 @@ class Episodes:
         except ValueError as error:
             if not before:
                 raise
-            log.warning("%s begins anew, the engine refuses what it was to go on from: %s", claim, error)
+            log.warning("%s starts again, the engine refuses to continue its progress: %s", claim, error)
             claim.found = None
             return await self._sample(claim, group, prompt_ids, num_siblings)
         num_tokens = _num_tokens(completions) - _num_tokens(before)
@@ -182,7 +182,7 @@ class Episodes:
         return completions
 
     def _adopted(self, claim: Claim, group: RolloutGroup, context: bytes, num_siblings: int) -> list[Completion]:
-        """What an earlier holder of the prompt has sampled, if it is of use here."""
+        """Returns what an earlier holder of the prompt has sampled, if it can be used here."""
         if (found := claim.found) is None:
             return []
         num_tokens = sum(rollout.num_sampled_tokens for rollout in found.rollouts)
@@ -192,7 +192,7 @@ class Episodes:
         except UnusableProgressError as error:
             self._metrics.progress_tokens.labels("ignored").inc(num_tokens)
             log.warning(
-                "%s begins anew, %d tokens of %s are of no use: %s", claim, num_tokens, found.producer_id, error
+                "%s starts again, %d tokens of %s cannot be used: %s", claim, num_tokens, found.producer_id, error
             )
             return []
         self._metrics.progress_tokens.labels("adopted").inc(num_tokens)
@@ -210,16 +210,16 @@ class Episodes:
 
 
 def _samplers(claim: Claim) -> tuple[str, ...]:
-    """The instances of producers whose tokens this one goes on from."""
+    """Returns the instances of the producers whose tokens this one continues."""
     return () if claim.found is None or claim.num_lost_before is None else claim.found.samplers
 
 
 def _num_tokens(completions: list[Completion]) -> int:
-    return sum(len(completion.token_ids) for completion in completions) // 4
+    return sum(completion.num_tokens for completion in completions)
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The token ids of a prompt."""
+    """Returns the token ids of a prompt."""
     if prompt.messages is None:
         return tokenizer.encode(prompt.text, add_special_tokens=False)
     messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
@@ -229,16 +229,16 @@ def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
 def facts_of(completion: Completion, num_prompt_tokens: int, max_tokens: int) -> RolloutFacts:
     return RolloutFacts(
         num_prompt_tokens=num_prompt_tokens,
-        num_tokens=len(completion.token_ids) // 4,
+        num_tokens=completion.num_tokens,
         max_tokens=max_tokens,
         finish_reason=completion.finish_reason,
     )
 
 
 def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollout:
-    """A rollout of one segment: the prompt's ids (packed), then what was sampled after them."""
+    """Returns a rollout of one segment: the prompt's packed ids, then what was sampled after them."""
     start = len(context) // 4
-    end = start + len(completion.token_ids) // 4
+    end = start + completion.num_tokens
     segment = Segment(
         token_ids=context + completion.token_ids,
         behavior_logprobs=completion.behavior_logprobs,
@@ -253,7 +253,7 @@ def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollou
 
 
 def load_tokenizer(config: RunConfig) -> Any:
-    """The model's own tokenizer.
+    """Loads the model's own tokenizer.
 
     Raises:
         ConfigError: no such folder, or no tokenizer in it.

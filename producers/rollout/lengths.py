@@ -1,4 +1,4 @@
-"""Rewards of length, to be named as a component beside the one of the task. |y| is `facts.num_tokens`."""
+"""Length rewards, for a component next to the task's own. |y| is `facts.num_tokens`."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def soft_overlong(prompt: Prompt, completion: str, *, facts: RolloutFacts, cache
         (L_max - L_cache - |y|) / L_cache      up to L_max
         -1                                     beyond
 
-    Source: DAPO (arXiv 2503.14476, equation 13), of L_max = 20,480 and L_cache = 4,096. Departure: where a prompt
+    Source: DAPO (arXiv 2503.14476, equation 13), with L_max = 20,480 and L_cache = 4,096. Departure: where a prompt
     leaves less of the model's context than sampling.max_tokens, L_max is what it leaves.
 
     Raises:
@@ -40,8 +40,8 @@ def relative_length(prompt: Prompt, completions: Sequence[str], *, facts: Sequen
 
         min(0, 0.5 - (|y| - min) / (max - min)), and 0 if all are equally long
 
-    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.3), its length reward for wrong answers. Departure: it is that of
-    right ones too, which have no min(0, .) there, because a component does not know which answers are right.
+    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.3), its length reward for wrong answers. Departure: it also applies
+    to correct ones, which have no min(0, .) there: a component does not know which answers are correct.
     """
     lengths = [each.num_tokens for each in facts]
     shortest, span = min(lengths), max(lengths) - min(lengths)

@@ -36,7 +36,7 @@ class WeightUpdate(NamedTuple):
 
 
 def pose(environments: Sequence[Environment], tokenizer: Any, num_prompts: int) -> list[PosedPrompt]:
-    """The first training tasks, of each environment in turn."""
+    """Poses the first training tasks, of each environment in turn."""
     turns = [divmod(n, len(environments)) for n in range(num_prompts)]
     prompts = [environments[place].prompt(1 + number) for number, place in turns]
     return [PosedPrompt(prompt, tokenize(tokenizer, prompt)) for prompt in prompts]
@@ -52,9 +52,9 @@ async def probe(
 ) -> list[RolloutGroup]:
     """Samples every prompt across each update, and once more after the last one.
 
-    Prompts are sampled again and again until an update is loaded, and the groups that were in flight at that moment are
-    kept. So rows hold tokens of two policies, however fast the engine is, and each policy samples every prompt anew,
-    whether or not the engine has cached it. If nothing was in flight, the first prompt's round before the update is.
+    Prompts are sampled repeatedly until an update is loaded, and the groups in flight at that moment are kept. So rows
+    hold tokens of two policies, however fast the engine is, and each policy samples every prompt again, whether or not
+    the engine has cached it. If nothing was in flight, the first prompt's round before the update is kept.
 
     Returns:
         `len(prompts) * (len(updates) + 1)` groups, update after update, indexes from 1, rewards 0.
@@ -81,10 +81,10 @@ class _Wave:
         self._engine, self._sampling, self._group_size = engine, sampling, group_size
         self._updated = False
         self._before: list[Completion] = []
-        """The first prompt's last round that had ended before the update."""
+        """The first prompt's last round that ended before the update."""
 
     async def sample(self, prompts: Sequence[PosedPrompt], update: WeightUpdate | None) -> list[list[Completion]]:
-        """The siblings of each prompt that were in flight during the update."""
+        """Returns each prompt's siblings that were in flight during the update."""
         self._updated = update is None
         older = self._engine.policy_version
         try:
@@ -98,19 +98,19 @@ class _Wave:
                     await self._engine.generate(prompts[0].token_ids, self._shorter(0.25), 1, _request_id())
                     await self._engine.load_weights(update.manifest, update.path)
                     self._updated = True
-        except ExceptionGroup as error:  # several requests fail for one reason: the first says it
+        except ExceptionGroup as error:  # several requests fail for one reason
             raise error.exceptions[0] from None
         found = [task.result() for task in sampled]
         versions = {completion.version_spans[0].version for siblings in found for completion in siblings}
         return [self._before, *found[1:]] if self._before and older not in versions else found
 
     async def _until_updated(self, token_ids: list[int], share: float, *, keep: bool) -> list[Completion]:
-        # Before an update the first round of each prompt has another length. Otherwise they would all end at the same
-        # moment, and an update at that moment would find nothing in flight.
+        # Before an update the first round of each prompt has another length: if all ended at the same moment, an
+        # update then would find nothing in flight.
         sampling = self._sampling if self._updated else self._shorter(share)
         while True:
             found = await self._engine.generate(token_ids, sampling, self._group_size, _request_id())
-            # Where the machine is busy, one that was in flight may be here before the update is known to be done.
+            # On a busy machine, one that was in flight may arrive before the update is known to be done.
             if self._updated or any(len(completion.version_spans) > 1 for completion in found):
                 return found
             if keep:
@@ -127,8 +127,8 @@ def _request_id() -> str:
 
 
 class BatchDependence(NamedTuple):
-    """Greedy completions decoded alone and all together: |difference| of the logprobs, over the tokens up to the first
-    one at which the two texts differ. It is the engine's own noise, not a fault."""
+    """Greedy completions decoded alone and all together: |difference| of the logprobs, over the tokens before the first
+    at which the two texts differ. It is the engine's own noise, not a fault."""
 
     num_tokens: int
     mean: float

@@ -1,7 +1,7 @@
 """Rewards: the environment's or the run file's own function, or several of them with weights.
 
-What a function is given is read from its signature, once: all siblings if its second parameter is called `completions`,
-and what is known of the rollout beside its text if it has a parameter `facts`.
+A function's signature, read once, decides what it is given: all siblings if its second parameter is called
+`completions`, and what is known of the rollout apart from its text if it has a parameter `facts`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from penstock.schemas.rollout import MAX_REWARD, check_part_names
 RewardFunction = Callable[..., Any]
 
 REWARD_THREADS = 16
-"""Calls at once of a reward that is no coroutine. Its owner may name another number: 1 if it is not thread-safe."""
+"""Concurrent calls of a reward that is no coroutine. Its owner may set another number: 1 if it is not thread-safe."""
 
 
 class RewardError(ValueError):
@@ -28,7 +28,7 @@ class RewardError(ValueError):
 
 
 def explained(error: Exception, tries: int = 1, kind: type[RewardError] = RewardError) -> RewardError:
-    """The error as one of this kind, that names it and how often it was tried; a RewardError as it is."""
+    """Returns an error of this kind that names `error` and the number of tries; a RewardError as it is."""
     if isinstance(error, RewardError):
         return error
     tried = f" (tried {tries} times)" if tries > 1 else ""
@@ -39,17 +39,17 @@ def explained(error: Exception, tries: int = 1, kind: type[RewardError] = Reward
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCall:
-    """One call of a reward function, and the completions that it scores: one, or those of a whole group."""
+    """One call of a reward function, and the completions that it scores: one, or those of a group."""
 
     function: Callable[[], Any]
     completions: Sequence[str]
     is_of_group: bool
 
     def checked(self, found: Any) -> tuple[Reward, ...]:
-        """What the function returned, as the reward of each completion.
+        """Returns what the function returned as the reward of each completion.
 
         Raises:
-            RewardError: see `checked`; or of a group another number of rewards than it has completions.
+            RewardError: see `checked`; or a group with another number of rewards than completions.
         """
         if not self.is_of_group:
             return (checked(found, _named(self.completions[0])),)
@@ -62,7 +62,7 @@ class RewardCall:
         return tuple(checked(one, _named(text)) for one, text in zip(found, self.completions, strict=True))
 
     def failure(self, error: Exception, tries: int = 1) -> RewardError:
-        """The error of a group; the user's own is its cause, with a note of the completion that it arose from."""
+        """Returns the error of a group; the user's own is its cause, with a note that names the completion."""
         of = f"a group of {len(self.completions)}, the first: " if self.is_of_group else "the completion "
         error.add_note(f"while scoring {of}{self.completions[0][:200]!r}")
         return explained(error, tries)
@@ -70,7 +70,7 @@ class RewardCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardComponent:
-    """A reward function, its arguments bound, and what it is given. One without a name is the whole reward."""
+    """A reward function, its arguments bound, and what it is given. One without a name is the only one."""
 
     function: RewardFunction
     takes_group: bool
@@ -84,7 +84,7 @@ class RewardComponent:
     def calls(
         self, prompt: Prompt, completions: Sequence[str], facts: Sequence[RolloutFacts] | None
     ) -> Iterator[RewardCall]:
-        """The calls that score a group. facts: of each completion; None only if they are not taken."""
+        """Yields the calls that score a group. facts: of each completion; None only if they are not taken."""
         if self.takes_group:
             known = {"facts": list(facts or ())} if self.takes_facts else {}
             function = functools.partial(self.function, prompt, list(completions), **known)
@@ -104,7 +104,7 @@ def component(
     name: str = "",
     weight: float = 1.0,
 ) -> RewardComponent:
-    """Reads from the function's signature what it takes. field: of the run file, for messages.
+    """Makes a component of a function, whose signature says what it takes. field: of the run file, for messages.
 
     Raises:
         ConfigError: it cannot be called with a prompt and completions, or see `reward_threads`.
@@ -133,10 +133,10 @@ def component(
 
 
 def reward_components(config: RunConfig, environment: Environment) -> tuple[RewardComponent, ...]:
-    """The functions that `[reward]` names; without one the environment's own.
+    """Returns the functions that `[reward]` names; without one the environment's own.
 
     Raises:
-        ConfigError: one cannot be imported, or does not fit; or limits for coroutines, and none of them is one.
+        ConfigError: one cannot be imported or does not fit; or limits for coroutines are set and none is a coroutine.
     """
     settings = config.reward
     if settings.components:
@@ -159,10 +159,10 @@ def _component_of(plug: Plug, field: str, environment: Environment, **named: Any
 
 
 def reward_threads(function: RewardFunction) -> int:
-    """The attribute `reward_threads` of the environment or of the function itself, else `REWARD_THREADS`.
+    """Returns the attribute `reward_threads` of the environment or of the function itself, else `REWARD_THREADS`.
 
     Raises:
-        ConfigError: it is no number from 1.
+        ConfigError: it is not a whole number from 1.
     """
     function = function.func if isinstance(function, functools.partial) else function
     owner = getattr(function, "__self__", function)
@@ -173,8 +173,8 @@ def reward_threads(function: RewardFunction) -> int:
 
 
 def weighted(components: Sequence[RewardComponent], rewards: Sequence[Reward]) -> Reward:
-    """The weighted sum of the components' rewards for one completion. Its parts are each component's value by its name,
-    without the weight, and the parts of that as `name/part`.
+    """Returns the weighted sum of the components' rewards for one completion. Its parts are each component's unweighted
+    value by its name, and that component's parts as `name/part`.
 
     Raises:
         RewardError: more parts than a record holds, or a sum beyond its range.
@@ -188,7 +188,7 @@ def weighted(components: Sequence[RewardComponent], rewards: Sequence[Reward]) -
 
 
 def checked(reward: Any, of: str) -> Reward:
-    """What the user's code returned as a reward, as a `Reward`. of: what it is the reward of, for the message.
+    """Returns what the user's code returned as a reward, as a `Reward`. of: what it rewards, for the message.
 
     Raises:
         RewardError: not a number that a record can hold, or parts that `check_part_names` refuses.

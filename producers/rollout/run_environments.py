@@ -1,4 +1,4 @@
-"""The environments of a run as a producer has them: constructed and checked, each with its sampling and its rewards."""
+"""The environments of a run: constructed and checked, each with its sampling and its rewards."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from penstock.schemas.rollout import SamplingSettings
 class RunEnvironment:
     """One environment of a run.
 
-    sampling, evaluation_sampling: of its training and of its held-out prompts.
+    sampling, evaluation_sampling: of its training and its held-out prompts.
     num_samples: answers to each held-out prompt.
     """
 
@@ -43,7 +43,7 @@ class RunEnvironment:
 
     @property
     def converses(self) -> bool:
-        """It holds its conversations itself."""
+        """True if it holds its conversations itself."""
         return hasattr(self.environment, "converse")
 
 
@@ -55,12 +55,13 @@ class RunEnvironments:
 
     @property
     def any_converse(self) -> bool:
-        """Some hold their conversations themselves; the others' prompts are answered in one turn then."""
+        """True if some hold their conversations themselves; the others' prompts are then answered in one turn."""
         return any(each.converses for each in self)
 
     def converses(self, name: str) -> bool:
-        """Whether prompts of this name are conversations; False for a name that is not in the run file."""
-        return any(each.converses for each in self if each.name == (name or next(iter(self)).name))
+        """Returns whether prompts of this name are conversations; False for a name that is not in the run file."""
+        found = self._by_name.get(name or next(iter(self._by_name)))
+        return found is not None and found.converses
 
     def check_endpoint(self, config: RunConfig) -> None:
         """Raises ConfigError if one converses and there is no endpoint."""
@@ -75,7 +76,7 @@ class RunEnvironments:
         return iter(self._by_name.values())
 
     def named(self, name: str) -> RunEnvironment:
-        """The environment of a released prompt; an entry without a name is of the first one.
+        """Returns the environment of a released prompt; the first one for an entry without a name.
 
         Raises:
             LookupError: the run file has none of this name.
@@ -89,8 +90,8 @@ def open_environments(config: RunConfig) -> RunEnvironments:
     """Constructs every environment of the run file.
 
     Raises:
-        ConfigError: one cannot be constructed or does not fit, or its reward cannot be used; or `[reward]`, and all of
-            them converse.
+        ConfigError: one cannot be constructed or does not fit, or its reward cannot be used; or `[reward]` is set and
+            all of them converse.
     """
     found = RunEnvironments(
         RunEnvironment.of(config, each, construct(each, field, Environment, seed=config.seed))
@@ -106,10 +107,10 @@ def open_environments(config: RunConfig) -> RunEnvironments:
 
 
 def pose(environment: Environment, index: int, *, held_out: bool = False) -> Prompt:
-    """The environment's task `index`.
+    """Returns the environment's task `index`.
 
     Raises:
-        TypeError, msgspec.ValidationError: it is no `Prompt`, or a field of it has another type.
+        TypeError, msgspec.ValidationError: it is no `Prompt`, or one of its fields has another type.
         Exception: whatever the environment raises.
     """
     name = "evaluation_prompt" if held_out else "prompt"

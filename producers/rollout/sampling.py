@@ -1,16 +1,16 @@
 """Sampling the completions of one prompt; what the engine aborts is resumed."""
 
-import asyncio
 import hashlib
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 
 import msgspec
 
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.schemas.config import EnvironmentConfig, RunConfig
-from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
 from penstock.schemas.segments import joined_masks
 
@@ -20,21 +20,21 @@ RESUMES_WITHOUT_A_TOKEN = 3
 
 
 def training_sampling(config: RunConfig, environment: EnvironmentConfig) -> SamplingSettings:
-    """The settings that an environment's training prompts are sampled with."""
+    """Returns the settings with which an environment's training prompts are sampled."""
     shared = {name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__}
     return SamplingSettings(**shared | {"max_tokens": environment.max_tokens or config.sampling.max_tokens})
 
 
 def evaluation_sampling(config: RunConfig, environment: EnvironmentConfig) -> SamplingSettings:
-    """The settings of its held-out prompts."""
+    """Returns the settings with which an environment's held-out prompts are sampled."""
     how = config.held_out[environment.name]
     own = {name: getattr(how, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
     return SamplingSettings(stop_token_ids=config.sampling.stop_token_ids, **own)
 
 
 def request_seed(config: RunConfig, *place: int) -> int | None:
-    """The seed of a request in synchronous mode, by the run's own and the request's place in the run: index, attempt
-    and so on. None in asynchronous mode, where what is sampled depends on when new weights arrive."""
+    """Derives a request's seed in synchronous mode from the run's own and the request's place (index, attempt and so
+    on). None in asynchronous mode, where what is sampled depends on when new weights arrive."""
     return _seed(config.seed, *place) if config.mode == "synchronous" else None
 
 
@@ -43,69 +43,58 @@ def _seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
+@dataclass(eq=False)
 class Siblings:
-    """The completions of one prompt, which can be looked at while they are sampled; the engine may end one at a text of
+    """The completions of one prompt, which can be read while they are sampled; the engine may end one at a text of
     `stop`.
 
     One that the engine aborts is resumed from its tokens so far, with the rest of its budget and a seed of its own,
     derived from `seed`, its number and its length; version spans and logprobs of the parts are joined.
 
-    adopted: as far as an earlier holder of the prompt came with each. Those that it finished stay as they are, and the
-        others are resumed in the same way.
+    adopted: what an earlier holder of the prompt has sampled of each. Finished ones stay as they are, the others are
+        resumed in the same way.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompt_ids: list[int],
-        sampling: SamplingSettings,
-        num_siblings: int,
-        request_id: str,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        adopted: Sequence[Completion] = (),
-    ) -> None:
-        self._engine = engine
-        self._prompt_ids = prompt_ids
-        self._sampling = sampling
-        self._num_siblings = num_siblings
-        self._request_id = request_id
-        self._stop = stop
-        self._seed = seed
-        self._parts: list[list[Completion]] = [[one] for one in adopted]
+    engine: Engine
+    prompt_ids: list[int]
+    sampling: SamplingSettings
+    num_siblings: int
+    request_id: str
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    adopted: InitVar[Sequence[Completion]] = ()
+
+    def __post_init__(self, adopted: Sequence[Completion]) -> None:
+        self._parts = [[one] for one in adopted]
         """Of each sibling, what ended requests have sampled; empty before the first request has ended."""
         self._running: dict[str, int] = {}
         """The running requests, and the first sibling that each samples."""
         self._is_unclear = False
-        """The engine could not say what is sampled so far, which is logged once."""
+        """The engine has once failed to say what is sampled, which is logged once."""
 
     async def sample(self) -> list[Completion]:
         """Samples what is missing; returns the whole completions.
 
         Raises:
-            EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
-                number of completions.
+            EngineError: the engine serves no longer, aborts repeatedly without a token, or answers with another number
+                of completions.
             ValueError: it refuses the prompt.
         """
         if not self._parts:
-            request = self._prompt_ids, self._sampling, self._num_siblings, self._request_id, self._seed
+            request = self.prompt_ids, self.sampling, self.num_siblings, self.request_id, self.seed
             self._parts = [[one] for one in await self._generate(*request)]
         if any(parts[-1].finish_reason == "abort" for parts in self._parts):
-            tasks = [asyncio.create_task(self._finish(n, parts)) for n, parts in enumerate(self._parts)]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                await cancel_and_wait(tasks)
+            await gather_or_cancel(self._finish(n, parts) for n, parts in enumerate(self._parts))
         return list(map(join, self._parts))
 
     def so_far(self) -> list[Completion] | None:
-        """Every sibling as far as it is sampled, an unfinished one with the finish reason "abort"; None while the
-        engine cannot say it."""
+        """Returns what is sampled of every sibling, an unfinished one with the finish reason "abort"; None while the
+        engine does not know it."""
         parts: dict[int, list[Completion]] = dict(enumerate(self._parts))
         for request_id, first in self._running.items():
             try:
-                found = self._engine.sampled(request_id)
-            except EngineError as error:  # its answer at the end counts
+                found = self.engine.sampled(request_id)
+            except EngineError as error:  # only its final answer counts
                 if not self._is_unclear:
                     log.warning("progress of a rollout is not kept: %s", error)
                 self._is_unclear = True
@@ -121,20 +110,20 @@ class Siblings:
         for attempt in itertools.count(1):
             if parts[-1].finish_reason != "abort":
                 return
-            num_sampled = sum(len(part.token_ids) for part in parts) // 4
-            if num_sampled >= self._sampling.max_tokens:
+            num_sampled = sum(part.num_tokens for part in parts)
+            if num_sampled >= self.sampling.max_tokens:
                 parts[-1] = msgspec.structs.replace(parts[-1], finish_reason="length")
                 return
             num_empty = 0 if parts[-1].token_ids else num_empty + 1
             if num_empty > RESUMES_WITHOUT_A_TOKEN:
                 break
-            context = self._prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
-            left = msgspec.structs.replace(self._sampling, max_tokens=self._sampling.max_tokens - num_sampled)
+            context = self.prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
+            left = msgspec.structs.replace(self.sampling, max_tokens=self.sampling.max_tokens - num_sampled)
             # A seeded generator cannot be wound forward to a position, and one noise must not be drawn at two.
-            seed = None if self._seed is None else _seed(self._seed + n, num_sampled)
-            # An id may be used once only.
-            parts += await self._generate(context, left, 1, f"{self._request_id}-{n}-{attempt}", seed, n)
-        raise EngineError(f"request {self._request_id}-{n}: aborted {num_empty} times in a row without a token")
+            seed = None if self.seed is None else _seed(self.seed + n, num_sampled)
+            # An id may be used only once.
+            parts += await self._generate(context, left, 1, f"{self.request_id}-{n}-{attempt}", seed, n)
+        raise EngineError(f"request {self.request_id}-{n}: aborted {num_empty} times in a row without a token")
 
     async def _generate(
         self,
@@ -147,7 +136,7 @@ class Siblings:
     ) -> list[Completion]:
         self._running[request_id] = first
         try:
-            completions = await self._engine.generate(prompt_ids, sampling, num_siblings, request_id, self._stop, seed)
+            completions = await self.engine.generate(prompt_ids, sampling, num_siblings, request_id, self.stop, seed)
         finally:
             del self._running[request_id]
         if len(completions) != num_siblings:
@@ -156,7 +145,7 @@ class Siblings:
 
 
 def join(parts: Sequence[Completion]) -> Completion:
-    """Joins consecutive parts to one completion."""
+    """Joins consecutive parts into one completion."""
     if len(parts) == 1:
         return parts[0]
     spans: list[VersionSpan] = []
@@ -167,7 +156,7 @@ def join(parts: Sequence[Completion]) -> Completion:
                 spans[-1] = VersionSpan(span.version, spans[-1].start, span.end + offset)
             else:
                 spans.append(VersionSpan(span.version, span.start + offset, span.end + offset))
-        offset += len(part.token_ids) // 4
+        offset += part.num_tokens
     return Completion(
         token_ids=b"".join(part.token_ids for part in parts),
         behavior_logprobs=b"".join(part.behavior_logprobs for part in parts),

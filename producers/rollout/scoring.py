@@ -1,9 +1,10 @@
-"""Groups are scored: coroutine rewards on the event loop, others on threads."""
+"""Scores groups: coroutine rewards on the event loop, others on threads."""
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 from penstock.producers.interfaces import RolloutFacts
 from penstock.producers.rollout.rewards import RewardCall, RewardComponent, RewardError, weighted
 from penstock.schemas.config import RewardConfig, TeacherConfig
-from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.prompt import Prompt, Reward
 
 log = logging.getLogger(__name__)
@@ -26,21 +27,22 @@ Scores = tuple[Reward, ...]
 class RewardScorer:
     """Scores whole groups, by every component at once.
 
-    A coroutine function is awaited on the event loop, at most `reward.concurrency` calls at a time. Any other function
-    runs on `RewardComponent.num_threads` threads, because a reward may take seconds (a test suite, a judge) and the
-    event loop has claims to refresh. The threads take turns over a group's calls, which are handed over together and
-    answered together: a reward may also take a microsecond. A call that never returns is abandoned with its thread.
+    A coroutine function is awaited on the event loop, at most `reward.concurrency` calls at a time over all components.
+    Any other function runs on `RewardComponent.num_threads` threads, because a reward may take seconds (a test suite, a
+    judge) and the event loop has claims to refresh. The threads share a group's calls, which are handed over together
+    and answered together: a reward may also take a microsecond. A call that never returns is abandoned with its thread.
     """
 
     def __init__(self, components: Sequence[RewardComponent], limits: RewardConfig) -> None:
         self._components = components
-        slots = asyncio.Semaphore(limits.concurrency)
-        self._scorers = [_Awaited(limits, slots) if each.is_async else _Threads(each) for each in components]
+        self._threads = [None if each.is_async else _Threads(each.num_threads) for each in components]
+        self._limits = limits
+        self._slots = asyncio.Semaphore(limits.concurrency)
 
     async def score(
         self, prompt: Prompt, completions: Sequence[str], facts: Sequence[RolloutFacts] | None = None
     ) -> Scores:
-        """The reward of each completion. facts: of each completion, if a component takes them.
+        """Returns the reward of each completion. facts: of each completion, if a component takes them.
 
         Cancelling the call abandons the threads that are in the middle of it; others take their places.
 
@@ -48,47 +50,27 @@ class RewardScorer:
             RewardError: one of them has none; the others are given up.
         """
         works = [
-            self._one(each, scorer, list(each.calls(prompt, completions, facts)))
-            for each, scorer in zip(self._components, self._scorers, strict=True)
+            self._one(each, threads, list(each.calls(prompt, completions, facts)))
+            for each, threads in zip(self._components, self._threads, strict=True)
         ]
         if not self._components[0].name:
             return await works[0]
-        tasks = list(map(asyncio.ensure_future, works))
-        try:
-            found = await asyncio.gather(*tasks)
-        finally:
-            await cancel_and_wait(tasks)
+        found = await gather_or_cancel(works)
         return tuple(weighted(self._components, rewards) for rewards in zip(*found, strict=True))
 
     def close(self) -> None:
-        for scorer in self._scorers:
-            scorer.close()
+        for threads in filter(None, self._threads):
+            threads.close()
 
-    async def _one(self, component: RewardComponent, scorer: "_Awaited | _Threads", calls: list[RewardCall]) -> Scores:
+    async def _one(self, component: RewardComponent, threads: "_Threads | None", calls: list[RewardCall]) -> Scores:
         try:
-            return await scorer.score(calls)
+            if threads is not None:
+                return await threads.score(calls)
+            return tuple(chain.from_iterable(await gather_or_cancel(map(self._await, calls))))
         except RewardError as error:
             if component.name:
                 error.args = (f"{component.name}: {error}",)
             raise
-
-
-class _Awaited:
-    """Awaits coroutines. slots: calls at once, of all such components together."""
-
-    def __init__(self, limits: RewardConfig, slots: asyncio.Semaphore) -> None:
-        self._limits = limits
-        self._slots = slots
-
-    async def score(self, calls: Sequence[RewardCall]) -> Scores:
-        tasks = [asyncio.ensure_future(self._await(call)) for call in calls]
-        try:
-            return tuple(reward for rewards in await asyncio.gather(*tasks) for reward in rewards)
-        finally:
-            await cancel_and_wait(tasks)
-
-    def close(self) -> None:
-        """Nothing is left: each call is awaited or cancelled by the one who scores."""
 
     async def _await(self, call: RewardCall) -> Scores:
         async def once() -> Scores:
@@ -104,13 +86,13 @@ async def tried(
     limits: RewardConfig | TeacherConfig,
     slots: asyncio.Semaphore,
 ) -> T:
-    """Awaits a call, and after a failure one more, up to `limits.retries` times.
+    """Awaits a call, and after each failure another one, up to `limits.retries` times.
 
-    section: of the run file, for messages. failure: makes of what was raised, and the number of tries, the error.
-    slots: calls at once.
+    section: of the run file, for messages. failure: makes the error from the exception and the number of tries.
+    slots: bound the calls at once.
 
     Raises:
-        RewardError: from the call, at once: its answer is of no use. Or the `failure` of the last try.
+        RewardError: from the call, at once: its answer cannot be used. Or the `failure` of the last try.
     """
     tries, num_tries = 0, 1 + limits.retries
     while True:
@@ -130,7 +112,7 @@ async def tried(
 
 
 class _Group:
-    """The calls for one group that are being made."""
+    """One group's calls."""
 
     def __init__(self, calls: Sequence[RewardCall], done: "asyncio.Future[Scores]") -> None:
         self.done = done
@@ -138,21 +120,21 @@ class _Group:
         self.rewards: dict[int, Scores] = {}
         self.num_calls = len(calls)
         self.num_running = 0
-        """Threads inside a call of the reward function for it."""
+        """Threads that are inside a call."""
         self.is_over = False
-        """All are scored, or one of them cannot be."""
+        """All calls are scored, or one has failed, or nobody waits for them."""
         self.is_abandoned = False
 
 
 class _Threads:
     """Threads that call one component's function."""
 
-    def __init__(self, component: RewardComponent) -> None:
+    def __init__(self, num_threads: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Group | None] = SimpleQueue()
         self._lock = Lock()
-        self._num_threads = component.num_threads
-        self._start(self._num_threads)
+        self._num_threads = num_threads
+        self._start(num_threads)
 
     async def score(self, calls: Sequence[RewardCall]) -> Scores:
         group = _Group(calls, self._loop.create_future())
@@ -183,7 +165,7 @@ class _Threads:
                 return  # the loop is closed
 
     def _share(self, group: _Group) -> bool:
-        """Makes calls of a group until none is left; False if this thread was replaced meanwhile."""
+        """Makes calls of a group until none is left; returns False if this thread was replaced meanwhile."""
         while True:
             with self._lock:
                 if group.is_over or not group.waiting:

@@ -1,4 +1,4 @@
-"""A teacher on a vLLM server: its logprobs of what was sampled, for on-policy distillation."""
+"""A teacher on a vLLM server: its logprobs of the sampled tokens, for on-policy distillation."""
 
 import asyncio
 import itertools
@@ -6,33 +6,32 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from aiohttp import ClientResponse, ClientResponseError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientSession, ClientTimeout, TCPConnector
 from msgspec.structs import replace
 
 from penstock.producers.rollout.rewards import RewardError, explained
 from penstock.producers.rollout.scoring import tried
 from penstock.schemas.config import ConfigError, TeacherConfig
-from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.rollout import RolloutGroup, Segment, one_line, pack_floats, unpack_ids
 
 T = TypeVar("T")
 LOWEST_LOGPROB = -9999.0
-"""What vLLM writes in the place of minus infinity."""
+"""What vLLM writes for minus infinity."""
 TOKENS_COMPARED_AT_ONCE = 4096
 
 
 class TeacherError(RewardError):
-    """The teacher's server fails again and again, refuses a request, or its answer is of no use."""
+    """The teacher's server fails repeatedly, refuses a request, or its answer cannot be used."""
 
 
 class TeacherServer:
     """Asks a vLLM server, `teacher.url`, for the teacher's logprobs of each segment's sampled tokens.
 
-    It is asked as `prompt_logprobs` of the segment's own token ids, so nothing is encoded anew. They are those of the
-    model's distribution at temperature 1. A request that fails is made again; what becomes of a group whose requests
-    fail for good is said by the one who asks.
+    It asks for `prompt_logprobs` of the segment's own token ids, so no text is encoded again. They are logprobs of the
+    model's distribution at temperature 1. A request that fails is retried.
 
-    Opened on the event loop that it is used on.
+    Construct it on the event loop that uses it.
     """
 
     def __init__(self, config: TeacherConfig) -> None:
@@ -65,17 +64,13 @@ class TeacherServer:
                     )
 
     async def score(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with the teacher's logprobs of every sampled token.
+        """Returns the group with the teacher's logprobs of every sampled token.
 
         Raises:
-            TeacherError: it has none of one of them.
+            TeacherError: it gives none for one of them.
         """
         segments = [segment for rollout in group.rollouts for segment in rollout.segments]
-        tasks = [asyncio.ensure_future(self._scored(segment)) for segment in segments]
-        try:
-            scored = iter(await asyncio.gather(*tasks))
-        finally:
-            await cancel_and_wait(tasks)
+        scored = iter(await gather_or_cancel(map(self._scored, segments)))
         return replace(
             group,
             rollouts=tuple(
@@ -94,8 +89,7 @@ class TeacherServer:
             answer = await self._post(f"{self._url}/completions", wanted)
             return pack_floats(_logprobs(answer, ids, segment.loss_mask))
 
-        packed = await self._tried(once)
-        return replace(segment, teacher_logprobs=packed)
+        return replace(segment, teacher_logprobs=await self._tried(once))
 
     async def _tried(self, once: Callable[[], Awaitable[T]]) -> T:
         return await tried("teacher", once, partial(explained, kind=TeacherError), self._config, self._slots)
@@ -116,19 +110,13 @@ class TeacherServer:
         async with self._session.post(url, json=body) as answer:
             if 400 <= answer.status < 500 and answer.status not in (408, 429):
                 raise TeacherError(f"HTTP {answer.status}: {one_line(await answer.text())}")
-            _check_status(answer)
+            if not answer.ok:
+                raise ConnectionError(f"HTTP {answer.status}: {answer.reason}")
             return await answer.json()
 
 
-def _check_status(answer: ClientResponse) -> None:
-    try:
-        answer.raise_for_status()
-    except ClientResponseError as error:
-        raise ConnectionError(f"HTTP {error.status}: {error.message}") from None
-
-
 def _logprobs(answer: Any, token_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> list[float]:
-    """The logprobs of the tokens in the runs.
+    """Returns the logprobs of the tokens in the runs.
 
     Raises:
         TeacherError: one is missing, or is no logarithm of a probability above 0.

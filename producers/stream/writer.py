@@ -174,7 +174,6 @@ class Writer:
         else:
             self._metrics.evaluations_appended.inc()
         self._table.remove(entry.claim)
-        self._metrics.in_flight.set(len(self._table))
 
 
 def _as_far_as_it_came(group: RolloutGroup) -> bytes:

@@ -428,8 +428,8 @@ async def test_progress_of_another_engine_is_of_no_use_and_said_so(run, caplog, 
     await one.producer(other, "b")
     group = decode_group((await one.read(1))[0][Field.PAYLOAD])
     assert all(len(sampled(rollout)) == 5 for rollout in group.rollouts)
-    why = f"group 1 begins anew, {num_saved} tokens of a are of no use: fingerprint.version = '1', expected '2'"
-    assert [line for line in caplog.messages if "begins anew" in line] == [why]
+    why = f"group 1 starts again, {num_saved} tokens of a cannot be used: fingerprint.version = '1', expected '2'"
+    assert [line for line in caplog.messages if "starts again" in line] == [why]
     assert metrics.progress_tokens.labels("ignored")._value.get() == num_saved
 
 
@@ -443,7 +443,7 @@ async def test_progress_that_the_engine_refuses_is_of_no_use_either(run, caplog)
     await one.producer(ScriptedEngine(refuse_prompt=(*ids("1"), 3)), "b")
     fields = (await one.read(1))[0]
     assert fields[Field.KIND] == Kind.GROUP
-    assert "group 1 begins anew, the engine refuses what it was to go on from: " in caplog.text
+    assert "group 1 starts again, the engine refuses to continue its progress: " in caplog.text
 
 
 async def test_a_finished_run_leaves_no_progress(run) -> None:

@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from penstock.producers.endpoint.chat.messages import CALL_ID_LENGTH
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
@@ -25,7 +27,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class ParsedAnswer(NamedTuple):
-    """content: None if nothing is left beside reasoning and calls. tool_calls: names and JSON arguments."""
+    """content: None if nothing is left apart from reasoning and calls. tool_calls: names and JSON arguments."""
 
     content: str | None
     reasoning: str | None = None
@@ -64,8 +66,8 @@ class Answers:
         self._special = special_token_ids(tokenizer)
 
     def ended(self, request: ChatRequest, completion: Completion) -> tuple[Completion, bool]:
-        """A completion up to and including the token that completes one of the request's stop strings, and whether
-        there is one. The engine need not have ended it there: one that was resumed is searched in its parts alone."""
+        """Returns the completion up to and including the token that completes one of the request's stop strings, and
+        whether there is one. The engine may not have ended it there: it searches each part of a resumed one alone."""
         token_ids = unpack_ids(completion.token_ids).tolist()
 
         def is_stopped(num: int) -> bool:
@@ -75,7 +77,8 @@ class Answers:
             return completion, False
         num = bisect_left(range(len(token_ids)), True, key=is_stopped)
         spans = completion.version_spans
-        return Completion(
+        return replace(
+            completion,
             token_ids=completion.token_ids[: 4 * num],
             behavior_logprobs=completion.behavior_logprobs[: 4 * num],
             version_spans=tuple(VersionSpan(s.version, s.start, min(s.end, num)) for s in spans if s.start < num),
@@ -84,7 +87,7 @@ class Answers:
         ), True
 
     def message(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> Json:
-        """The assistant's message, with prompt ids, sampled ids and logprobs under NeMo Gym's field names."""
+        """Returns the assistant's message, with prompt ids, sampled ids and logprobs under NeMo Gym's field names."""
         token_ids = unpack_ids(completion.token_ids).tolist()
         parsed = self._parse(request, prompt_ids, token_ids, completion)
         message: Json = {"role": "assistant", "content": parsed.content}
@@ -104,7 +107,7 @@ class Answers:
         return message | dict(zip(TOKEN_FIELDS, (prompt_ids, token_ids, logprobs), strict=True))
 
     def logprobs(self, request: ChatRequest, message: Json) -> Json:
-        """The sampled tokens' logprobs in OpenAI's form."""
+        """Returns the sampled tokens' logprobs in OpenAI's form."""
         content = []
         for token_id, logprob in zip(message["generation_token_ids"], message["generation_log_probs"], strict=True):
             token = self._tokenizer.decode([token_id])
@@ -133,12 +136,12 @@ class Answers:
 
 
 def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the first of the stop strings begins."""
+    """Returns where the first of the stop strings begins; None without one."""
     return min((at for one in stop if (at := text.find(one)) >= 0), default=None)
 
 
 def finish_reason(completion: Completion, message: Json) -> str:
-    """OpenAI's word for how an answer ended."""
+    """Returns OpenAI's name for how an answer ended."""
     if completion.finish_reason == "length":
         return "length"
     return "tool_calls" if "tool_calls" in message else "stop"
@@ -147,7 +150,7 @@ def finish_reason(completion: Completion, message: Json) -> str:
 def response(
     completion_id: str, model: str, request: ChatRequest, message: Json, logprobs: Json | None, reason: str
 ) -> Json:
-    """A chat completion of one choice, on demand with vLLM's own fields of token ids."""
+    """Returns a chat completion of one choice, on demand with vLLM's own fields of token ids."""
     num_prompt, num_sampled = len(message["prompt_token_ids"]), len(message["generation_token_ids"])
     choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
     if request.token_ids:
@@ -167,7 +170,7 @@ def response(
 
 
 def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
-    """A finished response as the server-sent events of a stream."""
+    """Yields a finished response as the server-sent events of a stream."""
     choice = finished["choices"][0]
     message = choice["message"]
     deltas: list[tuple[Json, Json | None, str | None]] = [({"role": "assistant", "content": ""}, None, None)]
@@ -191,6 +194,6 @@ def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
 
 
 def event(body: Json) -> bytes:
-    """A server-sent event; one of a response has a type, which names it."""
+    """Encodes a server-sent event; its body's type, if it has one, names it."""
     name = f"event: {body['type']}\n".encode() if "type" in body else b""
     return name + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"

@@ -9,10 +9,8 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     409: "conflict_error",
     410: "gone_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
 }
 
@@ -49,13 +47,13 @@ class ApiError(Exception):
 
 
 def try_again(status: int, message: str, code: str) -> ApiError:
-    """An error that tells its client to send the request again."""
+    """Returns an error that tells its client to send the request again."""
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def is_moving(what: str) -> ApiError:
-    """503: it is on its way from one producer to another."""
-    return try_again(503, f"{what} waits for a producer that goes on with it", "rollout_moving")
+    """Returns a 503: `what` moves from one producer to another."""
+    return try_again(503, f"{what} waits for a producer to continue it", "rollout_moving")
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

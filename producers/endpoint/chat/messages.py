@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
@@ -11,30 +11,17 @@ from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 Json = dict[str, Any]
 
 CALL_ID_LENGTH = 9
-"""Mistral's templates refuse a call's id of any other form than so many letters and digits."""
+"""Letters and digits of a call's id: Mistral's templates refuse any other form."""
 CALL_ID = re.compile(rf"\b[A-Za-z0-9]{{{CALL_ID_LENGTH}}}\b")
-ROOT = b""
-"""The chain key before the first message."""
-
-
-def chain_keys(messages: Iterable[Json], identity: Callable[[bytes, Json], bytes]) -> list[bytes]:
-    """One key per message: equal keys mean equal messages up to and including that one.
-
-    identity: of a message, given the key before it.
-    """
-    keys, key = [], ROOT
-    for message in messages:
-        key = extend_chain(key, identity(key, message))
-        keys.append(key)
-    return keys
 
 
 def extend_chain(key: bytes, canonical: bytes) -> bytes:
+    """Returns the key of a conversation that one message extends. key: of the conversation before; empty at first."""
     return hashlib.blake2b(key + canonical, digest_size=16).digest()
 
 
 def canonical_form(message: Mapping[str, Any]) -> bytes:
-    """The identity of a message: role, content and parsed tool calls.
+    """Returns what identifies a message: role, content and parsed tool calls.
 
     Clients drop fields they do not know (reasoning, token ids), and frameworks write a call's arguments with their own
     spacing and trim an answer's white space.
@@ -48,19 +35,19 @@ def canonical_form(message: Mapping[str, Any]) -> bytes:
     return json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
+def text_of(content: Any) -> str:
+    """Returns the text of a checked message's content: text, parts of text, or nothing."""
+    if isinstance(content, list):
+        return "".join(part.get("text", part.get("refusal", "")) for part in content)
+    return content or ""
+
+
 def for_template(messages: Sequence[Json]) -> list[Json]:
-    """Messages with text as content and tool calls' arguments as objects, without the token fields.
+    """Returns messages with text as content and tool calls' arguments as objects, without the token fields.
 
     Reasoning is given under both of its names: templates and clients differ.
     """
     return [_for_template(message) for message in messages]
-
-
-def text_of(content: Any) -> str:
-    """The text of a checked message's content: text, parts of text, or nothing."""
-    if isinstance(content, list):
-        return "".join(part.get("text", part.get("refusal", "")) for part in content)
-    return content or ""
 
 
 def _for_template(message: Json) -> Json:
@@ -84,7 +71,7 @@ def _call_for_template(call: Json) -> Json:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Parsed if they are JSON text, else unchanged."""
+    """Returns them parsed if they are JSON text, else unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

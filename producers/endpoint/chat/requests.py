@@ -23,16 +23,14 @@ _IGNORED = frozenset({
     "priority", "request_id",
 })  # fmt: skip
 """Fields that do not affect the tokens' distribution and are ignored."""
-
-
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-"""The names under which clients limit an answer; the least counts."""
+"""The names under which clients limit an answer; the smallest counts."""
 _RESERVED = frozenset({
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
-"""Names that transformers would take for arguments of its own."""
+"""Names that transformers would take as its own arguments."""
 
 
 class ChatRequest(NamedTuple):
@@ -42,7 +40,7 @@ class ChatRequest(NamedTuple):
     stop: texts that end the answer.
     token_ids: whether the response carries vLLM's own fields of token ids.
     tokens_as_ids: whether logprobs name tokens by their ids, as vLLM does on demand.
-    ignored: the fields that had no effect, although the client may expect one.
+    ignored: the fields without effect from which the client may expect one.
     """
 
     messages: list[Json]
@@ -69,7 +67,7 @@ def parse_json(body: bytes) -> Json:
 
 
 def parse_finish(body: bytes) -> Reward:
-    """`{"reward": 1.0, "metrics": {"exact": 1.0}}`, or the reward alone.
+    """Parses `{"reward": 1.0, "metrics": {"exact": 1.0}}`, or the reward alone.
 
     Raises:
         ApiError: 400, names the field, its value and what was expected.
@@ -100,7 +98,7 @@ def _decoded(body: bytes) -> Any:
 
 
 def _lone_surrogate(body: bytes) -> str:
-    """Says where a body holds half of a surrogate pair, which msgspec takes for the end of the body; empty if none."""
+    """Returns the error of a body with half a surrogate pair, where msgspec reports a truncated body; else empty."""
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -112,7 +110,7 @@ def _lone_surrogate(body: bytes) -> str:
 
 
 def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = False) -> ChatRequest:
-    """A chat completion's request, against how the run samples.
+    """Parses a request for a chat completion, and checks it against the run's sampling.
 
     ignore: answer a request for other sampling as if it had not asked for it (`endpoint.unsupported`).
 
@@ -155,8 +153,8 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
 
 
 def _check_sampling(left: Json, sampling: SamplingSettings, ignore: bool) -> tuple[str, ...]:
-    """Checks that every remaining field has the value that the run samples with anyway; returns those that have not and
-    are to be ignored."""
+    """Checks that every remaining field has the value that the run samples with; returns those that have another one
+    and are to be ignored."""
     ignored = []
     fixed: dict[str, tuple[Callable[[Any], bool], str]] = {
         "n": (lambda value: value == 1, "1: siblings are rollouts of their own"),
@@ -223,7 +221,7 @@ def _check_tool(tool: Json, where: str) -> None:
 
 
 def objects(value: Any, name: str, at_least: int = 0) -> list[Json]:
-    """A list of at least so many JSON objects; raises ApiError 400 for anything else."""
+    """Returns a list of at least so many JSON objects; raises ApiError 400 for anything else."""
     if not isinstance(value, list) or len(value) < at_least or not all(isinstance(item, dict) for item in value):
         raise bad_request(f"{name} is {shown(value)}, expected a list of objects", name)
     return value
@@ -279,5 +277,5 @@ def _kind(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for an error's message: short, in one line."""
+    """Returns a value for an error's message: short, on one line."""
     return one_line(repr(value)[:200])

@@ -22,7 +22,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def as_chat(document: Json) -> Json:
-    """The request for a chat completion that asks for the same.
+    """Returns the request for a chat completion that asks for the same.
 
     Raises:
         ApiError: 400, names the field, its value and what was expected.
@@ -54,7 +54,7 @@ def as_chat(document: Json) -> Json:
 
 
 def as_response(document: Json, finished: Json) -> Json:
-    """A finished chat completion as the response to `document`. Of tokens, the details that clients expect are not
+    """Returns a finished chat completion as the response to `document`. The token details that clients expect are not
     counted: they are 0."""
     (choice,), usage = finished["choices"], finished["usage"]
     message, name = choice["message"], finished["id"].removeprefix("chatcmpl-")
@@ -100,7 +100,7 @@ def as_response(document: Json, finished: Json) -> Json:
 
 
 def events(response: Json) -> Iterator[bytes]:
-    """A finished response as the server-sent events of a stream."""
+    """Yields a finished response as the server-sent events of a stream."""
     numbers = itertools.count()
 
     def made(kind: str, **fields: Any) -> bytes:
@@ -159,8 +159,8 @@ def _messages(items: list[Json]) -> list[Json]:
 
 
 def _turn(messages: list[Json], *later: str) -> Json:
-    """The assistant's message that an item belongs to: the last one, unless it is whole (its last item carries the
-    token ids) or has what comes after such an item."""
+    """Returns the assistant's message to which an item belongs: the last one, unless it is complete (its last item
+    carries the token ids) or has a field of `later`, which come after such an item."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in (*later, *TOKEN_FIELDS)):
         messages.append({"role": "assistant"})

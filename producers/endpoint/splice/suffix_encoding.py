@@ -8,12 +8,13 @@ have the same ids there; and what follows, encoded with that token in front, has
 
 import re
 from bisect import bisect_left
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from penstock.schemas.prefixes import num_shared
 
 PATTERNS_KEPT = 256
-"""Conversations of one template need a few; texts that spell out reserved tokens could need any number."""
+"""Conversations of one template need a few; texts that spell out reserved tokens may need any number."""
 
 
 class Encoded(NamedTuple):
@@ -39,17 +40,16 @@ class SuffixEncoder:
         """The tokens at which the tokenizer splits the raw text."""
         self._cut_at: dict[int, str] = {}
         """Those of them at which the text may be cut here."""
-        self._single_words: list[str] = []
+        self._single_words: set[str] = set()
         """Those whose text is a token only as a word of its own."""
         if _cuts_at_special_tokens(tokenizer):
             self._find_cut_tokens()
         self._contents = frozenset(self._cut_at.values())
-        self._patterns: dict[frozenset[int], re.Pattern[str]] = {}
 
     def _find_cut_tokens(self) -> None:
         tokens = {n: token for n, token in self._tokenizer.added_tokens_decoder.items() if not token.normalized}
         self._split_at = {n: token.content for n, token in tokens.items()}
-        self._single_words = [token.content for token in tokens.values() if token.single_word]
+        self._single_words = {token.content for token in tokens.values() if token.single_word}
         # A token inside a longer one could be a part of that one in the text.
         longer = "\0".join(content[1:-1] for content in self._split_at.values())
         for n, token in tokens.items():
@@ -57,8 +57,8 @@ class SuffixEncoder:
                 self._cut_at[n] = token.content
 
     def encode(self, text: str, known: Encoded | None = None) -> Encoded:
-        """The ids of `text` as the tokenizer gives them for the whole. Those of the prefix shared with `known`, up to
-        its last special token, are copied from there."""
+        """Returns the ids that the tokenizer gives for the whole of `text`. Those of the prefix shared with `known`, up
+        to its last special token, are copied from there."""
         n = 0 if known is None else self._num_usable_cuts(known, num_shared(known.text, text))
         if known is None or not n:
             token_ids = self._ids(text)
@@ -70,7 +70,7 @@ class SuffixEncoder:
         )
 
     def _num_usable_cuts(self, known: Encoded, shared: int) -> int:
-        """The number of cuts that lie, with their tokens, within the first `shared` characters."""
+        """Returns the number of cuts that lie, with their tokens, within the first `shared` characters."""
         n = bisect_left(known.cuts, (shared, 0))
         while n:
             offset, index = known.cuts[n - 1]
@@ -83,29 +83,25 @@ class SuffixEncoder:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _cuts(self, text: str, token_ids: list[int], offset: int, index: int) -> list[tuple[int, int]]:
-        """The cuts of `text[offset:]`, whose ids are `token_ids`; these begin at `index` of all ids."""
-        matches = [
-            match for match in self._pattern(token_ids).finditer(text, offset) if match.group() in self._contents
-        ]
+        """Returns the cuts of `text[offset:]`, whose ids are `token_ids`; these begin at `index` of all ids."""
+        present = {self._split_at[n] for n in self._split_at.keys() & set(token_ids)}
+        pattern = any_of(frozenset(present | self._single_words))
+        matches = [match for match in pattern.finditer(text, offset) if match.group() in self._contents]
         indices = [n for n, token_id in enumerate(token_ids) if token_id in self._cut_at]
         if [match.group() for match in matches] != [self._cut_at[token_ids[n]] for n in indices]:
             return []
         return [(match.start(), index + n) for match, n in zip(matches, indices, strict=True)]
 
-    def _pattern(self, token_ids: list[int]) -> re.Pattern[str]:
-        """Matches the tokens at which the tokenizer splits a text: the longer one first, as it does."""
-        found = frozenset(self._split_at.keys() & set(token_ids))
-        if found not in self._patterns:
-            if len(self._patterns) == PATTERNS_KEPT:
-                self._patterns.clear()
-            contents = {*(self._split_at[n] for n in found), *self._single_words}
-            by_length = sorted(contents, key=len, reverse=True)
-            self._patterns[found] = re.compile("|".join(re.escape(content) for content in by_length) or r"(?!)")
-        return self._patterns[found]
+
+@lru_cache(PATTERNS_KEPT)
+def any_of(contents: frozenset[str]) -> re.Pattern[str]:
+    """Returns a pattern that matches any of these tokens: the longer one first, as the tokenizer does."""
+    by_length = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
 
 def _cuts_at_special_tokens(tokenizer: Any) -> bool:
-    """True for a fast tokenizer without a setting that encodes special tokens as text, or text at random."""
+    """Returns True for a fast tokenizer without a setting that encodes special tokens as text, or text at random."""
     if not getattr(tokenizer, "is_fast", False):
         return False
     backend = tokenizer.backend_tokenizer

@@ -54,7 +54,7 @@ class TokenMetadataError(ValueError):
 
 
 def extract_model_prefix(messages: Sequence[Mapping[str, Any]]) -> tuple[int | None, list[int]]:
-    """The newest message that carries token ids, and M: the ids it was prompted with and those it sampled.
+    """Finds the newest message that carries token ids, and M: the ids it was prompted with and those it sampled.
 
     Returns:
         The message's index and M; `(None, [])` when no message carries any. A field that is null counts as absent.
@@ -79,17 +79,13 @@ def extract_model_prefix(messages: Sequence[Mapping[str, Any]]) -> tuple[int | N
             raise TokenMetadataError(
                 "partial_token_metadata", f"messages[{index}] lacks {', '.join(missing)}; expected all three or none"
             )
-        for name, value in zip(TOKEN_FIELDS, values, strict=True):
-            if not isinstance(value, list | tuple):
-                raise TokenMetadataError(
-                    "invalid_token_ids", f"messages[{index}].{name} is {type(value).__name__}, expected a list"
-                )
         prompt, generated, logprobs = values
-        for name, ids in (("prompt_token_ids", prompt), ("generation_token_ids", generated)):
-            if not _are_ids(ids):
-                raise TokenMetadataError(
-                    "invalid_token_ids", f"messages[{index}].{name} holds something else than integers from 0 on"
-                )
+        for name, value in zip(TOKEN_FIELDS, values, strict=True):
+            where = f"messages[{index}].{name}"
+            if not isinstance(value, list | tuple):
+                raise TokenMetadataError("invalid_token_ids", f"{where} is {type(value).__name__}, expected a list")
+            if value is not logprobs and not _are_ids(value):
+                raise TokenMetadataError("invalid_token_ids", f"{where} holds something other than integers from 0 on")
         if len(generated) != len(logprobs):
             raise TokenMetadataError(
                 "logprob_length_mismatch",
@@ -101,7 +97,7 @@ def extract_model_prefix(messages: Sequence[Mapping[str, Any]]) -> tuple[int | N
 
 
 def bridge(model_prefix_token_ids: Sequence[int], bridge_token_ids: Sequence[int]) -> list[int]:
-    """M followed by the template from the end of its last turn on; a token in which they overlap is kept once.
+    """Returns M followed by the template from the end of its last turn on; a token in which they overlap is kept once.
 
     The overlap is the token that ends a turn, sampled by the model and written by the template too. One that the model
     did not sample comes from the template: context, with loss mask 0. Another stop token than the template's stays.
@@ -120,7 +116,7 @@ def splice(
     generated_spans: Spans | None = None,
     control_token_ids: Collection[int] = (),
 ) -> list[int]:
-    """The next prompt: M without one trailing EOS, then T from its N-th EOS on, where N is the number of EOS in P.
+    """Returns the next prompt: M without one trailing EOS, then T from its nth EOS on, where n counts those of P.
 
     For templates that write an EOS after assistant turns. An empty M gives T.
 
@@ -176,7 +172,7 @@ def splice_at_turn_start(
     *,
     generated_spans: Spans,
 ) -> list[int]:
-    """The next prompt: M, then T from its (N + 1)-th turn on, where N is the number of turns that P opens.
+    """Returns the next prompt: M, then T from its turn n + 1 on, where n is the number of turns that P opens.
 
     For templates that write nothing after an assistant turn. There the model stops by sampling the token that opens
     the next turn; where the template opens it with another one, the sampled one stays and the template's follows.
@@ -223,8 +219,8 @@ def splice_at_turn_start(
 
 
 def _model_starts(model: list[int], openers: frozenset[int], spans: Spans) -> list[int]:
-    """Where the turns of M begin. A sampled opener at the end of M, or before one that the template wrote, ends a turn
-    and begins none."""
+    """Returns where the turns of M begin. A sampled opener at the end of M, or before one that the template wrote, ends
+    a turn and begins none."""
     ends = {end - 1 for _, end in spans}
     return [
         position
@@ -246,8 +242,8 @@ def _check_context(
     spans: Spans,
     control_token_ids: frozenset[int],
 ) -> None:
-    """Compares what was not sampled, block by block. `model` and `prefix` are ids and the bounds of their blocks; an
-    empty span stands at the end of a block whose answer is empty."""
+    """Compares what was not sampled, block by block. `model` and `prefix` are ids and the bounds of their blocks; the
+    span of an empty answer is at the end of its block."""
     (ids, bounds), (others, other_bounds) = model, prefix
     position = 0
     for n, ((start, end), (other, other_end)) in enumerate(zip(pairwise(bounds), pairwise(other_bounds), strict=False)):
@@ -262,7 +258,8 @@ def _check_context(
 
 
 def _check_last_turn(prefix: list[int], template: list[int]) -> None:
-    """A turn that others follow may lack a stretch, its reasoning; with more in it the boundary would be wrong."""
+    """Checks that the last turn of P is the same in T, or lacks a stretch (its reasoning) there. With more in it the
+    boundary would be wrong."""
     head = num_shared(prefix, template)
     tail = num_shared(prefix[head:][::-1], template[head:][::-1])
     if head + tail != len(template):
@@ -274,7 +271,7 @@ def _positions(wanted: frozenset[int], ids: list[int]) -> list[int]:
 
 
 def _positions_of(token_id: int, ids: list[int]) -> Iterator[int]:
-    # `index` compares at C speed: less than half the time of the scan above.
+    # `index` compares at C speed: less than half the time of `_positions`.
     position = -1
     for _ in range(ids.count(token_id)):
         position = ids.index(token_id, position + 1)
@@ -282,7 +279,7 @@ def _positions_of(token_id: int, ids: list[int]) -> Iterator[int]:
 
 
 def _checked(spans: Spans, num_tokens: int) -> list[tuple[int, int]]:
-    """The spans that hold a token."""
+    """Returns the spans that hold a token, and raises ValueError if they are none of so many tokens."""
     previous = 0
     for start, end in spans:
         if not previous <= start <= end <= num_tokens:
@@ -301,7 +298,7 @@ def _check_ids(*sequences: Sequence[int]) -> None:
 
 def _are_ids(ids: Sequence[Any]) -> bool:
     try:
-        # The highest byte of a negative number is no ASCII.
+        # The highest byte of a negative number is not ASCII.
         return pack_ids(ids)[3::4].isascii()
     except struct.error:
         return False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -13,16 +13,6 @@ Render = Callable[[list[dict[str, Any]], bool], list[int]]
 """Messages, and whether a generation prompt follows them, to ids."""
 
 _USER: dict[str, Any] = {"role": "user", "content": "a"}
-
-
-class Spliced(NamedTuple):
-    """A prompt that keeps the tokens that the model saw and sampled.
-
-    drifted: it differs from the template's prompt.
-    """
-
-    prompt_token_ids: list[int]
-    drifted: bool
 
 
 class TurnBoundary(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,48 +33,38 @@ class TurnBoundary(msgspec.Struct, frozen=True, kw_only=True):
         template_prefix_token_ids: list[int],
         template_token_ids: list[int],
         generated_spans: Spans,
-    ) -> Spliced:
-        """The next prompt, strictly checked; arguments as for `penstock.producers.endpoint.splice.token_ids.splice`.
+    ) -> list[int]:
+        """Returns the next prompt, strictly checked; arguments as for `token_ids.splice`.
 
         Raises:
             SpliceRefused: send the template's prompt, in a new segment.
         """
-        model, template = model_prefix_token_ids, template_token_ids
+        ids = model_prefix_token_ids, template_prefix_token_ids, template_token_ids
         if self.turn_end_token_id is None and self.turn_start_token_ids:
-            prompt = splice_at_turn_start(
-                model,
-                template_prefix_token_ids,
-                template,
-                self.turn_start_token_ids,
-                generated_spans=generated_spans,
-            )
-        else:
-            prompt = splice(
-                model,
-                template_prefix_token_ids,
-                template,
-                self.turn_end_token_id,
-                generated_spans=generated_spans,
-                control_token_ids=self.control_token_ids,
-            )
-        return Spliced(prompt, prompt != template)
+            return splice_at_turn_start(*ids, self.turn_start_token_ids, generated_spans=generated_spans)
+        return splice(
+            *ids,
+            self.turn_end_token_id,
+            generated_spans=generated_spans,
+            control_token_ids=self.control_token_ids,
+        )
 
     def is_alternate_stop(self, token_id: int) -> bool:
-        """True if an answer that ended with this token ended otherwise than the template writes it. A template without
-        an end of turn has the next turn's opening there; False if it has no tokens to count turns by."""
+        """Returns whether an answer that ended with this token ended otherwise than the template writes it. A template
+        without an end of turn has the next turn's opening there; False if it has no tokens to count turns by."""
         if self.turn_end_token_id is not None:
             return token_id != self.turn_end_token_id
         return bool(self.turn_start_token_ids) and token_id not in self.turn_start_token_ids
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Every token that the tokenizer marks as special, named or not."""
+    """Returns every token that the tokenizer marks as special, named or not."""
     marked = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset((*tokenizer.all_special_ids, *marked))
 
 
 def find_turn_boundary(render: Render, control_token_ids: Collection[int]) -> TurnBoundary:
-    """Renders user and assistant turns and looks at what follows the assistant's text.
+    """Finds what separates turns: renders user and assistant turns and looks at what follows the assistant's text.
 
     A template without tokens to count turns by gives a boundary that refuses every splice.
 
@@ -107,7 +87,7 @@ def find_turn_boundary(render: Render, control_token_ids: Collection[int]) -> Tu
 
 
 def _tool_turn(render: Render) -> list[int]:
-    """A turn with a tool's result, empty if the template refuses such turns."""
+    """Renders a turn with a tool's result; empty if the template refuses such turns."""
     result = {"role": "tool", "tool_call_id": "call00001", "content": "d"}
     # Templates differ in whether they take arguments parsed or as text.
     for arguments in ({"x": 1}, '{"x": 1}'):
@@ -123,5 +103,5 @@ def _tool_turn(render: Render) -> list[int]:
 
 
 def _shared_end(left: list[int], right: list[int]) -> list[int]:
-    """The longest common suffix."""
+    """Returns the longest common suffix."""
     return left[len(left) - num_shared(left[::-1], right[::-1]) :]

@@ -23,6 +23,7 @@ from penstock.schemas.config import EndpointConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import (
+    EngineFingerprint,
     RolloutGroup,
     SamplingSettings,
     VersionSpan,
@@ -358,7 +359,7 @@ async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, caplog
     while status == 503:
         status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED})
     assert (status, body["error"]["code"]) == (404, "no_such_rollout")
-    assert "group 1 begins anew, its progress is of no use: DecodeError: Input data was truncated" in caplog.text
+    assert "group 1 starts again, its progress cannot be used: DecodeError: Input data was truncated" in caplog.text
     assert two.count("penstock_progress_failures_total", reason="record") == 1
     other = await two.client.open()
     assert other["index"] == 1
@@ -368,19 +369,26 @@ async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, caplog
     assert len(group.rollouts) == 1 and group.num_tries_lost == 1
 
 
-def new_group(size: int = 1, answer: str = "") -> AgentGroup:
-    claim = Claim(stream=KEYS.prompts, entry_id=b"1-1", index=1, version=0)
-    return AgentGroup(claim, Prompt(text="1", answer=answer), size, 50.0, SamplingSettings(max_tokens=9))
+def new_group(answer: str = "", fingerprint: EngineFingerprint = FINGERPRINT) -> AgentGroup:
+    return AgentGroup(
+        claim=Claim(stream=KEYS.prompts, entry_id=b"1-1", index=1, version=0),
+        prompt=Prompt(text="1", answer=answer),
+        size=1,
+        deadline_s=50.0,
+        sampling=SamplingSettings(max_tokens=9),
+        producer_id="a",
+        fingerprint=fingerprint,
+    )
 
 
 def all_parts(group: AgentGroup) -> dict[str, bytes]:
-    return {part.name: part.encode() for part in group.parts(lambda: group.record("a", FINGERPRINT, ()), {}, True)}
+    return {part.name: part.encode() for part in group.parts({}, True)}
 
 
 def left(version: int = 0) -> dict[str, bytes]:
     """What a rollout of two calls leaves: an answer, and a continuation of it."""
     group = new_group()
-    rollout = group.open("a")
+    rollout = group.open()
     base = None
     for n, context in enumerate(([1, 2], [5])):
         completion = Completion(
@@ -398,9 +406,8 @@ def left(version: int = 0) -> dict[str, bytes]:
     return all_parts(group)
 
 
-def taken(group: AgentGroup, parts: dict[str, bytes], fingerprint=FINGERPRINT, held: int = 0) -> int:
-    here = group.record("b", fingerprint, ())
-    return adopt(group, parts, here, held=held, lag_bound=2, anew=False)
+def taken(group: AgentGroup, parts: dict[str, bytes]) -> int:
+    return adopt(group, parts, held=0, lag_bound=2, replay=False)
 
 
 def test_a_rollout_is_taken_over_call_by_call() -> None:
@@ -474,7 +481,7 @@ def test_progress_that_breaks_the_rules_is_refused_whole(group: AgentGroup, part
 
 def test_progress_of_another_engine_is_refused() -> None:
     with pytest.raises(UnusableProgressError, match=r"fingerprint\.version = '1', expected '2'"):
-        taken(new_group(), left(), replace(FINGERPRINT, version="2"))
+        taken(new_group(fingerprint=replace(FINGERPRINT, version="2")), left())
 
 
 async def test_without_room_for_it_a_conversation_has_no_progress(serve, caplog, monkeypatch) -> None:
@@ -556,7 +563,7 @@ async def test_a_conversation_that_takes_another_course_begins_its_group_anew(se
     two = await serve(producer_id="b", beside=one, environment=second, group_size=3)
     (group,) = await two.groups(1)
     assert {version for found in versions(group) for version in found} == {1} and len(group.rollouts) == 3
-    assert caplog.text.count("group 1 begins anew: a conversation that was repeated has taken another course") == 1
+    assert caplog.text.count("group 1 starts again: a repeated conversation has diverged from its recorded calls") == 1
     assert group.num_tries_lost == 1 and group.missing == ""
 
 
@@ -583,7 +590,7 @@ async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_
     more = {"messages": [*messages, as_plain_client(second), {"role": "user", "content": "more"}], "tools": [ADD]}
     status, body = await one.client.request("POST", path_of(rollout), more)
     assert (status, body["error"]["code"]) == (503, "rollout_moving")
-    assert len(one.producer.table) == 0 and "group 1 goes on at another producer" in caplog.text
+    assert len(one.producer.table) == 0 and "group 1 continues on another producer" in caplog.text
     third = await asked_again(one, rollout, more)  # passed on
     assert len(two.engine.requests) == 2 and len(one.engine.requests) == 2
     status = 503

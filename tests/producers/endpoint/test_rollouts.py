@@ -31,7 +31,7 @@ from penstock.schemas.rollout import (
 )
 from penstock.schemas.segments import CallError
 from producer_run import KEYS, QUICK, Numbers
-from scripted_engine import ScriptedEngine
+from scripted_engine import FINGERPRINT, ScriptedEngine
 from waiting import until
 
 pytestmark = pytest.mark.redis
@@ -268,7 +268,7 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
     for rollout in (slow, third):
         await one.client.chat(rollout, ASKED)
     agents_of(one).end_overdue(time.monotonic() + 40.0)
-    assert agents_of(one).num_open == 2
+    assert one.count("penstock_agent_rollouts_open") == 2
     agents_of(one).end_overdue(time.monotonic() + 100.0)
     entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
     assert len(decode_group(entries[1][Field.PAYLOAD]).rollouts) == 1
@@ -292,7 +292,7 @@ async def test_an_agent_whose_tool_takes_long_keeps_its_rollout_by_asking_for_th
     async with openai.AsyncOpenAI(base_url=asking["base_url"], api_key="none") as client:
         await client.models.list()
     agents_of(one).end_overdue(time.monotonic() + 150.0)
-    assert agents_of(one).num_open == 1 and agents_of(one).find(asking["id"]) is not None
+    assert one.count("penstock_agent_rollouts_open") == 1 and agents_of(one).find(asking["id"]) is not None
 
 
 async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) -> None:
@@ -303,8 +303,9 @@ async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) 
     silent = [await one.client.open() for _ in range(2)]
     await one.client.chat(silent[0], ASKED)
     agents_of(one).end_overdue(time.monotonic() + 60.0)
-    await one.client.open()
-    agents_of(one)._close_group(agents_of(one)._groups[0], "not finished after 100 s (endpoint.group_deadline_s)")
+    overdue = await one.client.open()
+    agents_of(one).find(overdue["id"]).group.deadline = 0.0
+    agents_of(one).end_overdue(time.monotonic())
     active = [await one.client.open() for _ in range(2)]
     await one.client.request("POST", f"/r/{active[0]['id']}/finish", 1.0)
     agents_of(one).end_overdue(time.monotonic() + 60.0)
@@ -538,9 +539,10 @@ async def test_a_prompt_that_no_record_can_hold_is_dead_before_an_agent_works_on
 async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve, how: str) -> None:
     one = await serve(group_size=2)
     agents = agents_of(one)
-    agents._fingerprint = msgspec.structs.replace(agents._fingerprint, other={"value": object()})
     one.trainer.release(1, 1)
     rollouts = [await one.client.open(), await one.client.open()]
+    group = agents.find(rollouts[0]["id"]).group
+    group.fingerprint = msgspec.structs.replace(group.fingerprint, other={"value": object()})
     for rollout in rollouts[: 2 if how == "finish" else 1]:
         await one.client.converse(rollout, 1)
         await one.client.finish(rollout, 1.0)
@@ -622,13 +624,19 @@ async def test_calls_that_contradict_themselves_cost_their_own_rollout_alone(ser
 
 def test_a_group_s_deadline_starts_with_its_first_rollout() -> None:
     group = AgentGroup(
-        Claim(stream="", entry_id=b"", index=1, version=0), Prompt(text="x"), 2, 50.0, SamplingSettings()
+        claim=Claim(stream="", entry_id=b"", index=1, version=0),
+        prompt=Prompt(text="x"),
+        size=2,
+        deadline_s=50.0,
+        sampling=SamplingSettings(),
+        producer_id="a",
+        fingerprint=FINGERPRINT,
     )
     assert group.deadline == math.inf
-    group.open("a")
+    group.open()
     deadline = group.deadline
     assert 0 < deadline - time.monotonic() <= 50
-    group.open("a")
+    group.open()
     assert group.deadline == deadline
 
 
@@ -695,7 +703,10 @@ async def test_agents_leave_evaluations_a_place(serve) -> None:
 
 
 async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> None:
+    taking = asyncio.Event()
+
     async def take():
+        taking.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -705,7 +716,7 @@ async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> 
     agents = agents_of(one)
     agents.claims.take = take
     opening = asyncio.create_task(one.client.request("POST", "/r"))
-    await until(lambda: agents._claiming is not None)
+    await taking.wait()
     await asyncio.wait_for(agents.close(append=False), 60)
     assert (await opening)[0] in (429, 503)
 

@@ -117,7 +117,7 @@ def test_rows_keep_their_order_without_shuffling(tmp_path):
 
 
 def test_opening_lines_takes_no_memory_for_their_content(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_SCAN_BYTES", 4096)  # smaller than a line: a line lies in several blocks
+    monkeypatch.setattr(rows, "SCAN_BYTES", 4096)  # smaller than a line: a line lies in several blocks
     file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(n) * 6000, "answer": n} for n in range(1, 300)])
     tracemalloc.start()
     environment = Dataset(seed=0, training=file)
@@ -129,8 +129,13 @@ def test_opening_lines_takes_no_memory_for_their_content(tmp_path, monkeypatch):
 
 def test_a_parquet_row_is_read_with_its_row_group_and_the_named_columns_alone(tmp_path, monkeypatch):
     read = []
-    original = rows._Parquet.read
-    monkeypatch.setattr(rows._Parquet, "read", lambda self, group: read.append(original(self, group)) or read[-1])
+    original = pq.ParquetFile.read_row_group
+
+    def read_and_note(self, *group, **columns):
+        read.append(original(self, *group, **columns))
+        return read[-1]
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_and_note)
     columns = {"prompt": "question", "answer": "solution"}
     environment = Dataset(seed=0, training=write_parquet(tmp_path / "a.parquet"), columns=columns)
     assert [(table.num_rows, table.column_names) for table in read] == [(5, ["question", "solution"])]
@@ -141,20 +146,20 @@ def test_a_parquet_row_is_read_with_its_row_group_and_the_named_columns_alone(tm
 
 def test_a_folder_of_many_parquet_files_holds_no_more_row_groups_than_one_file(tmp_path, monkeypatch):
     read = []
-    original = rows._Parquet.read
+    original = pq.ParquetFile.read_row_group
 
-    def read_and_note(self, group):
-        table = original(self, group)
+    def read_and_note(self, *group, **columns):
+        table = original(self, *group, **columns)
         read.append(weakref.ref(table))
         return table
 
-    monkeypatch.setattr(rows._Parquet, "read", read_and_note)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_and_note)
     for n, record in enumerate(RECORDS):
         write_parquet(tmp_path / f"{n:02}.parquet", [record])
     environment = Dataset(seed=0, training=str(tmp_path), columns=COLUMNS)
     assert {environment.prompt(n).answer for n in range(1, 24)} == {str(n) for n in range(1, 24)}
     gc.collect()
-    assert sum(table() is not None for table in read) == rows._ROW_GROUPS_KEPT
+    assert sum(table() is not None for table in read) == rows.ROW_GROUPS_KEPT
 
 
 def test_blank_lines_at_the_end_are_no_rows(tmp_path):

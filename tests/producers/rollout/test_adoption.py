@@ -1,4 +1,4 @@
-"""Progress that is of no use: it is said why, and the rollout begins anew."""
+"""Progress that cannot be used: the log says why, and the rollout starts again."""
 
 import pytest
 from msgspec.structs import replace

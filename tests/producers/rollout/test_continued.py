@@ -1,4 +1,4 @@
-"""Rollouts that are broken off and gone on with elsewhere: what is sampled, its labels and its distribution."""
+"""Rollouts that break off and are continued elsewhere: what is sampled, its labels and its distribution."""
 
 import asyncio
 import itertools

@@ -85,7 +85,7 @@ BY_START = TurnBoundary(turn_start_token_ids=frozenset({TURN, TOOL}), control_to
 
 
 @pytest.mark.parametrize(
-    ("boundary", "model", "prefix", "added", "drifted"),
+    ("boundary", "model", "prefix", "added", "differs"),
     [
         (BY_END, [7, EOS], [7, EOS], [8], False),
         (BY_END, [6, EOS], [7, EOS], [8], True),
@@ -98,10 +98,12 @@ BY_START = TurnBoundary(turn_start_token_ids=frozenset({TURN, TOOL}), control_to
         (BY_START, [TURN, 7, OTHER], [TURN, 7], [TOOL, 8, TURN], True),
     ],
 )
-def test_a_splice_says_whether_it_drifted(boundary, model, prefix, added, drifted):
+def test_a_splice_keeps_the_models_tokens_whether_or_not_the_template_writes_others(
+    boundary, model, prefix, added, differs
+):
     result = boundary.splice(model, prefix, prefix + added, [(1 if boundary is BY_START else 0, len(model))])
-    assert result.prompt_token_ids[: len(model)] == model
-    assert result.drifted == drifted
+    assert result[: len(model)] == model
+    assert (result != prefix + added) == differs
 
 
 @pytest.mark.parametrize(
