@@ -5,7 +5,9 @@ lost, what is trained is not what was sampled: policy and figures lean towards s
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -40,30 +42,19 @@ class Rollouts(msgspec.Struct):
     finish_reasons: dict[str, int] = {}
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
-        reasons = {
-            reason: self.finish_reasons.get(reason, 0) + other.finish_reasons.get(reason, 0)
-            for reason in self.finish_reasons | other.finish_reasons
-        }
-        return Rollouts(
-            self.num + other.num,
-            self.num_tokens + other.num_tokens,
-            self.num_tokens_masked + other.num_tokens_masked,
-            self.num_scored + other.num_scored,
-            self.reward_sum + other.reward_sum,
-            reasons,
-        )
+        return self._combined(operator.add, other)
 
-    def __sub__(self, before: "Rollouts") -> "Rollouts":
-        """What has come to these counts since."""
-        reasons = {reason: num - before.finish_reasons.get(reason, 0) for reason, num in self.finish_reasons.items()}
-        return Rollouts(
-            self.num - before.num,
-            self.num_tokens - before.num_tokens,
-            self.num_tokens_masked - before.num_tokens_masked,
-            self.num_scored - before.num_scored,
-            self.reward_sum - before.reward_sum,
-            {reason: num for reason, num in reasons.items() if num},
-        )
+    def __sub__(self, earlier: "Rollouts") -> "Rollouts":
+        """Returns what was counted since `earlier`."""
+        return self._combined(operator.sub, earlier)
+
+    def _combined(self, combine: Callable[[float, float], Any], other: "Rollouts") -> "Rollouts":
+        *sums, reasons = msgspec.structs.astuple(self)
+        *other_sums, other_reasons = msgspec.structs.astuple(other)
+        by_reason = {
+            reason: combine(reasons.get(reason, 0), other_reasons.get(reason, 0)) for reason in reasons | other_reasons
+        }
+        return Rollouts(*map(combine, sums, other_sums), {reason: num for reason, num in by_reason.items() if num})
 
 
 Counts = dict[str, dict[str, dict[str, Rollouts]]]

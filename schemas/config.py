@@ -436,19 +436,9 @@ class Rejection(Section, frozen=True):
     """
 
     mode: Literal[
-        "token_k1",
-        "token_k2",
-        "token_k3",
-        "seq_sum_k1",
-        "seq_sum_k2",
-        "seq_sum_k3",
-        "seq_mean_k1",
-        "seq_mean_k2",
-        "seq_mean_k3",
-        "seq_max_k1",
-        "seq_max_k2",
-        "seq_max_k3",
-    ]
+        "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+        "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+    ]  # fmt: skip
     """The statistic: `token_*` judges each token, `seq_sum_*`, `seq_mean_*` and `seq_max_*` mask whole rows."""
     upper: PositiveFloat
     """The largest value kept. k2, k3: of the statistic itself. k1: of its exponential, which is a ratio behavior /
@@ -834,12 +824,12 @@ def config_of(document: dict[str, Any], file: Path, overrides: Overrides = ()) -
     for path, value in overridden(overrides).items():
         _override(document, path, value)
     _check_sampling_names(document, file)
-    _check_renamed(document, file)
     try:
         config = msgspec.convert(document, RunConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {explain(error, document, RunConfig)}") from None
-    _check(config, file)
+    for problem in _problems(config):
+        raise ConfigError(f"{file}: {problem}")
     return config
 
 
@@ -985,79 +975,65 @@ def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
             )
 
 
-_RENAMED = {
-    ("weights", "keep"): "weights.keep_versions",
-    ("weights", "folder"): "weights.anchors for what the trainer keeps, weights.host_folder for a host's copy",
-    ("advantage", "normalize_std"): "advantage.kwargs.normalize_std",
-    ("advantage", "leave_one_out"): "advantage.path = 'penstock.consumers.learning.advantages:leave_one_out'",
-}
-
-
-def _check_renamed(document: dict[str, Any], file: Path) -> None:
-    for (table, name), now in _RENAMED.items():
-        section = document.get(table)
-        if isinstance(section, dict) and name in section:
-            raise ConfigError(f"{file}: {table}.{name} = {section[name]!r}: unknown field; it is now {now}")
-
-
-def _check(config: RunConfig, file: Path) -> None:
+def _problems(config: RunConfig) -> Iterator[str]:
+    """Finds settings that contradict each other: one message for each, which names field and value."""
     try:
         Keys(config.name)
     except ValueError as error:
-        raise ConfigError(f"{file}: name: {error}") from None
+        yield f"name: {error}"
     if config.redis.url and re.search(r"//[^@]*:[^@]+@", config.redis.url):
         # A run file is printed, copied into the run's folder and compared with it.
-        raise ConfigError(
-            f"{file}: redis.url holds a password; expected it in the environment variable REDIS_URL or in the file "
-            "that REDIS_PASSWORD_FILE names"
+        yield (
+            "redis.url holds a password; expected it in the environment variable REDIS_URL or in the file that "
+            "REDIS_PASSWORD_FILE names"
         )
     sampling = config.sampling
     if not 0 < sampling.top_p <= 1:
-        raise ConfigError(f"{file}: sampling.top_p = {sampling.top_p}: expected more than 0, and at most 1")
+        yield f"sampling.top_p = {sampling.top_p}: expected more than 0, and at most 1"
     if sampling.is_truncated and sampling.top_k < 1:
-        raise ConfigError(
-            f"{file}: sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: every token is recorded "
-            "with the ids that it was sampled from; expected top_k = 1 or more, which bounds them, or top_p = 1.0"
+        yield (
+            f"sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: every token is recorded with the "
+            "ids that it was sampled from; expected top_k = 1 or more, which bounds them, or top_p = 1.0"
         )
     if sampling.is_truncated and config.engine.logprobs_mode != "processed_logprobs":
-        raise ConfigError(
-            f"{file}: engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.top_k = {sampling.top_k}: "
-            "these are not of the ids that were kept; expected 'processed_logprobs'"
+        yield (
+            f"engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.top_k = {sampling.top_k}: these are "
+            "not of the ids that were kept; expected 'processed_logprobs'"
         )
     if not 0 <= sampling.temperature < math.inf:
-        raise ConfigError(f"{file}: sampling.temperature = {sampling.temperature}: expected 0 or more, and finite")
+        yield f"sampling.temperature = {sampling.temperature}: expected 0 or more, and finite"
     if sampling.max_tokens < 1:
-        raise ConfigError(f"{file}: sampling.max_tokens = {sampling.max_tokens}: expected 1 or more")
+        yield f"sampling.max_tokens = {sampling.max_tokens}: expected 1 or more"
     if "logits_processors" in config.engine.args:
-        raise ConfigError(
-            f"{file}: engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
+        yield (
+            f"engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
             "reproduce the logprobs they lead to; expected it to be left out"
         )
     for name in ("deltas", "anchors"):
         if re.search(r"//[^/]*@", getattr(config.weights, name) or ""):
-            raise ConfigError(
-                f"{file}: weights.{name} holds a user or a key, and every producer reads the run file in Redis; "
-                "expected them where the store's own client looks (for s3:// AWS_ACCESS_KEY_ID and its like)"
+            yield (
+                f"weights.{name} holds a user or a key, and every producer reads the run file in Redis; expected them "
+                "where the store's own client looks (for s3:// AWS_ACCESS_KEY_ID and its like)"
             )
     if isinstance(config.engine.args.get("hf_token"), str):
-        raise ConfigError(
-            f"{file}: engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in "
-            "the environment variable HF_TOKEN"
+        yield (
+            "engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in the "
+            "environment variable HF_TOKEN"
         )
-    _check_environments(config, file)
-    _check_evaluation(config, file)
+    yield from _environment_problems(config)
+    yield from _evaluation_problems(config)
     if config.lora is not None and config.model.reference_every is not None:
-        raise ConfigError(
-            f"{file}: model.reference_every = {config.model.reference_every} with [lora]: the reference of an adapter "
-            "is its base, which stays as it is; expected it to be left out"
+        yield (
+            f"model.reference_every = {config.model.reference_every} with [lora]: the reference of an adapter is its "
+            "base, which stays as it is; expected it to be left out"
         )
-    _check_steps(config, file)
-    _check_teacher(config, file)
+    yield from _step_problems(config)
+    yield from _teacher_problems(config)
     if config.parity.gate != "off":
-        _check_parity(config, file)
+        yield from _parity_problems(config)
     if config.recording.max_mb < 2 * config.recording.segment_mb:
-        raise ConfigError(
-            f"{file}: recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
+        yield (
+            f"recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
             f"{config.recording.segment_mb}"
         )
     plugs: dict[str, Plug] = dict(environment_fields(config))
@@ -1066,11 +1042,11 @@ def _check(config: RunConfig, file: Path) -> None:
     plugs |= {name: each for name, each in rewards.items() if each.path != OWN_REWARD}
     for name, plug in plugs.items():
         if plug.path.count(":") != 1:
-            raise ConfigError(f"{file}: {name}.path = {plug.path!r}: expected package.module:Name")
+            yield f"{name}.path = {plug.path!r}: expected package.module:Name"
     if config.producers.claim_refresh_s >= config.producers.claim_idle_s:
-        raise ConfigError(
-            f"{file}: producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than "
-            f"claim_idle_s = {config.producers.claim_idle_s}"
+        yield (
+            f"producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than claim_idle_s = "
+            f"{config.producers.claim_idle_s}"
         )
 
 
@@ -1081,25 +1057,25 @@ def environment_fields(config: RunConfig) -> Iterator[tuple[str, EnvironmentConf
     yield from ((f"environments[{n}]", each) for n, each in enumerate(config.environments))
 
 
-def _check_environments(config: RunConfig, file: Path) -> None:
+def _environment_problems(config: RunConfig) -> Iterator[str]:
     if (config.environment is None) == (not config.environments):
         found = "neither is there" if config.environment is None else "both are there"
-        raise ConfigError(f"{file}: environment, environments: {found}; expected [environment], or [[environments]]")
+        yield f"environment, environments: {found}; expected [environment], or [[environments]]"
     names = [each.name for each in config.environments]
     if len(config.every_environment) < len(names):
-        raise ConfigError(f"{file}: environments have the names {names}, expected different ones")
+        yield f"environments have the names {names}, expected different ones"
     weights = {name: each.weight for name, each in config.every_environment.items()}
     if not 0 < math.fsum(weights.values()) < math.inf:
-        raise ConfigError(f"{file}: environments have the weights {weights}, expected a finite sum above 0")
+        yield f"environments have the weights {weights}, expected a finite sum above 0"
     for field, each in environment_fields(config):
         if each.num_tasks is not None and config.curriculum.path == DEFAULT_CURRICULUM:
-            raise ConfigError(
-                f"{file}: {field}.num_tasks = {each.num_tasks} with curriculum.path = {DEFAULT_CURRICULUM!r}, which "
-                "poses tasks without end; expected it to be left out, or another curriculum"
+            yield (
+                f"{field}.num_tasks = {each.num_tasks} with curriculum.path = {DEFAULT_CURRICULUM!r}, which poses "
+                "tasks without end; expected it to be left out, or another curriculum"
             )
 
 
-def _check_evaluation(config: RunConfig, file: Path) -> None:
+def _evaluation_problems(config: RunConfig) -> Iterator[str]:
     """Settings of the held-out prompts, each under the name that it was set by."""
     room = config.producers.groups_in_flight * config.group_size
     for field, each in environment_fields(config):
@@ -1112,32 +1088,27 @@ def _check_evaluation(config: RunConfig, file: Path) -> None:
 
         temperature, num_samples, pass_at = how.temperature or 0.0, how.num_samples or 1, how.pass_at or ()
         if num_samples > 1 and not temperature:
-            raise ConfigError(
-                f"{file}: {named('num_samples')} with {named('temperature')}: greedy answers are all alike; expected a "
+            yield (
+                f"{named('num_samples')} with {named('temperature')}: greedy answers are all alike; expected a "
                 "temperature above 0, or num_samples = 1"
             )
         if num_samples > room:
-            raise ConfigError(
-                f"{file}: {named('num_samples')}: expected at most producers.groups_in_flight * group_size = {room}"
-            )
+            yield f"{named('num_samples')}: expected at most producers.groups_in_flight * group_size = {room}"
         if max(pass_at, default=0) > num_samples:
-            raise ConfigError(
-                f"{file}: {named('pass_at')} with {named('num_samples')}: pass@k needs k answers; expected at most "
+            yield (
+                f"{named('pass_at')} with {named('num_samples')}: pass@k needs k answers; expected at most "
                 f"{num_samples}"
             )
         if config.sampling.is_truncated and temperature and not how.top_k:
-            raise ConfigError(
-                f"{file}: {named('top_k')} with sampling.top_k = {config.sampling.top_k}: every token is recorded with "
-                "the ids that it was sampled from; expected top_k = 1 or more, which bounds them"
+            yield (
+                f"{named('top_k')} with sampling.top_k = {config.sampling.top_k}: every token is recorded with the ids "
+                "that it was sampled from; expected top_k = 1 or more, which bounds them"
             )
-    _check_best(config, file)
+    yield from _best_problems(config)
     parts = [f"reward/{each.name}" for each in config.reward.components]
     for setting, _, figure in named_figures(config) if parts and config.endpoint is None else ():
         if figure.startswith("reward/") and not any(f"{figure}/".startswith(f"{part}/") for part in parts):
-            raise ConfigError(
-                f"{file}: {setting}: no component of the reward has this name; expected "
-                f"{' or '.join(['reward', *parts])}"
-            )
+            yield f"{setting}: no component of the reward has this name; expected {' or '.join(['reward', *parts])}"
 
 
 def named_figures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -1151,99 +1122,100 @@ def named_figures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if (goal := config.evaluation.goal) is not None:
         yield f"evaluation.goal.figure = {goal.figure!r}", "", goal.figure
     if (best := config.checkpoint.best) is not None:
-        name, figure = best.split("/", 2)[1:] if best.startswith("environments/") else ("", best)
-        yield f"checkpoint.best = {best!r}", name, figure
+        yield f"checkpoint.best = {best!r}", *split_figure(best)
 
 
-def _check_best(config: RunConfig, file: Path) -> None:
+def split_figure(name: str) -> tuple[str, str]:
+    """Splits a figure's name, as in `checkpoint.best`, into the environment's, "" for all of them, and the key."""
+    if not name.startswith("environments/"):
+        return "", name
+    _, environment, key = name.split("/", 2)
+    return environment, key
+
+
+def _best_problems(config: RunConfig) -> Iterator[str]:
     best = config.checkpoint.best or "reward"
-    *_, name, figure = ("", *best.split("/", 2)[1:]) if best.startswith("environments/") else ("", best)
+    name, figure = split_figure(best)
     if name and name not in config.held_out:
-        raise ConfigError(
-            f"{file}: checkpoint.best = {best!r}: expected an environment of {', '.join(config.held_out)}"
-        )
+        yield f"checkpoint.best = {best!r}: expected an environment of {', '.join(config.held_out)}"
     sets = [config.held_out[name]] if name else config.held_out.values()
     passes = set.intersection(*({f"pass@{k}" for k in how.pass_at or ()} for how in sets))
     if figure.startswith("pass@") and figure not in passes:
         found = ", ".join(sorted(passes)) or "none"
-        raise ConfigError(
-            f"{file}: checkpoint.best = {best!r}: expected a pass@k of evaluation.pass_at, which has {found}"
-        )
+        yield f"checkpoint.best = {best!r}: expected a pass@k of evaluation.pass_at, which has {found}"
 
 
-def _check_teacher(config: RunConfig, file: Path) -> None:
+def _teacher_problems(config: RunConfig) -> Iterator[str]:
     """Settings that a teacher makes needless or cannot go with, and those that need one."""
     teacher, sampling = config.teacher, config.sampling
     if config.group_size == 1 and not (teacher and teacher.alone):
-        raise ConfigError(
-            f"{file}: group_size = 1: expected 2 or more siblings, whose rewards are compared, or a [teacher] alone"
-        )
+        yield "group_size = 1: expected 2 or more siblings, whose rewards are compared, or a [teacher] alone"
     if teacher is None:
         return
     if config.batch.fill != "any":
-        raise ConfigError(
-            f"{file}: batch.fill = {config.batch.fill!r} with [teacher]: groups whose rewards are equal teach as "
-            "others do; expected 'any'"
+        yield (
+            f"batch.fill = {config.batch.fill!r} with [teacher]: groups whose rewards are equal teach as others do; "
+            "expected 'any'"
         )
     for name in ("path", "kwargs", "kl_coefficient", "truncated_reward"):
         value = getattr(config.advantage, name)
         if teacher.alone and value != getattr(AdvantageConfig(), name):
-            raise ConfigError(
-                f"{file}: advantage.{name} = {value!r} with teacher.alone = true: no reward becomes an advantage; "
-                "expected it to be left out, or teacher.alone = false"
+            yield (
+                f"advantage.{name} = {value!r} with teacher.alone = true: no reward becomes an advantage; expected it "
+                "to be left out, or teacher.alone = false"
             )
     if config.teacher_url is not None and (sampling.temperature != 1.0 or sampling.is_truncated):
-        raise ConfigError(
-            f"{file}: teacher.url = {teacher.url!r} with sampling.temperature = {sampling.temperature}, sampling.top_k "
-            f"= {sampling.top_k}, sampling.top_p = {sampling.top_p}: a server's prompt logprobs are those of "
-            "temperature 1 and every token; expected 1.0, 0 and 1.0, or teacher.model"
+        yield (
+            f"teacher.url = {teacher.url!r} with sampling.temperature = {sampling.temperature}, sampling.top_k = "
+            f"{sampling.top_k}, sampling.top_p = {sampling.top_p}: a server's prompt logprobs are those of temperature "
+            "1 and every token; expected 1.0, 0 and 1.0, or teacher.model"
         )
 
 
-def _check_parity(config: RunConfig, file: Path) -> None:
+def _parity_problems(config: RunConfig) -> Iterator[str]:
     """Settings under which engine and trainer cannot agree: the gate would refuse the run once it has started."""
     engine, temperature = config.engine, config.sampling.temperature
     if engine.logprobs_mode != "processed_logprobs" and temperature != 1.0:
-        raise ConfigError(
-            f"{file}: engine.logprobs_mode = {engine.logprobs_mode!r} with sampling.temperature = {temperature}: raw "
-            "logprobs are not those of the sampled distribution; expected 'processed_logprobs', or parity.gate = 'off' "
-            "to run with them all the same"
+        yield (
+            f"engine.logprobs_mode = {engine.logprobs_mode!r} with sampling.temperature = {temperature}: raw logprobs "
+            "are not those of the sampled distribution; expected 'processed_logprobs', or parity.gate = 'off' to run "
+            "with them all the same"
         )
     if config.model.dtype != "float32" and engine.head_dtype != "float32":
-        raise ConfigError(
-            f"{file}: engine.head_dtype = {engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the "
-            "trainer's head is float32, and on one side only it widens the gap; expected 'float32', or "
-            "parity.gate = 'off' to run with it all the same"
+        yield (
+            f"engine.head_dtype = {engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the trainer's head "
+            "is float32, and on one side only it widens the gap; expected 'float32', or parity.gate = 'off' to run "
+            "with it all the same"
         )
     if engine.prefix_caching and engine.cache_salt == "none":
-        raise ConfigError(
-            f"{file}: engine.cache_salt = 'none' with engine.prefix_caching = true: prompts are served from what older "
-            "weights computed; expected 'version', or parity.gate = 'off' to run with it all the same"
+        yield (
+            "engine.cache_salt = 'none' with engine.prefix_caching = true: prompts are served from what older weights "
+            "computed; expected 'version', or parity.gate = 'off' to run with it all the same"
         )
 
 
-def _check_steps(config: RunConfig, file: Path) -> None:
+def _step_problems(config: RunConfig) -> Iterator[str]:
     """Settings of batch, optimizer steps and lag that must go together."""
     trainer, steps = config.trainer, config.steps_per_batch
     if trainer.num_minibatches > config.groups_per_batch:
-        raise ConfigError(
-            f"{file}: trainer.num_minibatches = {trainer.num_minibatches}: expected at most groups_per_batch = "
+        yield (
+            f"trainer.num_minibatches = {trainer.num_minibatches}: expected at most groups_per_batch = "
             f"{config.groups_per_batch}"
         )
     if config.mode == "asynchronous" and 0 < config.max_lag < steps:
-        raise ConfigError(
-            f"{file}: max_lag = {config.max_lag} with {steps} optimizer steps per batch (trainer.num_epochs * "
-            "trainer.num_minibatches): a group that waits for one batch is past the bound; expected at least "
-            f"{steps}, or mode = 'synchronous'"
+        yield (
+            f"max_lag = {config.max_lag} with {steps} optimizer steps per batch (trainer.num_epochs * "
+            f"trainer.num_minibatches): a group that waits for one batch is past the bound; expected at least {steps}, "
+            "or mode = 'synchronous'"
         )
     if trainer.decay_steps is not None and trainer.warmup_steps + trainer.decay_steps > config.num_steps_planned:
-        raise ConfigError(
-            f"{file}: trainer.decay_steps = {trainer.decay_steps} with trainer.warmup_steps = {trainer.warmup_steps}: "
-            f"expected their sum to be at most the run's {config.num_steps_planned} optimizer steps (num_updates * "
+        yield (
+            f"trainer.decay_steps = {trainer.decay_steps} with trainer.warmup_steps = {trainer.warmup_steps}: expected "
+            f"their sum to be at most the run's {config.num_steps_planned} optimizer steps (num_updates * "
             "trainer.num_epochs * trainer.num_minibatches)"
         )
     if config.correction.max_lag is not None:
-        raise ConfigError(
-            f"{file}: correction.max_lag = {config.correction.max_lag}: the run has one bound; expected max_lag to be "
-            "set at the top of the run file instead"
+        yield (
+            f"correction.max_lag = {config.correction.max_lag}: the run has one bound; expected max_lag to be set at "
+            "the top of the run file instead"
         )

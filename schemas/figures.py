@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 
-from penstock.schemas.config import RunConfig, named_figures
+from penstock.schemas.config import RunConfig, named_figures, split_figure
 from penstock.schemas.metrics import REWARD, figures_of, pass_key
 
 
 def figure_in(name: str, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> float | None:
     """The figure of an evaluation that `checkpoint.best` names; None if it has none. environments: figures by name."""
-    if not name.startswith("environments/"):
-        return figures.get(name)
-    environment, _, key = name.removeprefix("environments/").partition("/")
-    return environments.get(environment, {}).get(key)
+    environment, key = split_figure(name)
+    return (environments.get(environment, {}) if environment else figures).get(key)
 
 
 def missing_figures(

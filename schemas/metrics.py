@@ -99,10 +99,7 @@ class ProducerMetric:
     )
     PROGRESS_BYTES = Metric("penstock_progress_bytes_total", "Bytes of progress written to Redis")
     PROGRESS_WRITE = Metric(
-        "penstock_progress_write_seconds",
-        "Time to write the progress of all rollouts in flight",
-        (),
-        PAUSE_BUCKETS,
+        "penstock_progress_write_seconds", "Time to write the progress of all rollouts in flight", (), PAUSE_BUCKETS
     )
     PROGRESS_FAILURES = Metric(
         "penstock_progress_failures_total",
@@ -152,9 +149,7 @@ class ProducerMetric:
         "penstock_agent_tokens_total", "Tokens sampled for agents in rollouts that ended", unit="tokens"
     )
     AGENT_TOKENS_DELIVERED = Metric(
-        "penstock_agent_tokens_delivered_total",
-        "Tokens sampled for agents in groups that were appended",
-        unit="tokens",
+        "penstock_agent_tokens_delivered_total", "Tokens sampled for agents in groups that were appended", unit="tokens"
     )
 
 
@@ -352,6 +347,49 @@ def prometheus_name(key: str) -> str:
     return "penstock_" + key.replace("/", "_")
 
 
+_DIAGNOSTICS = {
+    "nats": {
+        "rollout_correction/kl": "Mean of behavior minus proximal logprob over tokens, in nats",
+        "rollout_correction/k3_kl": "k3 estimate of the KL divergence, a token's bounded at 10, in nats",
+        "rollout_correction/training_log_ppl": "Mean minus logprob of a row under the trainer's policy, in nats",
+        "rollout_correction/rollout_log_ppl": "Mean minus logprob of a row under the engine's policies, in nats",
+        "rollout_correction/log_ppl_diff": "Training less rollout log perplexity of a row, mean, in nats",
+        "rollout_correction/log_ppl_abs_diff": "Absolute gap between the two log perplexities of a row, mean",
+        "rollout_correction/log_ppl_diff_max": "Training less rollout log perplexity, largest of a row",
+        "rollout_correction/log_ppl_diff_min": "Training less rollout log perplexity, smallest of a row",
+        "kl_new_old": "k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats",
+        "k3_kl_unclamped": "k3 estimate of the KL divergence without a bound on a token's, in nats",
+    },
+    "none": {
+        "rollout_correction/chi2_token": "Chi-square of the tokens' ratios of proximal to behavior policy",
+        "rollout_correction/chi2_seq": "Chi-square of the rows' ratios, geometric means over their tokens",
+        "rollout_correction/training_ppl": "Perplexity of the rows under the trainer's policy, mean over rows",
+        "rollout_correction/rollout_ppl": "Perplexity of the rows under the engine's policies, mean over rows",
+        "rollout_correction/ppl_ratio": "Training over rollout perplexity of a row, mean",
+        "rollout_correction/is_weight_mean": "Mean importance weight after the correction",
+        "chi2": "Chi-square of the tokens' ratios, from ratios before truncation",
+        "weight_mean": "Mean importance weight applied",
+        "ratio_mean": "Mean ratio of proximal to behavior policy before truncation",
+        "ratio_max": "Largest ratio of proximal to behavior policy of a token",
+        "ratio_min": "Smallest ratio of proximal to behavior policy of a token",
+        "chi2_seq_product": "Chi-square of the rows' ratios, products over their tokens",
+    },
+    "": {
+        "rollout_correction/ess": "Effective sample size of weights clamped to the threshold and its inverse",
+        "rollout_correction/clipped_frac": "Share of ratios above the importance threshold",
+        "ess_fraction": "Effective sample size over tokens, from ratios before truncation",
+        "applied_ess_fraction": "Effective sample size over tokens, from the weights applied",
+        "corrected_frac": "Share of tokens within the lag bound that the correction rejected or bounded",
+        "masked_frac": "Share of tokens within the lag bound that the correction rejected",
+    },
+    "share": {
+        "clamp_log_ratio_new_old_indicator": "Share of a row's tokens above the threshold, mean over rows",
+        "masked_frac_positive": "Share of tokens with an advantage above 0 that the correction rejected",
+        "masked_frac_negative": "Share of tokens with an advantage below 0 that the correction rejected",
+    },
+}
+"""By unit, and by their key in a line of updates.jsonl, the help texts of the diagnostics."""
+
 TRAINER_GAUGES: dict[str, Metric] = {
     "policy_version": Metric("penstock_policy_version", "The trainer's policy version", unit="none"),
     "queue_depth": Metric("penstock_rollout_queue_groups", "Groups read and waiting for a batch"),
@@ -403,66 +441,8 @@ TRAINER_GAUGES: dict[str, Metric] = {
     "weight_redis_bytes": Metric("penstock_weight_redis_bytes", "Bytes of chunks of weights in Redis"),
     **{
         key: Metric(prometheus_name(key), help, unit=unit)
-        for key, (help, unit) in {
-            "rollout_correction/kl": ("Mean of behavior minus proximal logprob over tokens, in nats", "nats"),
-            "rollout_correction/k3_kl": ("k3 estimate of the KL divergence, a token's bounded at 10, in nats", "nats"),
-            "rollout_correction/chi2_token": (
-                "Chi-square of the tokens' ratios of proximal to behavior policy",
-                "none",
-            ),
-            "rollout_correction/chi2_seq": (
-                "Chi-square of the rows' ratios, geometric means over their tokens",
-                "none",
-            ),
-            "rollout_correction/training_ppl": (
-                "Perplexity of the rows under the trainer's policy, mean over rows",
-                "none",
-            ),
-            "rollout_correction/training_log_ppl": (
-                "Mean minus logprob of a row under the trainer's policy, in nats",
-                "nats",
-            ),
-            "rollout_correction/rollout_ppl": (
-                "Perplexity of the rows under the engine's policies, mean over rows",
-                "none",
-            ),
-            "rollout_correction/rollout_log_ppl": (
-                "Mean minus logprob of a row under the engine's policies, in nats",
-                "nats",
-            ),
-            "rollout_correction/log_ppl_diff": ("Training less rollout log perplexity of a row, mean, in nats", "nats"),
-            "rollout_correction/log_ppl_abs_diff": (
-                "Absolute gap between the two log perplexities of a row, mean",
-                "nats",
-            ),
-            "rollout_correction/log_ppl_diff_max": ("Training less rollout log perplexity, largest of a row", "nats"),
-            "rollout_correction/log_ppl_diff_min": ("Training less rollout log perplexity, smallest of a row", "nats"),
-            "rollout_correction/ppl_ratio": ("Training over rollout perplexity of a row, mean", "none"),
-            "rollout_correction/is_weight_mean": ("Mean importance weight after the correction", "none"),
-            "rollout_correction/ess": ("Effective sample size of weights clamped to the threshold and its inverse", ""),
-            "rollout_correction/clipped_frac": ("Share of ratios above the importance threshold", ""),
-            "kl_new_old": (
-                "k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats",
-                "nats",
-            ),
-            "clamp_log_ratio_new_old_indicator": (
-                "Share of a row's tokens above the threshold, mean over rows",
-                "share",
-            ),
-            "ess_fraction": ("Effective sample size over tokens, from ratios before truncation", ""),
-            "applied_ess_fraction": ("Effective sample size over tokens, from the weights applied", ""),
-            "chi2": ("Chi-square of the tokens' ratios, from ratios before truncation", "none"),
-            "weight_mean": ("Mean importance weight applied", "none"),
-            "corrected_frac": ("Share of tokens within the lag bound that the correction rejected or bounded", ""),
-            "masked_frac": ("Share of tokens within the lag bound that the correction rejected", ""),
-            "masked_frac_positive": ("Share of tokens with an advantage above 0 that the correction rejected", "share"),
-            "masked_frac_negative": ("Share of tokens with an advantage below 0 that the correction rejected", "share"),
-            "ratio_mean": ("Mean ratio of proximal to behavior policy before truncation", "none"),
-            "ratio_max": ("Largest ratio of proximal to behavior policy of a token", "none"),
-            "ratio_min": ("Smallest ratio of proximal to behavior policy of a token", "none"),
-            "k3_kl_unclamped": ("k3 estimate of the KL divergence without a bound on a token's, in nats", "nats"),
-            "chi2_seq_product": ("Chi-square of the rows' ratios, products over their tokens", "none"),
-        }.items()
+        for unit, diagnostics in _DIAGNOSTICS.items()
+        for key, help in diagnostics.items()
     },
 }
 """Gauges of the last batch, by their key in a line of updates.jsonl. NaN if the batch has no such number."""
