@@ -1,8 +1,9 @@
 """The ledger: which released index was settled, and how. Sets of indexes are kept as ranges."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -25,88 +26,62 @@ class IndexRanges:
     """A set of positive integers, small while they are nearly consecutive."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        for start, end in ranges:
-            if start >= end or (self._ends and start <= self._ends[-1]):
-                raise ValueError(f"ranges: ({start}, {end}), expected ascending, disjoint, half-open ranges")
-            self._starts.append(start)
-            self._ends.append(end)
+        self._edges = [*chain(*ranges)]
+        """Ascending: the start and the end of each range."""
+        if any(left >= right for left, right in pairwise(self._edges)):
+            raise ValueError(f"ranges: {self.ranges()}, expected ascending, disjoint, half-open ranges")
 
     @classmethod
     def union(cls, sets: Iterable["IndexRanges"]) -> "IndexRanges":
-        """The union of disjoint sets."""
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted(run for each in sets for run in each.ranges()):
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        return cls(merged)
+        """Returns the union of disjoint sets."""
+        union = cls()
+        # Where two ranges touch, the end of one and the start of the other are the same edge.
+        edges = Counter(edge for each in sets for edge in each._edges)
+        union._edges = sorted(edge for edge, num in edges.items() if num == 1)
+        return union
 
     def add(self, index: int) -> bool:
-        """Adds `index`; False when it was there."""
-        at = bisect_right(self._starts, index)
-        if at and index < self._ends[at - 1]:
+        """Adds `index`; returns False if it was present."""
+        if index in self:
             return False
-        touches_left = at > 0 and self._ends[at - 1] == index
-        touches_right = at < len(self._starts) and self._starts[at] == index + 1
-        if touches_left and touches_right:
-            self._ends[at - 1] = self._ends[at]
-            del self._starts[at], self._ends[at]
-        elif touches_left:
-            self._ends[at - 1] = index + 1
-        elif touches_right:
-            self._starts[at] = index
-        else:
-            self._starts.insert(at, index)
-            self._ends.insert(at, index + 1)
+        self._toggle(index)
         return True
 
     def discard(self, index: int) -> bool:
-        """Takes `index` out; False when it was not there."""
-        at = bisect_right(self._starts, index) - 1
-        if at < 0 or index >= self._ends[at]:
+        """Removes `index`; returns False if it was absent."""
+        if index not in self:
             return False
-        end = self._ends[at]
-        if self._starts[at] == index:
-            self._starts[at] = index + 1
-        else:
-            self._ends[at] = index
-            at += 1
-            self._starts.insert(at, index + 1)
-            self._ends.insert(at, end)
-        if self._starts[at] == end:
-            del self._starts[at], self._ends[at]
+        self._toggle(index)
         return True
 
+    def _toggle(self, index: int) -> None:
+        for edge in (index, index + 1):
+            at = bisect_left(self._edges, edge)
+            if self._edges[at : at + 1] == [edge]:
+                del self._edges[at]
+            else:
+                self._edges.insert(at, edge)
+
     def __contains__(self, index: int) -> bool:
-        at = bisect_right(self._starts, index)
-        return at > 0 and index < self._ends[at - 1]
+        return bisect_right(self._edges, index) % 2 == 1
 
     def __len__(self) -> int:
-        return sum(self._ends) - sum(self._starts)
+        return sum(self._edges[1::2]) - sum(self._edges[::2])
 
     def __iter__(self) -> Iterator[int]:
-        for start, end in self.ranges():
-            yield from range(start, end)
+        return chain.from_iterable(range(*each) for each in self.ranges())
 
     def ranges(self) -> list[tuple[int, int]]:
-        return list(zip(self._starts, self._ends, strict=True))
+        return list(zip(self._edges[::2], self._edges[1::2], strict=True))
 
     def missing(self, last: int) -> Iterator[int]:
-        """The integers from 1 to `last` that are not in the set."""
-        previous = 1
-        for start, end in self.ranges():
-            if start > last:
-                break
-            yield from range(previous, start)
-            previous = end
-        yield from range(previous, last + 1)
+        """Yields the integers from 1 to `last` that are not in the set."""
+        gaps = zip([1, *self._edges[1::2]], [*self._edges[::2], last + 1], strict=True)
+        return chain.from_iterable(range(start, min(end, last + 1)) for start, end in gaps)
 
     @property
     def highest(self) -> int:
-        return self._ends[-1] - 1 if self._ends else 0
+        return self._edges[-1] - 1 if self._edges else 0
 
 
 class RequeuedIndex(NamedTuple):
