@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 REWARD = "reward"
-"""The key of the mean reward in updates.jsonl and evaluations.jsonl; those of its parts are by `part_key`."""
+"""The key of the mean reward in updates.jsonl and evaluations.jsonl; for its parts see `part_key`."""
 _FIGURE = re.compile(r"reward(/.+)?|pass@\d+", re.DOTALL)
 MAX_PARTS = 32
-"""Parts of the reward that a line or an endpoint has at most."""
+"""Most parts of the reward in a line or at an endpoint."""
 MAX_PART_CHARACTERS = 64
-"""Parts of a longer name are left out of lines and endpoints."""
+"""Parts with longer names are left out of lines and endpoints."""
 
 
 class Metric(NamedTuple):
-    """values: label values known beforehand. They are served from the start, as 0: a rate over a series that begins at
-        its first event misses that event.
-    unit: if the name's last word does not say it; "none" for a number without one.
+    """A metric's definition.
+
+    values: label values known in advance. They are served from the start, as 0: a rate over a series that begins at its
+        first event misses that event.
+    unit: if it is not the name's last word; "none" for a number without a unit.
     """
 
     name: str
@@ -31,10 +33,10 @@ class Metric(NamedTuple):
 LAG_LABELS = ("0", "0-mixed", "1", "2-3", "4-7", "8+")
 """The lag buckets of the mismatch diagnostics, in optimizer steps: values of the label `lag`.
 
-`0` holds the tokens of rows that are of lag 0 throughout, `0-mixed` those of lag 0 in rows with an older token.
+`0` holds tokens of rows whose tokens all have lag 0, `0-mixed` tokens of lag 0 in rows with an older token.
 """
 LAG_STARTS = (1, 2, 4, 8)
-"""First lag of every bucket after those of lag 0."""
+"""First lag of each bucket after those of lag 0."""
 TOKEN_LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 PAUSE_BUCKETS = (0.005, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STEP_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -154,7 +156,7 @@ class ProducerMetric:
 
 
 class TrainerMetric:
-    """Beside these the trainer serves `TRAINER_GAUGES` and those by lag and by environment."""
+    """The trainer also serves `TRAINER_GAUGES` and the gauges by lag and by environment."""
 
     TOKEN_LAG = Metric("penstock_token_lag_steps", "Lag of sampled tokens at consumption", (), TOKEN_LAG_BUCKETS)
     TOKENS_TRAINED = Metric(
@@ -343,7 +345,7 @@ class TrainerMetric:
 
 
 def prometheus_name(key: str) -> str:
-    """The name of a diagnostic in Prometheus; `key` is its name in a line of updates.jsonl."""
+    """Returns the Prometheus name of a diagnostic; `key` is its name in a line of updates.jsonl."""
     return "penstock_" + key.replace("/", "_")
 
 
@@ -488,42 +490,42 @@ An environment without a group in the batch has no sample.
 
 
 def lag_label(lag: int) -> str:
-    """The bucket of a lag; of 0, that of a row without an older token."""
+    """Returns the bucket of a lag; for 0, that of a row without older tokens."""
     return LAG_LABELS[bisect_right(LAG_STARTS, lag) + (lag > 0)]
 
 
 def part_key(part: str) -> str:
-    """The key of the mean of a part of the reward in updates.jsonl and evaluations.jsonl."""
+    """Returns the key of a reward part's mean in updates.jsonl and evaluations.jsonl."""
     return f"{REWARD}/{part}"
 
 
 def pass_key(k: int) -> str:
-    """The key of pass@k in evaluations.jsonl."""
+    """Returns the key of pass@k in evaluations.jsonl."""
     return f"pass@{k}"
 
 
 def error_key(key: str) -> str:
-    """The key of a figure's standard error in evaluations.jsonl."""
+    """Returns the key of a figure's standard error in evaluations.jsonl."""
     return f"{key}_se"
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of evaluations.jsonl, or an environment's table in it, measures the policy by: `reward`, its parts,
-    and pass@k, without nulls."""
+    """Returns the figures in a line of evaluations.jsonl, or in an environment's table of it: `reward`, its parts and
+    pass@k, without nulls."""
     return {key: value for key, value in line.items() if _FIGURE.fullmatch(key) and value is not None}
 
 
 def figure_name(key: str) -> str:
-    """A figure of the reward for a reader: `reward`, or the part's own name for `reward/<part>`."""
+    """Returns the display name of a reward's figure: `reward`, or the part's name for `reward/<part>`."""
     return key.removeprefix(part_key(""))
 
 
 def parts_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of updates.jsonl or evaluations.jsonl has under `part_key`, by the part's name; nulls left out."""
+    """Returns the reward's parts in a line of updates.jsonl or evaluations.jsonl, by name, without nulls."""
     start = part_key("")
     return {figure_name(key): value for key, value in line.items() if key.startswith(start) and value is not None}
 
 
 def lag_key(name: str, label: str) -> str:
-    """The key of one lag bucket's number in updates.jsonl; `label` one of LAG_LABELS."""
+    """Returns the key of one lag bucket's number in updates.jsonl; `label` is one of LAG_LABELS."""
     return f"{name}/lag_{label}"

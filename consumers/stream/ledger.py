@@ -1,4 +1,4 @@
-"""The ledger: which released index was settled, and how. Sets of indexes are kept as ranges."""
+"""The ledger of released indexes and how each was settled. Sets of indexes are kept as ranges."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -13,13 +13,13 @@ from penstock.schemas.attrition import Attrition
 
 OUTCOMES = ("trained", "skipped", "dead")
 MAX_KINDS = 64
-"""Kinds of dead groups that the ledger distinguishes. Producers name them, and every checkpoint holds all of them."""
+"""Most kinds of dead groups that the ledger distinguishes: producers name them, and every checkpoint has all."""
 MAX_KIND_CHARACTERS = 64
 OTHER_KIND = "other"
 
 
 class RunFailedError(RuntimeError):
-    """The run cannot go on; the message says why."""
+    """The run cannot continue; the message says why."""
 
 
 class IndexRanges:
@@ -85,26 +85,26 @@ class IndexRanges:
 
 
 class RequeuedIndex(NamedTuple):
-    """A dead letter that an operator has requeued and the trainer has released again."""
+    """A dead letter that an operator has requeued and whose index the trainer has released again."""
 
     letter: str
-    """Entry id of the letter. The index may die again and leave another one."""
+    """Entry id of the letter. The index may die again and leave another letter."""
     after: str
-    """The last entry of the rollout stream when the index was opened again: what died stands at or before it."""
+    """The last entry of the rollout stream when the index was opened again: the dead group is at or before it."""
 
 
 class ReleasedTask(NamedTuple):
-    """What an index stands for: a task of an environment, by its number there, from 1."""
+    """The task of an index: its environment, and its number there, from 1."""
 
     environment: str
     number: int
 
 
 class Ledger:
-    """Every released index is settled exactly once: trained, skipped or dead.
+    """Settles every released index exactly once: as trained, skipped or dead.
 
-    A dead one is opened again when an operator requeues its letter. `requeued` remembers the letter, so that one
-    request opens an index once, and once more only if a rollback has undone it.
+    A dead index is opened again when an operator requeues its letter. `requeued` remembers the letter, so that one
+    request opens an index once, and again only if a rollback has undone it.
     """
 
     def __init__(self) -> None:
@@ -115,23 +115,23 @@ class Ledger:
         self.released_again: Counter[str] = Counter()
         self.requeued: dict[int, RequeuedIndex] = {}
         self.postponed: dict[int, str] = {}
-        """Released, unsettled indexes without prompt or group, by reason: to be released again as the credit lasts."""
+        """Reason by released, unsettled index without prompt or group, to be released again as the credit lasts."""
         self.num_duplicates_dropped = 0
-        """Groups of an index that another one came first for."""
+        """Groups of an index for which another group arrived first."""
         self.last_read = "0-0"
-        """The last entry read: what is read again, by a resume for one, is no duplicate."""
+        """The last entry read: an entry that is read again, after a resume for example, is no duplicate."""
         self.num_released = 0
-        """The release cursor: indexes 1 to this one were released."""
+        """The release cursor: indexes 1 to this were released."""
         self.tasks: dict[int, ReleasedTask] = {}
-        """Of released indexes that are open or dead: whatever becomes of the run file, they keep their tasks."""
+        """Tasks of released indexes that are open or dead: they keep them even if the run file changes."""
         self.histories: defaultdict[str, TaskHistory] = defaultdict(TaskHistory)
-        """By environment, what became of its tasks."""
+        """By environment."""
         self.attrition = Attrition()
         self.stale: dict[int, str] = {}
-        """Of open indexes, the last entry that was counted as stale or quarantined: a resume reads it again."""
+        """By open index, the last entry that was counted as stale or quarantined: a resume reads it again."""
 
     def release(self, task: ReleasedTask) -> None:
-        """Books the next index as released."""
+        """Records the release of the next index."""
         self.num_released += 1
         self.tasks[self.num_released] = task
         self.histories[task.environment].release(task.number)
@@ -139,10 +139,10 @@ class Ledger:
     def settle(
         self, index: int, outcome: str, reason: str = "", rewards: Sequence[float] = (), *, flat: bool = False
     ) -> None:
-        """Books `index`. rewards: of its rollouts, unless it is dead. flat: see `TaskHistory`.
+        """Settles `index`. rewards: of its rollouts, unless it is dead. flat: see `TaskHistory`.
 
         Raises:
-            ValueError: it was settled before, which would be a broken promise.
+            ValueError: it is already settled.
         """
         if not self.settled.add(index):
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
@@ -156,12 +156,12 @@ class Ledger:
             self.dead_by_reason.setdefault(self._kind(reason), IndexRanges()).add(index)
 
     def may_reopen(self, index: int, letter: str) -> bool:
-        """True if `index` is dead and was not opened again for this very letter before."""
+        """Returns whether `index` is dead and was not already opened again for this letter."""
         known = self.requeued.get(index)
         return index in self.by_outcome["dead"] and (known is None or known.letter != letter)
 
     def reopen(self, index: int, letter: str, after: str) -> None:
-        """Opens a dead index again. Its entries on the stream up to `after` are void.
+        """Opens a dead index again. Its stream entries up to `after` are void.
 
         Raises:
             ValueError: it is not dead.
@@ -181,7 +181,7 @@ class Ledger:
 
     @property
     def dead_reasons(self) -> dict[str, int]:
-        """How many are dead, by the part of their reason before the first colon; `other` once these are too many."""
+        """Number of dead indexes by kind, the reason up to its first colon; `other` once there are too many kinds."""
         return {reason: len(indexes) for reason, indexes in self.dead_by_reason.items()}
 
     def _kind(self, reason: str) -> str:
@@ -195,7 +195,7 @@ class Ledger:
         return self.num_released - len(self.settled)
 
     def to_state(self) -> dict:
-        """The state for a checkpoint. `postponed` is for readers outside: a resume finds its indexes by itself."""
+        """Returns the state for a checkpoint. `postponed` is for other readers: a resume finds these indexes itself."""
         return {
             **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
             "dead_by_reason": {reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},

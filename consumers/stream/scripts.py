@@ -1,6 +1,6 @@
-"""The trainer's writes to Redis, each a script that refuses a trainer of an older epoch.
+"""The trainer's writes to Redis: scripts that refuse a trainer of an older epoch.
 
-`allow-oom` lets them through at the memory limit: a commit is what frees memory, so it must not be refused there.
+`allow-oom` lets them run at the memory limit: a commit frees memory, so it must not be refused there.
 Payloads never pass through a script (ARGV is slow at 16 kB and more); dead letters, and the run's description when it
 starts, are the rare exceptions.
 """
@@ -12,10 +12,11 @@ from typing import Any
 import redis
 
 from penstock.consumers.stream.ledger import ReleasedTask
+from penstock.consumers.stream.reader import Refused
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
 
 MOST_PENDING = 1_000_000
-"""More prompts than any credit has open at once."""
+"""More prompts than any credit allows to be open at once."""
 
 INDEXES_PER_CALL = 1000
 
@@ -86,8 +87,8 @@ redis.call('HSET', KEYS[1], 'released', released)
 return released
 """
 
-# ARGV: epoch, policy version, then index, environment and number of each task. A letter that a requeue or a rollback
-# has voided makes room for the next one. Redis may have lost the tasks of the first release.
+# ARGV: epoch, policy version, then index, environment and number of each task. Letters that a requeue or a rollback has
+# voided no longer block new ones. Redis may have lost the tasks of the first release.
 _RELEASE_AGAIN = """
 for i = 3, #ARGV, 3 do
   redis.call('HDEL', KEYS[3], ARGV[i])
@@ -98,7 +99,7 @@ end
 return (#ARGV - 2) / 3
 """
 
-# ARGV: epoch, group of the producers, the most claims there can be. What was delivered and is claimed by nobody.
+# ARGV: epoch, the producers' group, the most claims possible. Removes entries that were delivered and are unclaimed.
 _DROP_UNREACHABLE = """
 if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
 local delivered
@@ -137,7 +138,7 @@ return epoch
 """
 
 # ARGV: epoch, policy version, manifest or '' (announced already), whole manifest or '', oldest version kept, parent
-# version of the epoch's first policy or ''. What is there already (after a lost reply) is not added.
+# version of the epoch's first policy or ''. Existing entries (after a lost reply) are not added again.
 _ANNOUNCE = """
 local floor = tonumber(ARGV[5])
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[3], ARGV[2], ARGV[4]) end
@@ -154,9 +155,9 @@ end
 return ARGV[2]
 """
 
-# ARGV: epoch, then entry id (ascending), environment and number of each held-out prompt. One that was asked for before
-# is there already. All in one script: on a stream that was emptied meanwhile, ids of an older version could not follow
-# those of a newer one.
+# ARGV: epoch, then entry id (ascending), environment and number of each held-out prompt. XADD fails for one that was
+# requested before. All in one script: on a stream that was emptied, ids of an older version could not follow those of a
+# newer one.
 _EVALUATE = """
 local added = 0
 for i = 2, #ARGV, 3 do
@@ -199,11 +200,11 @@ return redis.call('XLEN', KEYS[2])
 
 
 class FencedError(RuntimeError):
-    """A newer trainer has taken the run over; this one must stop."""
+    """A newer trainer has taken over the run; this one must stop."""
 
 
 class GoneError(RuntimeError):
-    """Redis has lost this trainer's epoch: it was emptied, or has fallen back to an older state."""
+    """Redis has lost this trainer's epoch: it was emptied, or returned to an older state."""
 
 
 _REFUSALS = {"FENCED": FencedError, "GONE": GoneError}
@@ -310,19 +311,11 @@ class Scripts:
         requests = ((entry_id, *task) for entry_id, task in prompts)
         return self._run("evaluate", [self._keys.commit, self._keys.evaluations], epoch, *chain(*requests))
 
-    def dead_letter(
-        self,
-        epoch: int,
-        index: int | None,
-        reason: str,
-        payload: bytes,
-        entry_id: bytes = b"",
-        producer: str = "",
-        traceback: str = "",
-    ) -> None:
+    def dead_letter(self, epoch: int, refused: Refused) -> None:
         keys = [self._keys.commit, self._keys.dead, self._keys.dead_index]
-        name = "" if index is None else index
-        self._run("dead_letter", keys, epoch, name, reason, payload, entry_id, producer, traceback)
+        index = "" if refused.index is None else refused.index
+        origin = refused.entry_id, refused.producer, refused.traceback
+        self._run("dead_letter", keys, epoch, index, refused.reason, refused.payload, *origin)
 
     def commit(
         self, epoch: int, checkpoint: str, keep_rollouts: bytes, keep_results: bytes, forget_tasks: int = 0
@@ -356,12 +349,12 @@ class Scripts:
 
 
 def forks_of(commit: dict[bytes, bytes]) -> dict[int, int]:
-    """The fork table in the commit hash: epoch to the version its first policy equals."""
+    """Returns the fork table in the commit hash: epoch to the version that its first policy equals."""
     return _by_epoch(commit, Commit.FORK)
 
 
 def announced_of(commit: dict[bytes, bytes]) -> dict[int, int]:
-    """Epoch to the last version announced in it."""
+    """Returns the last version announced in each epoch."""
     return _by_epoch(commit, Commit.ANNOUNCED)
 
 

@@ -152,11 +152,7 @@ def line_as_text(line: str) -> str:
 
 
 def _as_json(event: Mapping[str, Any]) -> str:
-    try:
-        line = json.dumps(event, ensure_ascii=False, default=_shown)
-    except (TypeError, ValueError, RecursionError):
-        plain = {name: value if isinstance(value, str) else _shown(value) for name, value in event.items()}
-        line = json.dumps(plain, ensure_ascii=False)
+    line = json.dumps(event, ensure_ascii=False)
     # A surrogate cannot be encoded; its backslash escape is valid JSON.
     return line.translate(_LINE_BREAKS).encode(errors="backslashreplace").decode()
 
