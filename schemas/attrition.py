@@ -54,7 +54,9 @@ class Rollouts(msgspec.Struct):
         by_reason = {
             reason: combine(reasons.get(reason, 0), other_reasons.get(reason, 0)) for reason in reasons | other_reasons
         }
-        return Rollouts(*map(combine, sums, other_sums), {reason: num for reason, num in by_reason.items() if num})
+        combined = Rollouts(*map(combine, sums, other_sums))
+        combined.finish_reasons = {reason: num for reason, num in by_reason.items() if num}
+        return combined
 
 
 Counts = dict[str, dict[str, dict[str, Rollouts]]]

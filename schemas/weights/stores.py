@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -77,7 +78,7 @@ class RedisChunks:
         names = list(keys)
         for first in range(0, len(names), _AT_ONCE):
             some = names[first : first + _AT_ONCE]
-            self._run("delete chunks", lambda client, some=some: client.hdel(self._name, *some))
+            self._run("delete chunks", partial(_delete, self._name, some))
 
     def keys(self) -> list[str]:
         return [key.decode() for key in self._run("list chunks", lambda client: client.hkeys(self._name))]
@@ -89,6 +90,10 @@ class RedisChunks:
             raise RedisFullError(f"Redis {self._name} does not {what}: {error}") from error
         except redis.RedisError as error:
             raise ChunkStoreError(f"Redis {self._name} does not {what}: {error}") from error
+
+
+def _delete(name: str, keys: Sequence[str], client: Any) -> None:
+    client.hdel(name, *keys)
 
 
 class FolderChunks:
