@@ -204,7 +204,7 @@ def _open(
     commit = leadership.open(epoch, description)
     state = _load_checkpoint(commit.get(Commit.CHECKPOINT), learner, leadership) if epoch else None
     if state is None:
-        state = CheckpointState.new(0 if epoch else -1)
+        state = CheckpointState(policy_version=0 if epoch else -1)
     else:
         log.info("resuming after update %d, policy %d", state.num_batches, state.policy_version)
     state.forks.update(forks_of(commit))

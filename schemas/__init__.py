@@ -1,14 +1,13 @@
 """The contract between producers and consumers, with the standard library and msgspec only.
 
-- In Redis: `rollout`, `prompt` and `segments` are the records, `policy` announces weights, `heartbeat` is a producer's
-  sign of life, `producer_parity` what the trainer has found of its rows, `description` what a run says of itself,
-  `keys` names everything.
-- In files: `config` is the run file, `record` and `record_reader` the record of rollouts,
-  `hidden_states` what a parity check reads; `model_digest` tells model folders apart, `adapter` names an
-  adapter's tensors and its base, `best` says what the model of the best evaluation is, `figures` which figures of
-  evaluations settings name.
-- `metrics` names what processes report to Prometheus, `attrition` counts what became of rollouts. `prefixes` finds
-  common prefixes of sequences.
+- In Redis: `rollout`, `prompt` and `segments` define the records, `policy` the weight manifests, `heartbeat` a
+  producer's heartbeat, `producer_parity` the trainer's findings about its rows, `description` the run's description,
+  `keys` all names.
+- In files: `config` defines the run file, `record` and `record_reader` the record of rollouts, `hidden_states` the
+  input of a parity check; `model_digest` identifies model folders, `adapter` names an adapter's tensors and its base,
+  `best` describes the model of the best evaluation, `figures` finds the figures of evaluations that settings name.
+- `metrics` defines the Prometheus metrics, `attrition` counts the outcomes of rollouts. `prefixes` finds common
+  prefixes of sequences.
 
-`process` is no contract.
+`process` is not part of the contract.
 """

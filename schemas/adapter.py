@@ -1,4 +1,4 @@
-"""Low-rank adapters as both sides name them: peft's names of tensors, and which base an adapter is of."""
+"""Low-rank adapters: the names of their tensors, which are peft's, and the identity of their base model."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from penstock.schemas.config import ConfigError, LoraConfig, RunConfig
 from penstock.schemas.model_digest import model_digest
 
 ADAPTER = "adapter"
-"""Of a learner's state in a checkpoint, the field with the `AdapterIdentity`."""
+"""The field of a learner's state in a checkpoint that holds the `AdapterIdentity`."""
 _PREFIX = "base_model.model."
 _NAME = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
@@ -19,18 +19,18 @@ _WEIGHT = ".weight"
 
 
 def tensor_name(module: str, factor: str) -> str:
-    """The name of factor "A" [rank, in] or "B" [out, rank] of a linear layer's adapter."""
+    """Returns the name of factor "A" [rank, in] or "B" [out, rank] of a linear layer's adapter."""
     return f"{_PREFIX}{module}.lora_{factor}{_WEIGHT}"
 
 
 def parse_name(name: str) -> tuple[str, str] | None:
-    """The inverse of `tensor_name`; None for a tensor of no adapter."""
+    """Returns module and factor: the inverse of `tensor_name`; None for a tensor that is not an adapter's."""
     found = _NAME.fullmatch(name)
     return None if found is None else (found[1], found[2])
 
 
 def find_targets(lora: LoraConfig, linear: Iterable[str], path: str) -> list[str]:
-    """The modules to adapt among `linear`, the names of all linear layers: those of the targets' names, in the blocks.
+    """Returns the modules to adapt among `linear`, the names of all linear layers: the targets within blocks.
 
     Raises:
         ConfigError: the model of `path` lacks a target.
@@ -47,7 +47,7 @@ def find_targets(lora: LoraConfig, linear: Iterable[str], path: str) -> list[str
 
 
 def adapter_shapes(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> dict[str, tuple[int, int]]:
-    """The shapes of the adapter's tensors, by name, to a checkpoint with tensors of these `shapes`.
+    """Returns the shapes of the adapter's tensors, by name, for a checkpoint with tensors of these `shapes`.
 
     Raises:
         ConfigError: see `find_targets`.
@@ -66,7 +66,7 @@ def adapter_shapes(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]], path
 
 
 class AdapterIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter's tensors mean nothing without. base: path of the base model; base_digest: see `model_digest`."""
+    """The context that an adapter's tensors require. base: path of the base model; base_digest: see `model_digest`."""
 
     base: str
     base_digest: str
@@ -76,7 +76,7 @@ class AdapterIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identity_of(config: RunConfig) -> AdapterIdentity | None:
-    """None of a run that trains all weights."""
+    """Returns the identity of the run's adapter; None if the run trains all weights."""
     if config.lora is None:
         return None
     lora, path = config.lora, config.model.path
@@ -90,13 +90,13 @@ def identity_of(config: RunConfig) -> AdapterIdentity | None:
 
 
 def saved_identity(learner_state: Mapping[str, Any]) -> AdapterIdentity | None:
-    """That in a checkpoint, by its learner's state; None of all weights."""
+    """Returns the identity in a checkpoint's learner state; None if it holds all weights."""
     return msgspec.convert(learner_state.get(ADAPTER), AdapterIdentity | None)
 
 
 def check_identity(saved: AdapterIdentity | None, own: AdapterIdentity | None, checkpoint: str) -> None:
-    """Raises ConfigError if what `checkpoint` holds, an adapter (`saved`) or all weights (None), does not fit the run's
-    own."""
+    """Raises ConfigError if the content of `checkpoint`, an adapter (`saved`) or all weights (None), does not match the
+    run's own."""
     if saved is None or own is None:
         if saved is not own:
             found, expected = ("an adapter", "[lora] as it was") if own is None else ("all weights", "no [lora]")

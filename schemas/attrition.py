@@ -1,11 +1,13 @@
-"""Attrition: what became of each rollout that was sampled, by its length, and whether long ones are lost more often.
+"""Attrition: the outcome of each sampled rollout, by its length, and whether long ones are lost more often.
 
-A long rollout lives through more policies, more restarts and more deadlines than a short one. Where the long ones are
-lost, what is trained is not what was sampled: policy and figures lean towards short answers, and nothing fails.
+A long rollout spans more policies, restarts and deadlines than a short one. If long ones are lost, the trained rollouts
+are not representative: policy and figures are biased towards short answers without any failure.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,18 +15,18 @@ from penstock.schemas.metrics import LENGTH_BUCKETS
 from penstock.schemas.rollout import MAX_REWARD, RolloutGroup, says_too_long
 
 OUTCOMES = ("trained", "skipped", "stale", "quarantined", "dead", "missing", "duplicate")
-"""Of a rollout: that of its group, `stale` where every token of the group was beyond the lag bound, `quarantined` where
-a quarantined producer sampled it: the index of either was sampled again; `duplicate` where another group of its index
-came first; `missing` for one that ended without a reward, while its group went on without it. All but the stale, the
-quarantined and the duplicate ones belong to a settled index."""
+"""Of a rollout: that of its group. `stale`: every token of the group was beyond the lag bound; `quarantined`: a
+quarantined producer sampled it; the index of either was sampled again. `duplicate`: another group of its index came
+first. `missing`: it ended without a reward, and its group continued without it. All but stale, quarantined and
+duplicate rollouts belong to a settled index."""
 UNKNOWN = "unknown"
-"""The length of a rollout that is in no record."""
+"""The length of a rollout without a record."""
 BEYOND = 1 << 31
-"""Stands for the length of a group that was too long, for a deadline or a stream entry: longer than all that came."""
+"""The assumed length of a group that was too long for a deadline or a stream entry: longer than all that arrived."""
 WINDOW = 256
 """Groups of each test."""
 FALSE_ALARM = 1e-4
-"""The probability, at most, that a window raises the alarm while losses do not depend on length."""
+"""The largest probability that a window raises the alarm although losses do not depend on length."""
 
 
 class Rollouts(msgspec.Struct):
@@ -34,36 +36,27 @@ class Rollouts(msgspec.Struct):
     num_tokens: int = 0
     """Sampled."""
     num_tokens_masked: int = 0
-    """Of these beyond the lag bound when they were trained."""
+    """Sampled tokens beyond the lag bound when they were trained."""
     num_scored: int = 0
     reward_sum: float = 0.0
     finish_reasons: dict[str, int] = {}
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
-        reasons = {
-            reason: self.finish_reasons.get(reason, 0) + other.finish_reasons.get(reason, 0)
-            for reason in self.finish_reasons | other.finish_reasons
-        }
-        return Rollouts(
-            self.num + other.num,
-            self.num_tokens + other.num_tokens,
-            self.num_tokens_masked + other.num_tokens_masked,
-            self.num_scored + other.num_scored,
-            self.reward_sum + other.reward_sum,
-            reasons,
-        )
+        return self._combined(operator.add, other)
 
-    def __sub__(self, before: "Rollouts") -> "Rollouts":
-        """What has come to these counts since."""
-        reasons = {reason: num - before.finish_reasons.get(reason, 0) for reason, num in self.finish_reasons.items()}
-        return Rollouts(
-            self.num - before.num,
-            self.num_tokens - before.num_tokens,
-            self.num_tokens_masked - before.num_tokens_masked,
-            self.num_scored - before.num_scored,
-            self.reward_sum - before.reward_sum,
-            {reason: num for reason, num in reasons.items() if num},
-        )
+    def __sub__(self, earlier: "Rollouts") -> "Rollouts":
+        """Returns what was counted since `earlier`."""
+        return self._combined(operator.sub, earlier)
+
+    def _combined(self, combine: Callable[[float, float], Any], other: "Rollouts") -> "Rollouts":
+        *sums, reasons = msgspec.structs.astuple(self)
+        *other_sums, other_reasons = msgspec.structs.astuple(other)
+        by_reason = {
+            reason: combine(reasons.get(reason, 0), other_reasons.get(reason, 0)) for reason in reasons | other_reasons
+        }
+        combined = Rollouts(*map(combine, sums, other_sums))
+        combined.finish_reasons = {reason: num for reason, num in by_reason.items() if num}
+        return combined
 
 
 Counts = dict[str, dict[str, dict[str, Rollouts]]]
@@ -71,22 +64,22 @@ Counts = dict[str, dict[str, dict[str, Rollouts]]]
 
 
 class LengthTest(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the longest quarter of a window's groups is lost more often than the others: Fisher's exact test,
+    """A test whether the longest quarter of a window's groups is lost more often than the others: Fisher's exact test,
     one-sided.
 
-    A group counts once, by its longest rollout: siblings share its fate. It is lost if it is stale or dead, or trained
-    with most of its sampled tokens masked for their lag. Groups of one length stay together: the quarter is the cut
-    between two lengths that comes nearest to one.
+    A group counts once, by its longest rollout: siblings share its outcome. It is lost if it is stale or dead, or
+    trained with most of its sampled tokens masked for their lag. Groups of one length stay together: the quarter is the
+    nearest cut between two lengths.
     """
 
     cut: int
-    """Tokens of the longest rollout, from which on a group belongs to the longest quarter."""
+    """Least number of tokens in the longest rollout of a group in the longest quarter."""
     num_long: int
     num_long_lost: int
     num_other: int
     num_other_lost: int
     p_value: float
-    """The probability of at least so many long ones among the lost, if losses do not depend on length."""
+    """The probability of at least this many long groups among the lost, if losses do not depend on length."""
 
     @property
     def is_alarm(self) -> bool:
@@ -103,16 +96,16 @@ class LengthTest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attrition(msgspec.Struct):
-    """The counts of a run, those of the trainers before this one included: part of every checkpoint."""
+    """The counts of a run, including those of earlier trainers: part of every checkpoint."""
 
     rollouts: Counts = {}
     num_tries_lost: int = 0
-    """Tries at groups that ended with their producer, killed or stopped, and were not gone on from. Whole groups of
+    """Attempts at groups that were lost when their producer was killed or stopped, and not continued: whole groups of
     rollouts, of unknown lengths."""
     window: list[tuple[int, bool]] = []
-    """By group since the last test: tokens of its longest rollout, and whether it was lost."""
+    """For each group since the last test, the tokens of its longest rollout and whether it was lost."""
     last: LengthTest | None = None
-    """Of the last full window; None before the first, and where a window's groups were all of one length."""
+    """Of the last full window; None before the first, or if its groups were all of one length."""
 
     def add(
         self,
@@ -126,10 +119,10 @@ class Attrition(msgspec.Struct):
     ) -> None:
         """Counts the rollouts of a group.
 
-        group: None if nothing of it is known. num_siblings: as many as were to be sampled. num_masked: by rollout,
-            sampled tokens beyond the lag bound. is_too_long: it died of a deadline, or as too large for an entry;
-            so may siblings that are missing (`RolloutGroup.missing`), and one such makes a group lost, since the test
-            is about the long ones.
+        group: None if it is unknown. num_siblings: the number that was to be sampled. num_masked: sampled tokens beyond
+            the lag bound, by rollout. is_too_long: it missed a deadline, or was too large for an entry; a missing
+            sibling (`RolloutGroup.missing`) that was too long also makes a group lost, since the test is about long
+            ones.
         """
         rollouts = () if group is None else group.rollouts[:num_siblings]
         of_environment = self.rollouts.setdefault(environment, {})
@@ -166,18 +159,18 @@ class Attrition(msgspec.Struct):
             self.window = []
 
     def counts(self) -> Iterator[tuple[str, str, str, Rollouts]]:
-        """(environment, outcome, length, counts), by environment and outcome."""
+        """Yields (environment, outcome, length, counts), sorted by environment and outcome."""
         for environment, outcomes in sorted(self.rollouts.items()):
             for outcome in OUTCOMES:
                 for length, counts in outcomes.get(outcome, {}).items():
                     yield environment, outcome, length, counts
 
     def copied(self) -> dict[tuple[str, str, str], Rollouts]:
-        """The counts as they are now."""
+        """Returns a copy of the counts."""
         return {(name, outcome, length): counts + Rollouts() for name, outcome, length, counts in self.counts()}
 
     def since(self, before: Mapping[tuple[str, str, str], Rollouts]) -> Counts:
-        """What has come to the counts since they were `copied`."""
+        """Returns what was counted since the counts were `copied`."""
         found: Counts = {}
         for environment, outcome, length, counts in self.counts():
             new = counts - before.get((environment, outcome, length), Rollouts())
@@ -186,7 +179,7 @@ class Attrition(msgspec.Struct):
         return found
 
     def by_environment(self) -> dict[str, dict[str, Rollouts]]:
-        """By environment and outcome, the rollouts of all lengths."""
+        """Returns the counts over all lengths, by environment and outcome."""
         return {
             environment: {outcome: sum(by_length.values(), Rollouts()) for outcome, by_length in outcomes.items()}
             for environment, outcomes in self.rollouts.items()
@@ -194,13 +187,13 @@ class Attrition(msgspec.Struct):
 
 
 def length_bucket(num_tokens: int) -> str:
-    """The smallest power of 2 that is no less, as text; 0 of 0. Above the largest of `LENGTH_BUCKETS` it is `+Inf`."""
+    """Returns the smallest power of 2 not below `num_tokens`, as text; 0 for 0; `+Inf` above all `LENGTH_BUCKETS`."""
     bucket = 1 << (num_tokens - 1).bit_length() if num_tokens else 0
     return str(bucket) if bucket <= LENGTH_BUCKETS[-1] else "+Inf"
 
 
 def length_test(groups: Iterable[tuple[int, bool]]) -> LengthTest | None:
-    """Tests a window of groups, by the length of each and whether it was lost; None if all are of one length."""
+    """Tests a window of groups, given each one's length and whether it was lost; None if all are of one length."""
     lengths, lost = zip(*groups, strict=True)
     cuts = sorted(set(lengths))[1:]
     if not cuts:
@@ -219,7 +212,7 @@ def length_test(groups: Iterable[tuple[int, bool]]) -> LengthTest | None:
 
 
 def fisher_p_value(hits: int, size: int, other_hits: int, other_size: int) -> float:
-    """P(X >= hits) where X of `size` are among hits + other_hits drawn from size + other_size: hypergeometric.
+    """Returns P(X >= hits), where X of `size` are among hits + other_hits drawn from size + other_size: hypergeometric.
 
     Source: R. A. Fisher, The Design of Experiments (1935), the exact test of a 2 x 2 table.
     """

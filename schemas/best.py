@@ -1,4 +1,4 @@
-"""The model of a run's best evaluation, in the run's folder `best`: what it is, beside its weights."""
+"""The description of a run's best model, stored with its weights in the run's folder `best`."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ BEST_FILE = "best.json"
 
 
 class BestModel(msgspec.Struct, frozen=True, kw_only=True):
-    """figure: `checkpoint.best`. value: what the evaluation of `policy_version`, published after `update`, has of it.
-    dtype: of the weights. adapter: they are an adapter's.
+    """figure: `checkpoint.best`. value: its value in the evaluation of `policy_version`, published after `update`.
+    dtype: of the weights. adapter: set if they are an adapter's.
     """
 
     figure: str
@@ -26,10 +26,10 @@ class BestModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_best(folder: Path, file: str = BEST_FILE) -> BestModel | None:
-    """What the model in `folder` is; None if there is none.
+    """Reads the description of the best model in `folder`; returns None if there is none.
 
     Raises:
-        ConfigError: its `best.json` was changed by other hands.
+        ConfigError: the file was modified by something other than the trainer.
     """
     try:
         return msgspec.json.decode((folder / file).read_bytes(), type=BestModel)

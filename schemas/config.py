@@ -32,7 +32,7 @@ DEFAULT_ADVANTAGE = "penstock.consumers.learning.advantages:group_relative"
 
 
 class ConfigError(ValueError):
-    """A run file that cannot be used; the message names the field, its value and what was expected."""
+    """A run file that cannot be used; the message names the field, its value and the expected one."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,35 +40,35 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Plug(Section, frozen=True, kw_only=True):
-    """Something of the user's own, named by import path."""
+    """A user's own class or function, named by import path."""
 
     path: str
     """`package.module:Name`."""
     kwargs: dict[str, Any] = {}
-    """Keyword arguments it is called with."""
+    """Keyword arguments of the call."""
 
 
 class GoalConfig(Section, frozen=True, kw_only=True):
-    """What the held-out prompts are to reach: shown beside what they have, with the time that it took."""
+    """The goal for the held-out prompts: shown next to their figure, with the time taken to reach it."""
 
     value: Annotated[float, Meta(ge=-1e9, le=1e9)]
-    """The least value that reaches the goal."""
+    """The smallest value that reaches the goal."""
     figure: Annotated[str, Meta(pattern="^reward(/.+)?$")] = "reward"
     """`reward`, or one of its parts as `reward/exact`."""
 
 
 class SolvedConfig(GoalConfig, frozen=True, kw_only=True):
-    """Which answers pass@k counts as solved: those whose reward, or a part of it, is at least `value`."""
+    """The answers that pass@k counts as solved: those whose reward, or a part of it, is at least `value`."""
 
     value: Annotated[float, Meta(ge=-1e9, le=1e9)] = 1.0
-    """The least value of a solved one."""
+    """The smallest value of a solved answer."""
 
 
 class HeldOutConfig(Section, frozen=True, kw_only=True):
-    """How the held-out prompts of this environment are evaluated; what is not set is as `[evaluation]` has it."""
+    """How the held-out prompts of this environment are evaluated; unset fields take their value from `[evaluation]`."""
 
     num_prompts: NonNegative | None = None
-    """Held-out prompts per evaluation, at most what it has."""
+    """Held-out prompts per evaluation, at most all of them."""
     num_samples: Positive | None = None
     """Answers to each."""
     temperature: NonNegativeFloat | None = None
@@ -78,32 +78,33 @@ class HeldOutConfig(Section, frozen=True, kw_only=True):
     top_k: NonNegative | None = None
     """0 keeps every token."""
     max_tokens: Positive | None = None
-    """Where evaluation.max_tokens is not set either: that of its training prompts."""
+    """None takes evaluation.max_tokens, or that of its training prompts if that is not set either."""
     pass_at: tuple[Positive, ...] | None = None
     """The numbers k of pass@k."""
     solved: SolvedConfig | None = None
 
 
 class EnvironmentConfig(Plug, frozen=True, kw_only=True):
-    """A class that poses tasks and scores answers (docs/environments.md), called with `kwargs` and `seed`."""
+    """A class that creates tasks and scores answers (docs/environments.md), called with `kwargs` and `seed`."""
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]+$", max_length=64)] = "main"
-    """What metrics, report and inspector call it. Of several, each has its own."""
+    """Its name in metrics, report and inspector; unique among several environments."""
     weight: NonNegativeFloat = 1.0
-    """Of several: its share of the released prompts is its weight over the sum of all. 0 evaluates it and no more."""
+    """With several environments: its share of the released prompts is its weight over the sum of all weights. 0 only
+    evaluates it."""
     max_tokens: Positive | None = None
     """The most tokens of one completion; None takes sampling.max_tokens."""
     evaluation: HeldOutConfig = HeldOutConfig()
     num_tasks: Positive | None = None
-    """The tasks that a curriculum other than `uniform` chooses among, 1 to this one; None takes the environment's own
+    """Number of tasks that a curriculum other than `uniform` chooses from; None takes the environment's own
     `num_tasks`."""
 
 
 class CurriculumPlug(Plug, frozen=True, kw_only=True):
-    """Which tasks of an environment come next (docs/environments.md)."""
+    """Chooses the next tasks of an environment (docs/environments.md)."""
 
     path: str = DEFAULT_CURRICULUM
-    """A function of what became of the tasks so far, called with `kwargs`: `package.module:name`."""
+    """A function of the tasks' history, called with `kwargs`: `package.module:name`."""
 
 
 class ObjectivePlug(Plug, frozen=True, kw_only=True):
@@ -112,18 +113,18 @@ class ObjectivePlug(Plug, frozen=True, kw_only=True):
 
 
 class WeightedReward(Plug, frozen=True, kw_only=True):
-    """The reward is the weighted sum of these. Each is a part of it, logged as `reward/<name>` without its weight."""
+    """The reward is the weighted sum of its components. Each is logged as `reward/<name>`, without its weight."""
 
     name: Annotated[str, Meta(pattern="^[^/]+$", max_length=64)]
     """Name of the part."""
     path: str
     """A function, `package.module:name`, or `environment` for the environment's own reward."""
     weight: float = 1.0
-    """Factor in the sum. 0 logs it and no more."""
+    """Factor in the sum. 0 only logs it."""
 
 
 class RewardConfig(Plug, frozen=True, kw_only=True):
-    """What a completion is worth (docs/environments.md)."""
+    """The reward of a completion (docs/environments.md)."""
 
     path: str = OWN_REWARD
     """A function `(prompt, completion) -> float | Reward`, `package.module:name`; `environment` is the environment's
@@ -132,9 +133,9 @@ class RewardConfig(Plug, frozen=True, kw_only=True):
     concurrency: Positive = 64
     """Calls of coroutine rewards (`async def`) that one producer awaits at once."""
     timeout_s: PositiveFloat | None = None
-    """A coroutine's call that takes longer has failed. None leaves it to producers.generation_deadline_s."""
+    """A coroutine's call that takes longer fails. None leaves the limit to producers.generation_deadline_s."""
     retries: NonNegative = 0
-    """A coroutine's call that fails is made so many times more, after 0.25 s, 0.5 s and so on; then its group is
+    """A coroutine's call that fails is retried this many times, after 0.25 s, 0.5 s and so on; then its group is
     dead."""
 
     def __post_init__(self) -> None:
@@ -163,15 +164,15 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are published and served. The trainer's own copy is float32."""
     reference: str | None = None
-    """Folder of the frozen model that a KL term, in the loss or in the reward, measures against; None takes `path`, the
-    base model, of which an adapter's run needs no second copy. It is held in `dtype`."""
+    """Folder of the frozen reference model of a KL term, in the loss or in the reward; None takes `path`, the base
+    model, of which an adapter's run needs no second copy. It is held in `dtype`."""
     reference_every: Positive | None = None
-    """The reference becomes a copy of the policy after every so many updates (ProRL, arXiv 2505.24864); its weights are
-    part of the checkpoints then. None leaves it as it is."""
+    """The reference becomes a copy of the policy after every `reference_every` updates (ProRL, arXiv 2505.24864); its
+    weights are then part of the checkpoints. None never updates it."""
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):
-    """A low-rank adapter is trained and published in place of all weights; the base model stays as it is
+    """A low-rank adapter is trained and published in place of all weights; the base model is unchanged
     ([lora.md](lora.md))."""
 
     rank: Annotated[int, Meta(ge=1, le=512)] = 32
@@ -183,7 +184,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     )  # fmt: skip
     """Names of the linear layers, in every block, that are adapted."""
     dropout: float = 0.0
-    """Nothing else: the trainer has to reproduce the policy that sampled."""
+    """Must be 0: the trainer has to reproduce the policy that sampled."""
 
     def __post_init__(self) -> None:
         if self.dropout != 0:
@@ -197,41 +198,42 @@ class LoraConfig(Section, frozen=True, kw_only=True):
 
 
 class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How rollouts are sampled. Only what the trainer can reproduce is accepted."""
+    """How rollouts are sampled. Only settings that the trainer can reproduce are accepted."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
-    """Engine settings that can move a logprob are written out here and verified after boot."""
+    """Engine settings that can change logprobs; they are verified after boot."""
 
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """Which logprobs vLLM returns: of the distribution that was sampled, or of the model before temperature."""
     prefix_caching: bool = False
-    """Reuse the KV cache of prompts that begin alike."""
+    """Reuse the KV cache of prompts with a common prefix."""
     async_scheduling: bool = False
-    """vLLM computes a step while it looks at the output of the one before; an update waits for both, and labels stay
-    exact. GPU only: the CPU build turns it off."""
+    """vLLM computes a step while it processes the output of the previous one; an update waits for both, and version
+    labels stay exact. GPU only: the CPU build turns it off."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Type of the language-model head; `model` leaves it at model.dtype."""
     update: Literal["in_flight", "drained"] = "in_flight"
-    """How new weights are taken. `in_flight`: requests stop for the load, keep their KV and go on with the new weights.
-    `drained`: every request in flight ends first and the KV cache is cleared, so that one version samples each
-    completion; the engine idles behind its longest one."""
+    """How new weights are loaded. `in_flight`: requests pause for the load, keep their KV and continue with the new
+    weights. `drained`: every request in flight ends first and the KV cache is cleared, so that one version samples each
+    completion; the engine idles until its longest request ends."""
     cache_salt: Literal["version", "none"] = "version"
-    """With prefix_caching: `version` keeps each policy version's prefixes apart; `none`, as vLLM does by itself, serves
-    a new request what older weights computed of its prompt."""
+    """With prefix_caching: `version` separates the prefixes of policy versions; `none`, vLLM's default, serves a new
+    request from the KV cache that older weights computed for its prompt."""
     tensor_parallel_size: Positive = 1
-    """Devices, on CPU processes, among which one engine divides every layer. It divides the model's attention heads."""
+    """Devices (on CPU: processes) that share every layer of one engine. It has to divide the number of attention
+    heads."""
     max_model_len: Positive | None = None
     """Longest prompt plus completion in tokens; None takes the model's own limit."""
     max_num_seqs: Positive = 256
     """Sequences decoded at once."""
     kv_cache_gib: PositiveFloat = 1.0
-    """CPU build only: memory for the KV cache, of each of tensor_parallel_size processes."""
+    """CPU build only: memory for the KV cache of each of the tensor_parallel_size processes."""
     gpu_memory_utilization: AboveZero | None = None
-    """GPU only: share of the device memory the engine may take. None: 0.9, and on a GPU that `penstock run` gives to
-    several, an equal share of what the trainer leaves of those 0.9."""
+    """GPU only: share of the device memory that the engine may use. None: 0.9; on a GPU that `penstock run` gives to
+    several engines, an equal part of what the trainer leaves of those 0.9."""
     args: dict[str, Any] = {}
-    """Further vLLM engine arguments, passed as they stand and recorded in the fingerprint."""
+    """Further vLLM engine arguments, passed unchanged and recorded in the fingerprint."""
 
 
 class ProducersConfig(Section, frozen=True, kw_only=True):
@@ -240,34 +242,34 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     groups_in_flight: Positive = 32
     """Prompt groups that one producer generates at once."""
     num_threads: Positive = 1
-    """Compute threads of one engine on CPU, of each of its processes."""
+    """Compute threads of each process of one engine on CPU."""
     devices: tuple[NonNegative, ...] | None = None
-    """GPUs of the engines that `penstock run` starts, by nvidia-smi's numbers: each takes the next, or as many as
-    engine.tensor_parallel_size, and starts over at the end. None: those that the trainer leaves, else all."""
+    """GPUs of the engines that `penstock run` starts, by nvidia-smi's numbers: each engine takes the next
+    engine.tensor_parallel_size of them, starting over at the end. None: those that the trainer leaves, else all."""
     generation_deadline_s: PositiveFloat = 600.0
     """A group that takes longer is given up and settled as dead."""
     claim_idle_s: PositiveFloat = 30.0
     """A claim not refreshed for this long may be taken over by another producer."""
     claim_refresh_s: PositiveFloat = 10.0
-    """A producer refreshes its claims this often; less than claim_idle_s."""
+    """Interval at which a producer refreshes its claims; less than claim_idle_s."""
     max_attempts: Positive = 8
-    """A prompt delivered this often without a result is settled as dead. From the third time on, and the last, it is
-    sampled with nothing beside it. Times count anew from a producer on that came further with it for claim_idle_s."""
+    """A prompt delivered this often without a result is settled as dead. From the third time on, and the last time, it
+    is sampled alone. The count restarts once a producer has made progress with it for claim_idle_s."""
     progress_s: NonNegativeFloat = 0.5
-    """The most seconds of sampling that a rollout loses with its producer: twice in them Redis is told what those in
-    flight have come to, so that whoever takes one over goes on from there; also when a producer is told to stop. Less
-    often where it would take 1% of a producer's time. 0: never, and a rollout that is taken over begins anew."""
+    """Most seconds of sampling that a rollout loses with its producer: twice in this time, and when a producer is told
+    to stop, the progress of rollouts in flight is saved in Redis, and a producer that takes one over continues from
+    there. Less often if it would take 1% of a producer's time. 0: never; a rollout that is taken over starts over."""
     progress_mb: Positive = 64
-    """The most that the progress of one producer's rollouts takes of Redis; of the oldest rollouts first."""
+    """Most memory in Redis for the progress of one producer's rollouts; the oldest rollouts come first."""
 
 
 class EndpointConfig(Section, frozen=True, kw_only=True):
-    """Agents of any make, outside the producers, make the training rollouts: each producer serves an OpenAI-compatible
-    HTTP endpoint. docs/agents.md says how. Its key, where it has one, is in the environment variable
-    PENSTOCK_API_KEY or in the file that PENSTOCK_API_KEY_FILE names."""
+    """Any agents, outside the producers, make the training rollouts: each producer serves an OpenAI-compatible HTTP
+    endpoint (docs/agents.md). Its key, if any, is in the environment variable PENSTOCK_API_KEY or in the file that
+    PENSTOCK_API_KEY_FILE names."""
 
     host: str = "127.0.0.1"
-    """An address that other machines can reach is accepted with a key only."""
+    """An address that other machines can reach requires a key."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 9500
     """First port to try; each producer of this machine takes the next free one. 0 lets the system choose."""
     history: Literal["token_exact", "as_sent"] = "token_exact"
@@ -275,17 +277,17 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
     template would write them otherwise. `as_sent`: the prompt is the agent's messages as the template renders them.
     Either way every sampled token is trained; the second makes more segments."""
     unsupported: Literal["refuse", "ignore"] = "refuse"
-    """What becomes of a request's field that is not known or would change how tokens are sampled: `refuse` answers with
-    an error that names it; `ignore` answers as if it had been left out, counts it and logs its name once."""
+    """Treatment of a request's field that is unknown or would change how tokens are sampled: `refuse` answers with an
+    error that names it; `ignore` answers as if it were absent, counts it and logs its name once."""
     idle_timeout_s: PositiveFloat = 300.0
     """A rollout without a call or a finish for this long is given up."""
     group_deadline_s: PositiveFloat = 1800.0
     """A group goes onto the stream with the rollouts that are finished this long after its first was opened."""
     tool_parser: str | None = None
-    """vLLM's name of the parser for the model's tool calls (its `--tool-call-parser`, `hermes` say); None leaves them
-    in the text."""
+    """vLLM's name of the parser for the model's tool calls (its `--tool-call-parser`, for example `hermes`); None
+    leaves them in the text."""
     reasoning_parser: str | None = None
-    """vLLM's name of the parser for the model's reasoning (`qwen3` say); None leaves it in the text."""
+    """vLLM's name of the parser for the model's reasoning (for example `qwen3`); None leaves it in the text."""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -294,24 +296,24 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's, of parameters with two or more dimensions: norms and biases are spared."""
+    """AdamW's, for parameters with two or more dimensions: not for norms and biases."""
     optimizer: Plug | None = None
-    """A `torch.optim.Optimizer` in AdamW's place, called with the parameters, `lr` and `kwargs`: `torch.optim:SGD`. Its
-    state has to be tensors of the parameters' shape or of one element."""
+    """A `torch.optim.Optimizer` in place of AdamW, called with the parameters, `lr` and `kwargs`, such as
+    `torch.optim:SGD`. Its state has to be tensors of the parameters' shape or of one element."""
     warmup_steps: NonNegative = 0
     """Optimizer steps over which the learning rate rises linearly to its value."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up, from `learning_rate` to zero after `num_updates * num_epochs *
     num_minibatches` optimizer steps. Batches that train nothing take none: a run with such batches ends above zero."""
     decay_steps: Positive | None = None
-    """The rate falls over the last so many optimizer steps and stays at `learning_rate` before them
+    """The rate falls over the last `decay_steps` optimizer steps and stays at `learning_rate` before them
     (warmup-stable-decay); None decays from the end of the warm-up."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients of a larger norm are scaled down to it."""
     num_epochs: Positive = 1
     """Times the groups of a batch are trained; the proximal policy stays that of the first read."""
     num_minibatches: Positive = 1
-    """Optimizer steps per epoch: a batch's groups are split into so many parts, at random by `seed` in asynchronous
+    """Optimizer steps per epoch: a batch's groups are split into this many parts, at random by `seed` in asynchronous
     mode, where short answers arrive first, and by index in synchronous mode."""
     tokens_per_microbatch: Positive = 8192
     """Tokens (context and sampled) of one forward pass; a longer single segment makes a pass of its own."""
@@ -328,17 +330,17 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     devices: tuple[NonNegative, ...] | None = None
     """GPUs of the ranks that `penstock run` starts, one each, by nvidia-smi's numbers. None: the first ones."""
     num_processes: Positive = 1
-    """Ranks on this machine, one a device, that share the model's parameters; under torchrun its own number counts."""
+    """Ranks on this machine, one per device, that share the model's parameters; torchrun's own number overrides it."""
     gradient_accumulation: Literal["unsharded", "sharded"] = "unsharded"
-    """Of several ranks: `unsharded` adds their gradients up once an optimizer step, and holds 4 bytes a parameter more
-    on each meanwhile; `sharded` adds them up in every pass."""
+    """With several ranks: `unsharded` sums their gradients once per optimizer step, and needs 4 more bytes per
+    parameter on each rank; `sharded` sums them in every pass."""
     rank_timeout_s: PositiveFloat = 300.0
-    """A rank that others have waited for so long ends the trainer."""
+    """The trainer ends if ranks have waited this long for another."""
     lease_s: PositiveFloat = 5.0
-    """A trainer not heard of for this long may be replaced by one that stands by."""
+    """A trainer that has not renewed its lease for this long may be replaced by a standby trainer."""
     max_dead_in_a_row: Positive = 64
-    """Stop the run with the last reason once so many groups have died with no good one arriving in between. Those that
-    their agents have abandoned do not count."""
+    """Stop the run with the last reason once this many groups have died with no good one arriving in between. Groups
+    abandoned by their agents do not count."""
 
     def __post_init__(self) -> None:
         if self.decay_steps is not None and self.decay == "constant":
@@ -358,14 +360,14 @@ class AdvantageConfig(Plug, frozen=True, kw_only=True):
     path: str = DEFAULT_ADVANTAGE
     """A function of the batch's rewards, called with `kwargs`: `package.module:name`."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """KL in the reward: so many times the sum of proximal - reference logprobs over a rollout's sampled tokens is
-    subtracted from its reward before the advantages are taken. The reference is `model.reference`."""
+    """KL in the reward: this factor times the sum of proximal - reference logprobs over a rollout's sampled tokens is
+    subtracted from its reward before advantages are computed. The reference is `model.reference`."""
     truncated: Literal["train", "mask", "penalize"] = "train"
-    """What becomes of rollouts that end at the token limit. `train`: they are trained on as others are. `mask`: their
+    """Treatment of rollouts that end at the token limit. `train`: they are trained like others. `mask`: their
     tokens are left out of the loss and its denominators (DAPO's overlong filtering, arXiv 2503.14476); their rewards
     still count among their siblings'. `penalize`: their advantages are those of the reward `truncated_reward`."""
     truncated_reward: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
-    """For `truncated = "penalize"`: takes the place of their rewards. What is logged is what they earned."""
+    """For `truncated = "penalize"`: replaces their rewards. The logs show the original rewards."""
 
     def __post_init__(self) -> None:
         if (self.truncated == "penalize") != (self.truncated_reward is not None):
@@ -376,24 +378,26 @@ class AdvantageConfig(Plug, frozen=True, kw_only=True):
 
 
 class TeacherConfig(Section, frozen=True, kw_only=True):
-    """On-policy distillation: a frozen model scores every sampled token, and how much likelier it finds it than the
-    policy does is the token's advantage ([distillation.md](distillation.md))."""
+    """On-policy distillation: a frozen model scores every sampled token; a token's advantage is the teacher's logprob
+    minus the policy's ([distillation.md](distillation.md))."""
 
     model: Place | None = None
     """Folder of the teacher, which the trainer holds in `model.dtype`. Its tokenizer has to have the tokens of
     `model.path`."""
     url: str | None = None
-    """In place of `model`: the teacher is served by vLLM, `http://host:8000/v1` say, and producers ask it."""
+    """In place of `model`: the teacher is served by vLLM, for example at `http://host:8000/v1`, and producers query
+    it."""
     coefficient: PositiveFloat = 1.0
     """Factor of its advantages."""
     alone: bool = True
-    """The advantages are the teacher's alone, and rewards are logged and no more; false adds those of `[advantage]`."""
+    """The advantages are the teacher's alone, and rewards are only logged; false adds the advantages of
+    `[advantage]`."""
     concurrency: Positive = 64
-    """For `url`: requests, one a segment, that one producer has open at once."""
+    """For `url`: requests, one per segment, that one producer has open at once."""
     timeout_s: PositiveFloat = 60.0
-    """For `url`: a request that takes longer has failed."""
+    """For `url`: a request that takes longer fails."""
     retries: NonNegative = 8
-    """For `url`: a request that fails is made so many times more, after 0.25 s, 0.5 s and so on; then its group is
+    """For `url`: a request that fails is retried this many times, after 0.25 s, 0.5 s and so on; then its group is
     dead."""
 
     def __post_init__(self) -> None:
@@ -411,7 +415,7 @@ class TeacherConfig(Section, frozen=True, kw_only=True):
 
 
 def _check_fields(struct: msgspec.Struct) -> None:
-    """Checks on construction what msgspec checks on decoding only: types, choices and ranges, and finite floats.
+    """Checks types, choices, ranges and finite floats on construction: msgspec checks them on decoding only.
 
     Raises:
         ValueError: names the field and its value.
@@ -436,19 +440,9 @@ class Rejection(Section, frozen=True):
     """
 
     mode: Literal[
-        "token_k1",
-        "token_k2",
-        "token_k3",
-        "seq_sum_k1",
-        "seq_sum_k2",
-        "seq_sum_k3",
-        "seq_mean_k1",
-        "seq_mean_k2",
-        "seq_mean_k3",
-        "seq_max_k1",
-        "seq_max_k2",
-        "seq_max_k3",
-    ]
+        "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+        "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+    ]  # fmt: skip
     """The statistic: `token_*` judges each token, `seq_sum_*`, `seq_mean_*` and `seq_max_*` mask whole rows."""
     upper: PositiveFloat
     """The largest value kept. k2, k3: of the statistic itself. k1: of its exponential, which is a ratio behavior /
@@ -552,7 +546,7 @@ class BatchConfig(Section, frozen=True, kw_only=True):
     (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2); others are settled as skipped and others are sampled in
     their place."""
     max_skipped: Positive | None = None
-    """For `with_variance`: once a batch has skipped so many groups, it takes whatever arrives. None: four times
+    """For `with_variance`: once a batch has skipped this many groups, it takes any. None: four times
     groups_per_batch."""
 
     def __post_init__(self) -> None:
@@ -562,9 +556,9 @@ class BatchConfig(Section, frozen=True, kw_only=True):
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):
     every: Positive = 25
-    """Updates between evaluations; one more happens at the start and at the end."""
+    """Updates between evaluations; there is another one at the start and at the end."""
     num_prompts: NonNegative | None = None
-    """Held-out prompts per evaluation of each environment, at most what it has. None takes all, 0 evaluates nothing."""
+    """Held-out prompts per evaluation of each environment, at most all of them. None takes all, 0 evaluates nothing."""
     num_samples: Positive = 1
     """Answers to each held-out prompt. The figures are means over them, avg@k (docs/evaluation.md)."""
     temperature: NonNegativeFloat = 0.0
@@ -576,13 +570,13 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     max_tokens: Positive | None = None
     """None takes that of the training prompts."""
     pass_at: tuple[Positive, ...] | None = None
-    """The numbers k of pass@k, at most num_samples. None: num_samples alone, where that is above 1."""
+    """The numbers k of pass@k, at most num_samples. None: num_samples alone, if that is above 1."""
     solved: SolvedConfig = SolvedConfig()
     goal: GoalConfig | None = None
 
     @property
     def figure(self) -> str:
-        """The figure that the run is headed by: the goal's."""
+        """The run's main figure: the goal's."""
         return self.goal.figure if self.goal is not None else "reward"
 
 
@@ -597,8 +591,8 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    """Where published policies are. Each is a delta of the one before, in chunks; now and then one is written whole: an
-    anchor, for readers that come late. Producers learn from the policy stream where chunks are."""
+    """Where published policies are stored. Each is a delta of the previous one, in chunks; some are also written whole,
+    as anchors for readers that come late. The policy stream tells producers where chunks are."""
 
     deltas: Place = "redis"
     """Where deltas are kept: "redis", a folder that all hosts share, or an fsspec URL such as `s3://bucket/prefix`. In
@@ -607,21 +601,21 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     """Where anchors are kept, likewise, and deltas that Redis has no room for; None: in Redis if four of them fit
     `redis_mb`, else in `<runs>/<name>/weights`."""
     redis_mb: Positive = 512
-    """The most that chunks in Redis take."""
+    """Most memory in Redis for chunks."""
     keep_versions: Annotated[int, Meta(ge=2)] = 8
-    """Published versions that can be got back, the last so many: `penstock parity` replays tokens of these versions."""
+    """Latest published versions whose weights stay available: `penstock parity` replays tokens of these versions."""
     host_folder: str | None = None
-    """Folder of the copy of the policy that the producers of one host share, best in memory: it takes the room of the
-    published weights. None takes /dev/shm, or the system's temporary folder where there is none."""
+    """Folder of the copy of the policy that the producers of one host share, preferably in memory: it is as large as
+    the published weights. None takes /dev/shm, or the system's temporary folder if that does not exist."""
 
 
 class ParityConfig(Section, frozen=True, kw_only=True):
-    """Whether engine and trainer agree: `penstock parity`, and the gate in front of the first optimizer step."""
+    """Checks that engine and trainer agree: `penstock parity`, and the gate before the first optimizer step."""
 
     gate: Literal["refuse", "warn", "off"] = "refuse"
     """The trainer checks its first batch. On a mismatch `refuse` ends the run with the verdict before anything is
-    trained, or quarantines the producers at fault where others are sound; `warn` logs it and goes on; `off` does not
-    look, and lets settings through that cannot pass."""
+    trained, or quarantines the producers at fault where others are sound; `warn` logs it and continues; `off` does not
+    check, and accepts settings that cannot pass."""
     recheck: Fraction = 0.0
     """Share of the groups without a row of lag 0 that are drawn to be recomputed under the versions that sampled them,
     with a second model beside the trainer's own: each while the trainer waits for rollouts, some also if it never
@@ -632,24 +626,24 @@ class RecordingConfig(Section, frozen=True, kw_only=True):
     """How much of the record of rollouts is kept, if the run keeps one (`record`)."""
 
     max_mb: Positive = 4096
-    """Once the record is larger, its oldest file is dropped, and the trainer's log says so."""
+    """Once the record is larger, its oldest file is deleted, and the trainer logs it."""
     segment_mb: Positive = 64
     """A file of the record that has reached this size is closed and the next one begun."""
 
 
 class RedisConfig(Section, frozen=True, kw_only=True):
-    """Where the streams live. The environment variable REDIS_URL wins over `url`."""
+    """Where the streams are. The environment variable REDIS_URL overrides `url`."""
 
     url: str | None = None
     """None: REDIS_URL, else a server of the run's own. A password comes with REDIS_URL or REDIS_PASSWORD_FILE only."""
     maxmemory_mb: Positive = 1024
     """Limit of the run's own server (noeviction)."""
     outage_s: PositiveFloat = 600.0
-    """Give up after Redis has been away for this long."""
+    """Give up after Redis has been unreachable for this long."""
 
 
 class WandbConfig(Section, frozen=True, kw_only=True):
-    """Weights & Biases gets the numbers of each update and evaluation. Needs the extra `wandb`; its key, as ever, is in
+    """Sends the numbers of each update and evaluation to Weights & Biases. Needs the extra `wandb`; its key is in
     WANDB_API_KEY."""
 
     project: Annotated[str, Meta(min_length=1)]
@@ -664,15 +658,15 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 9400
     """First port to try; each process of this machine takes the next free one. 0 lets the system choose."""
     host: str = "127.0.0.1"
-    """Address that the metrics endpoints listen on. `0.0.0.0` serves whoever reaches it, as a container must."""
+    """Address that the metrics endpoints listen on. `0.0.0.0` serves everyone who can reach it, as a container must."""
     tensorboard: bool = False
-    """Writes the numbers of each update and evaluation to `<runs>/<name>/tensorboard/` too. Needs the extra
+    """Also writes the numbers of each update and evaluation to `<runs>/<name>/tensorboard/`. Needs the extra
     `tensorboard`."""
     wandb: WandbConfig | None = None
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
-    """Everything a run depends on."""
+    """All settings of a run."""
 
     name: str
     """Name of the run: of its folder and its Redis keys. `--name` replaces it."""
@@ -685,7 +679,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     num_updates: Positive = 100
     """Batches trained, of `trainer.num_epochs * trainer.num_minibatches` optimizer steps each (normally one)."""
     group_size: Positive = 8
-    """Siblings sampled per prompt. 1 is for a teacher alone: rewards are compared among siblings."""
+    """Siblings sampled per prompt. 1 requires a teacher alone: rewards are compared among siblings."""
     groups_per_batch: Positive = 32
     """Groups per batch."""
     max_lag: NonNegative = 2
@@ -696,9 +690,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """None trains all weights."""
     batch: BatchConfig = BatchConfig()
     environment: EnvironmentConfig | None = None
-    """The environment of a run that has one."""
+    """The environment of a run with only one."""
     environments: tuple[EnvironmentConfig, ...] = ()
-    """In place of `[environment]`, several in one run."""
+    """Several environments in one run, in place of `[environment]`."""
     curriculum: CurriculumPlug = CurriculumPlug()
     reward: RewardConfig = RewardConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -717,8 +711,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     weights: WeightsConfig = WeightsConfig()
     parity: ParityConfig = ParityConfig()
     record: bool = False
-    """Keep every rollout group that the trainer takes, with what it found of each token, in the run's folder `record`:
-    for `penstock replay` and for looking at samples."""
+    """Keep every rollout group that the trainer takes, with its findings about each token, in the run's folder
+    `record`: for `penstock replay` and for inspecting samples."""
     recording: RecordingConfig = RecordingConfig()
     redis: RedisConfig = RedisConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -737,8 +731,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def held_out(self) -> dict[str, HeldOutConfig]:
-        """By name how each environment's held-out prompts are evaluated: all is set but for `num_prompts`, which may be
-        None."""
+        """How each environment's held-out prompts are evaluated, by name: all fields are set except `num_prompts`,
+        which may be None."""
         found = {}
         for name, each in self.every_environment.items():
             shared = {field: getattr(self.evaluation, field) for field in HeldOutConfig.__struct_fields__}
@@ -789,7 +783,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def most_open(self) -> int:
-        """The most that the credit grows to, for groups that batches are expected to skip."""
+        """The largest credit, which includes groups that batches are expected to skip."""
         is_fixed = self.mode == "synchronous"
         return self.credit if is_fixed else self.credit + self.credit * self.max_skipped // self.groups_per_batch
 
@@ -799,7 +793,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Fields to change: texts `dotted.path=value` with a TOML value (a bare word counts as a string), or values by dotted
-path. A table of an array is meant by its place, from 0, or by its `name`: `environments.math.weight`."""
+path. A table of an array is named by its index, from 0, or by its `name`: `environments.math.weight`."""
 
 
 def load_config(file: Path, overrides: Overrides = ()) -> RunConfig:
@@ -812,7 +806,7 @@ def load_config(file: Path, overrides: Overrides = ()) -> RunConfig:
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """The tables of a run file, whatever is wrong with their content.
+    """Reads the tables of a run file without checking their content.
 
     Raises:
         ConfigError: no such file, or not TOML.
@@ -826,7 +820,7 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 def config_of(document: dict[str, Any], file: Path, overrides: Overrides = ()) -> RunConfig:
-    """The configuration that a run file's `document` becomes; it is changed by `overrides`. `file` is named in errors.
+    """Converts a run file's `document` to the configuration; `overrides` change the document. Errors name `file`.
 
     Raises:
         ConfigError: an unknown or ill-typed field, or settings that contradict each other.
@@ -834,17 +828,17 @@ def config_of(document: dict[str, Any], file: Path, overrides: Overrides = ()) -
     for path, value in overridden(overrides).items():
         _override(document, path, value)
     _check_sampling_names(document, file)
-    _check_renamed(document, file)
     try:
         config = msgspec.convert(document, RunConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {explain(error, document, RunConfig)}") from None
-    _check(config, file)
+    for problem in _problems(config):
+        raise ConfigError(f"{file}: {problem}")
     return config
 
 
 def overridden(overrides: Overrides) -> dict[str, Any]:
-    """The new values by dotted path. Raises ConfigError for a text that is no `dotted.path=value`."""
+    """Returns the new values by dotted path. Raises ConfigError for a text that is not `dotted.path=value`."""
     if isinstance(overrides, Mapping):
         return dict(overrides)
     found = {}
@@ -886,8 +880,8 @@ def _override(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def explain(error: msgspec.ValidationError, document: dict[str, Any], root: type[msgspec.Struct]) -> str:
-    """msgspec's message on a document that is to become a `root`: the field's path first, the offending value beside
-    it, then what was expected."""
+    """Rewrites msgspec's message about a document of type `root`: the field's path, its value, then the expected
+    one."""
     text, _, path = str(error).partition(" - at ")
     path = path.strip("`").removeprefix("$").removeprefix(".")
     parts = path.replace("[", ".").replace("]", "").split(".") if path else []
@@ -930,12 +924,12 @@ NAMES_IN_TRL = {
     "reward_weights": "reward.components",
     "mask_truncated_completions": "advantage.truncated",
 }
-"""Fields by their names in TRL's GRPOConfig, where those are others."""
+"""Fields by their names in TRL's GRPOConfig, if these differ."""
 
 
 def _similar(name: str, kind: Any, root: type[msgspec.Struct]) -> str | None:
-    """The field that TRL calls `name`, or that of the section `kind` that it may be a misspelling of, else the path of
-    one elsewhere in `root`."""
+    """Returns the field that TRL calls `name`, or the field of section `kind` with a similar name, else the path of a
+    field of this name elsewhere in `root`."""
     if name in NAMES_IN_TRL and root is RunConfig:
         return NAMES_IN_TRL[name]
     section = _section(kind)
@@ -945,7 +939,7 @@ def _similar(name: str, kind: Any, root: type[msgspec.Struct]) -> str | None:
 
 
 def _paths(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The dotted paths of every field of a section, and of the sections in it."""
+    """Yields the dotted paths of all fields of a section and of its subsections."""
     for name, kind in get_type_hints(section).items():
         yield prefix + name
         if _section(kind):
@@ -953,7 +947,7 @@ def _paths(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
 
 
 def _inner(kind: Any, part: str) -> Any:
-    """The type of a section's field, or of a list's items; None where it is not known."""
+    """Returns the type of a section's field, or of a list's items; None if unknown."""
     section = _section(kind)
     if section is not None:
         return get_type_hints(section).get(part)
@@ -961,7 +955,7 @@ def _inner(kind: Any, part: str) -> Any:
 
 
 def _section(kind: Any) -> Any:
-    """The struct that `kind` is, or that it is besides None."""
+    """Returns the struct in `kind`, which may be optional; None if it has none."""
     structs = (each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, msgspec.Struct))
     return next(structs, None)
 
@@ -970,9 +964,9 @@ _NOT_REPRODUCIBLE = (
     "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
     "bad_words", "min_tokens", "logits_processors", "structured_outputs", "thinking_token_budget", "watermarking",
 )  # fmt: skip
-"""vLLM's sampling settings that change the distribution in ways the trainer's head does not repeat."""
+"""vLLM's sampling settings that change the distribution in ways that the trainer's head does not reproduce."""
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-"""Values that change nothing: a run's own copy of its run file has every field written out."""
+"""Values without effect: a run's own copy of its run file has every field written out."""
 
 
 def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
@@ -985,79 +979,65 @@ def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
             )
 
 
-_RENAMED = {
-    ("weights", "keep"): "weights.keep_versions",
-    ("weights", "folder"): "weights.anchors for what the trainer keeps, weights.host_folder for a host's copy",
-    ("advantage", "normalize_std"): "advantage.kwargs.normalize_std",
-    ("advantage", "leave_one_out"): "advantage.path = 'penstock.consumers.learning.advantages:leave_one_out'",
-}
-
-
-def _check_renamed(document: dict[str, Any], file: Path) -> None:
-    for (table, name), now in _RENAMED.items():
-        section = document.get(table)
-        if isinstance(section, dict) and name in section:
-            raise ConfigError(f"{file}: {table}.{name} = {section[name]!r}: unknown field; it is now {now}")
-
-
-def _check(config: RunConfig, file: Path) -> None:
+def _problems(config: RunConfig) -> Iterator[str]:
+    """Finds settings that contradict each other: one message for each, which names field and value."""
     try:
         Keys(config.name)
     except ValueError as error:
-        raise ConfigError(f"{file}: name: {error}") from None
+        yield f"name: {error}"
     if config.redis.url and re.search(r"//[^@]*:[^@]+@", config.redis.url):
         # A run file is printed, copied into the run's folder and compared with it.
-        raise ConfigError(
-            f"{file}: redis.url holds a password; expected it in the environment variable REDIS_URL or in the file "
-            "that REDIS_PASSWORD_FILE names"
+        yield (
+            "redis.url holds a password; expected it in the environment variable REDIS_URL or in the file that "
+            "REDIS_PASSWORD_FILE names"
         )
     sampling = config.sampling
     if not 0 < sampling.top_p <= 1:
-        raise ConfigError(f"{file}: sampling.top_p = {sampling.top_p}: expected more than 0, and at most 1")
+        yield f"sampling.top_p = {sampling.top_p}: expected more than 0, and at most 1"
     if sampling.is_truncated and sampling.top_k < 1:
-        raise ConfigError(
-            f"{file}: sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: every token is recorded "
-            "with the ids that it was sampled from; expected top_k = 1 or more, which bounds them, or top_p = 1.0"
+        yield (
+            f"sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: every token is recorded with the "
+            "ids that it was sampled from; expected top_k = 1 or more, which bounds them, or top_p = 1.0"
         )
     if sampling.is_truncated and config.engine.logprobs_mode != "processed_logprobs":
-        raise ConfigError(
-            f"{file}: engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.top_k = {sampling.top_k}: "
-            "these are not of the ids that were kept; expected 'processed_logprobs'"
+        yield (
+            f"engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.top_k = {sampling.top_k}: these are "
+            "not of the ids that were kept; expected 'processed_logprobs'"
         )
     if not 0 <= sampling.temperature < math.inf:
-        raise ConfigError(f"{file}: sampling.temperature = {sampling.temperature}: expected 0 or more, and finite")
+        yield f"sampling.temperature = {sampling.temperature}: expected 0 or more, and finite"
     if sampling.max_tokens < 1:
-        raise ConfigError(f"{file}: sampling.max_tokens = {sampling.max_tokens}: expected 1 or more")
+        yield f"sampling.max_tokens = {sampling.max_tokens}: expected 1 or more"
     if "logits_processors" in config.engine.args:
-        raise ConfigError(
-            f"{file}: engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
+        yield (
+            f"engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
             "reproduce the logprobs they lead to; expected it to be left out"
         )
     for name in ("deltas", "anchors"):
         if re.search(r"//[^/]*@", getattr(config.weights, name) or ""):
-            raise ConfigError(
-                f"{file}: weights.{name} holds a user or a key, and every producer reads the run file in Redis; "
-                "expected them where the store's own client looks (for s3:// AWS_ACCESS_KEY_ID and its like)"
+            yield (
+                f"weights.{name} holds a user or a key, and every producer reads the run file in Redis; expected them "
+                "where the store's own client looks (for s3:// AWS_ACCESS_KEY_ID and its like)"
             )
     if isinstance(config.engine.args.get("hf_token"), str):
-        raise ConfigError(
-            f"{file}: engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in "
-            "the environment variable HF_TOKEN"
+        yield (
+            "engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in the "
+            "environment variable HF_TOKEN"
         )
-    _check_environments(config, file)
-    _check_evaluation(config, file)
+    yield from _environment_problems(config)
+    yield from _evaluation_problems(config)
     if config.lora is not None and config.model.reference_every is not None:
-        raise ConfigError(
-            f"{file}: model.reference_every = {config.model.reference_every} with [lora]: the reference of an adapter "
-            "is its base, which stays as it is; expected it to be left out"
+        yield (
+            f"model.reference_every = {config.model.reference_every} with [lora]: the reference of an adapter is its "
+            "base, which stays as it is; expected it to be left out"
         )
-    _check_steps(config, file)
-    _check_teacher(config, file)
+    yield from _step_problems(config)
+    yield from _teacher_problems(config)
     if config.parity.gate != "off":
-        _check_parity(config, file)
+        yield from _parity_problems(config)
     if config.recording.max_mb < 2 * config.recording.segment_mb:
-        raise ConfigError(
-            f"{file}: recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
+        yield (
+            f"recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
             f"{config.recording.segment_mb}"
         )
     plugs: dict[str, Plug] = dict(environment_fields(config))
@@ -1066,41 +1046,41 @@ def _check(config: RunConfig, file: Path) -> None:
     plugs |= {name: each for name, each in rewards.items() if each.path != OWN_REWARD}
     for name, plug in plugs.items():
         if plug.path.count(":") != 1:
-            raise ConfigError(f"{file}: {name}.path = {plug.path!r}: expected package.module:Name")
+            yield f"{name}.path = {plug.path!r}: expected package.module:Name"
     if config.producers.claim_refresh_s >= config.producers.claim_idle_s:
-        raise ConfigError(
-            f"{file}: producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than "
-            f"claim_idle_s = {config.producers.claim_idle_s}"
+        yield (
+            f"producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than claim_idle_s = "
+            f"{config.producers.claim_idle_s}"
         )
 
 
 def environment_fields(config: RunConfig) -> Iterator[tuple[str, EnvironmentConfig]]:
-    """Each environment after its field in the run file: `environment`, or `environments[0]` and so on."""
+    """Yields each environment with its field in the run file: `environment`, or `environments[0]` and so on."""
     if config.environment is not None:
         yield "environment", config.environment
     yield from ((f"environments[{n}]", each) for n, each in enumerate(config.environments))
 
 
-def _check_environments(config: RunConfig, file: Path) -> None:
+def _environment_problems(config: RunConfig) -> Iterator[str]:
     if (config.environment is None) == (not config.environments):
         found = "neither is there" if config.environment is None else "both are there"
-        raise ConfigError(f"{file}: environment, environments: {found}; expected [environment], or [[environments]]")
+        yield f"environment, environments: {found}; expected [environment], or [[environments]]"
     names = [each.name for each in config.environments]
     if len(config.every_environment) < len(names):
-        raise ConfigError(f"{file}: environments have the names {names}, expected different ones")
+        yield f"environments have the names {names}, expected different ones"
     weights = {name: each.weight for name, each in config.every_environment.items()}
     if not 0 < math.fsum(weights.values()) < math.inf:
-        raise ConfigError(f"{file}: environments have the weights {weights}, expected a finite sum above 0")
+        yield f"environments have the weights {weights}, expected a finite sum above 0"
     for field, each in environment_fields(config):
         if each.num_tasks is not None and config.curriculum.path == DEFAULT_CURRICULUM:
-            raise ConfigError(
-                f"{file}: {field}.num_tasks = {each.num_tasks} with curriculum.path = {DEFAULT_CURRICULUM!r}, which "
-                "poses tasks without end; expected it to be left out, or another curriculum"
+            yield (
+                f"{field}.num_tasks = {each.num_tasks} with curriculum.path = {DEFAULT_CURRICULUM!r}, which poses "
+                "tasks without end; expected it to be left out, or another curriculum"
             )
 
 
-def _check_evaluation(config: RunConfig, file: Path) -> None:
-    """Settings of the held-out prompts, each under the name that it was set by."""
+def _evaluation_problems(config: RunConfig) -> Iterator[str]:
+    """Checks the settings of held-out prompts; messages name each by the field that sets it."""
     room = config.producers.groups_in_flight * config.group_size
     for field, each in environment_fields(config):
         how = config.held_out[each.name]
@@ -1112,37 +1092,32 @@ def _check_evaluation(config: RunConfig, file: Path) -> None:
 
         temperature, num_samples, pass_at = how.temperature or 0.0, how.num_samples or 1, how.pass_at or ()
         if num_samples > 1 and not temperature:
-            raise ConfigError(
-                f"{file}: {named('num_samples')} with {named('temperature')}: greedy answers are all alike; expected a "
+            yield (
+                f"{named('num_samples')} with {named('temperature')}: greedy answers are all alike; expected a "
                 "temperature above 0, or num_samples = 1"
             )
         if num_samples > room:
-            raise ConfigError(
-                f"{file}: {named('num_samples')}: expected at most producers.groups_in_flight * group_size = {room}"
-            )
+            yield f"{named('num_samples')}: expected at most producers.groups_in_flight * group_size = {room}"
         if max(pass_at, default=0) > num_samples:
-            raise ConfigError(
-                f"{file}: {named('pass_at')} with {named('num_samples')}: pass@k needs k answers; expected at most "
+            yield (
+                f"{named('pass_at')} with {named('num_samples')}: pass@k needs k answers; expected at most "
                 f"{num_samples}"
             )
         if config.sampling.is_truncated and temperature and not how.top_k:
-            raise ConfigError(
-                f"{file}: {named('top_k')} with sampling.top_k = {config.sampling.top_k}: every token is recorded with "
-                "the ids that it was sampled from; expected top_k = 1 or more, which bounds them"
+            yield (
+                f"{named('top_k')} with sampling.top_k = {config.sampling.top_k}: every token is recorded with the ids "
+                "that it was sampled from; expected top_k = 1 or more, which bounds them"
             )
-    _check_best(config, file)
+    yield from _best_problems(config)
     parts = [f"reward/{each.name}" for each in config.reward.components]
     for setting, _, figure in named_figures(config) if parts and config.endpoint is None else ():
         if figure.startswith("reward/") and not any(f"{figure}/".startswith(f"{part}/") for part in parts):
-            raise ConfigError(
-                f"{file}: {setting}: no component of the reward has this name; expected "
-                f"{' or '.join(['reward', *parts])}"
-            )
+            yield f"{setting}: no component of the reward has this name; expected {' or '.join(['reward', *parts])}"
 
 
 def named_figures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """The settings that name a figure of evaluations: `field = value`, the environment whose figure it is, "" for that
-    over all, and the figure."""
+    """Yields the settings that name a figure of evaluations: `field = value`, the figure's environment, "" for all of
+    them, and the figure."""
     for field, each in environment_fields(config):
         how = config.held_out[each.name]
         if how.solved is not None and how.pass_at:
@@ -1151,99 +1126,100 @@ def named_figures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if (goal := config.evaluation.goal) is not None:
         yield f"evaluation.goal.figure = {goal.figure!r}", "", goal.figure
     if (best := config.checkpoint.best) is not None:
-        name, figure = best.split("/", 2)[1:] if best.startswith("environments/") else ("", best)
-        yield f"checkpoint.best = {best!r}", name, figure
+        yield f"checkpoint.best = {best!r}", *split_figure(best)
 
 
-def _check_best(config: RunConfig, file: Path) -> None:
+def split_figure(name: str) -> tuple[str, str]:
+    """Splits a figure's name, as in `checkpoint.best`, into the environment's, "" for all of them, and the key."""
+    if not name.startswith("environments/"):
+        return "", name
+    _, environment, key = name.split("/", 2)
+    return environment, key
+
+
+def _best_problems(config: RunConfig) -> Iterator[str]:
     best = config.checkpoint.best or "reward"
-    *_, name, figure = ("", *best.split("/", 2)[1:]) if best.startswith("environments/") else ("", best)
+    name, figure = split_figure(best)
     if name and name not in config.held_out:
-        raise ConfigError(
-            f"{file}: checkpoint.best = {best!r}: expected an environment of {', '.join(config.held_out)}"
-        )
+        yield f"checkpoint.best = {best!r}: expected an environment of {', '.join(config.held_out)}"
     sets = [config.held_out[name]] if name else config.held_out.values()
     passes = set.intersection(*({f"pass@{k}" for k in how.pass_at or ()} for how in sets))
     if figure.startswith("pass@") and figure not in passes:
         found = ", ".join(sorted(passes)) or "none"
-        raise ConfigError(
-            f"{file}: checkpoint.best = {best!r}: expected a pass@k of evaluation.pass_at, which has {found}"
-        )
+        yield f"checkpoint.best = {best!r}: expected a pass@k of evaluation.pass_at, which has {found}"
 
 
-def _check_teacher(config: RunConfig, file: Path) -> None:
-    """Settings that a teacher makes needless or cannot go with, and those that need one."""
+def _teacher_problems(config: RunConfig) -> Iterator[str]:
+    """Checks settings that a teacher makes useless or excludes, and those that need one."""
     teacher, sampling = config.teacher, config.sampling
     if config.group_size == 1 and not (teacher and teacher.alone):
-        raise ConfigError(
-            f"{file}: group_size = 1: expected 2 or more siblings, whose rewards are compared, or a [teacher] alone"
-        )
+        yield "group_size = 1: expected 2 or more siblings, whose rewards are compared, or a [teacher] alone"
     if teacher is None:
         return
     if config.batch.fill != "any":
-        raise ConfigError(
-            f"{file}: batch.fill = {config.batch.fill!r} with [teacher]: groups whose rewards are equal teach as "
-            "others do; expected 'any'"
+        yield (
+            f"batch.fill = {config.batch.fill!r} with [teacher]: groups whose rewards are equal teach as others do; "
+            "expected 'any'"
         )
     for name in ("path", "kwargs", "kl_coefficient", "truncated_reward"):
         value = getattr(config.advantage, name)
         if teacher.alone and value != getattr(AdvantageConfig(), name):
-            raise ConfigError(
-                f"{file}: advantage.{name} = {value!r} with teacher.alone = true: no reward becomes an advantage; "
-                "expected it to be left out, or teacher.alone = false"
+            yield (
+                f"advantage.{name} = {value!r} with teacher.alone = true: no reward becomes an advantage; expected it "
+                "to be left out, or teacher.alone = false"
             )
     if config.teacher_url is not None and (sampling.temperature != 1.0 or sampling.is_truncated):
-        raise ConfigError(
-            f"{file}: teacher.url = {teacher.url!r} with sampling.temperature = {sampling.temperature}, sampling.top_k "
-            f"= {sampling.top_k}, sampling.top_p = {sampling.top_p}: a server's prompt logprobs are those of "
-            "temperature 1 and every token; expected 1.0, 0 and 1.0, or teacher.model"
+        yield (
+            f"teacher.url = {teacher.url!r} with sampling.temperature = {sampling.temperature}, sampling.top_k = "
+            f"{sampling.top_k}, sampling.top_p = {sampling.top_p}: a server's prompt logprobs are those of temperature "
+            "1 and every token; expected 1.0, 0 and 1.0, or teacher.model"
         )
 
 
-def _check_parity(config: RunConfig, file: Path) -> None:
-    """Settings under which engine and trainer cannot agree: the gate would refuse the run once it has started."""
+def _parity_problems(config: RunConfig) -> Iterator[str]:
+    """Checks settings under which engine and trainer cannot agree: the gate would refuse the run after its start."""
     engine, temperature = config.engine, config.sampling.temperature
     if engine.logprobs_mode != "processed_logprobs" and temperature != 1.0:
-        raise ConfigError(
-            f"{file}: engine.logprobs_mode = {engine.logprobs_mode!r} with sampling.temperature = {temperature}: raw "
-            "logprobs are not those of the sampled distribution; expected 'processed_logprobs', or parity.gate = 'off' "
-            "to run with them all the same"
+        yield (
+            f"engine.logprobs_mode = {engine.logprobs_mode!r} with sampling.temperature = {temperature}: raw logprobs "
+            "are not those of the sampled distribution; expected 'processed_logprobs', or parity.gate = 'off' to run "
+            "with them all the same"
         )
     if config.model.dtype != "float32" and engine.head_dtype != "float32":
-        raise ConfigError(
-            f"{file}: engine.head_dtype = {engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the "
-            "trainer's head is float32, and on one side only it widens the gap; expected 'float32', or "
-            "parity.gate = 'off' to run with it all the same"
+        yield (
+            f"engine.head_dtype = {engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the trainer's head "
+            "is float32, and on one side only it widens the gap; expected 'float32', or parity.gate = 'off' to run "
+            "with it all the same"
         )
     if engine.prefix_caching and engine.cache_salt == "none":
-        raise ConfigError(
-            f"{file}: engine.cache_salt = 'none' with engine.prefix_caching = true: prompts are served from what older "
-            "weights computed; expected 'version', or parity.gate = 'off' to run with it all the same"
+        yield (
+            "engine.cache_salt = 'none' with engine.prefix_caching = true: prompts are served from what older weights "
+            "computed; expected 'version', or parity.gate = 'off' to run with it all the same"
         )
 
 
-def _check_steps(config: RunConfig, file: Path) -> None:
-    """Settings of batch, optimizer steps and lag that must go together."""
+def _step_problems(config: RunConfig) -> Iterator[str]:
+    """Checks the settings of batch, optimizer steps and lag against each other."""
     trainer, steps = config.trainer, config.steps_per_batch
     if trainer.num_minibatches > config.groups_per_batch:
-        raise ConfigError(
-            f"{file}: trainer.num_minibatches = {trainer.num_minibatches}: expected at most groups_per_batch = "
+        yield (
+            f"trainer.num_minibatches = {trainer.num_minibatches}: expected at most groups_per_batch = "
             f"{config.groups_per_batch}"
         )
     if config.mode == "asynchronous" and 0 < config.max_lag < steps:
-        raise ConfigError(
-            f"{file}: max_lag = {config.max_lag} with {steps} optimizer steps per batch (trainer.num_epochs * "
-            "trainer.num_minibatches): a group that waits for one batch is past the bound; expected at least "
-            f"{steps}, or mode = 'synchronous'"
+        yield (
+            f"max_lag = {config.max_lag} with {steps} optimizer steps per batch (trainer.num_epochs * "
+            f"trainer.num_minibatches): a group that waits for one batch is past the bound; expected at least {steps}, "
+            "or mode = 'synchronous'"
         )
     if trainer.decay_steps is not None and trainer.warmup_steps + trainer.decay_steps > config.num_steps_planned:
-        raise ConfigError(
-            f"{file}: trainer.decay_steps = {trainer.decay_steps} with trainer.warmup_steps = {trainer.warmup_steps}: "
-            f"expected their sum to be at most the run's {config.num_steps_planned} optimizer steps (num_updates * "
+        yield (
+            f"trainer.decay_steps = {trainer.decay_steps} with trainer.warmup_steps = {trainer.warmup_steps}: expected "
+            f"their sum to be at most the run's {config.num_steps_planned} optimizer steps (num_updates * "
             "trainer.num_epochs * trainer.num_minibatches)"
         )
     if config.correction.max_lag is not None:
-        raise ConfigError(
-            f"{file}: correction.max_lag = {config.correction.max_lag}: the run has one bound; expected max_lag to be "
-            "set at the top of the run file instead"
+        yield (
+            f"correction.max_lag = {config.correction.max_lag}: the run has one bound; expected max_lag to be set at "
+            "the top of the run file instead"
         )

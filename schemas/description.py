@@ -1,4 +1,4 @@
-"""What a run says of itself in Redis, for a producer on a host that shares nothing else with it."""
+"""The description of a run in Redis, for a producer on a host that shares nothing else with it."""
 
 import zlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.model_digest import model_digest
 
 LARGEST_FILES_BYTES = 64_000_000
-"""The most that the files of a model beside its weights take: the largest tokenizers have half of it."""
+"""Largest total size of a model's files other than weights: the largest tokenizers have half of it."""
 _WEIGHTS = (
     ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
     ".msgpack", ".onnx",
@@ -20,15 +20,15 @@ _files_decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class DescriptionError(ValueError):
-    """What is in Redis describes no run."""
+    """The hash in Redis does not describe a run."""
 
 
 class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, as far as its producers need to know it. Nothing in it is secret.
+    """The description of a run for its producers. It contains no secrets.
 
     run_file: the whole configuration, as JSON.
     model_digest: `penstock.schemas.model_digest.model_digest` of the base model.
-    model_files: by name, the files of the model's folder that are no weights: configuration, tokenizer, chat template.
+    model_files: the files of the model's folder other than weights, by name: configuration, tokenizer, chat template.
     """
 
     run_file: bytes
@@ -37,10 +37,10 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(config: RunConfig) -> RunDescription:
-    """Reads the model's folder, but for the weights in it.
+    """Describes a run; reads the model's folder except its weights.
 
     Raises:
-        ConfigError: the files beside the weights are too many for Redis.
+        ConfigError: the files other than weights are too large for Redis.
     """
     folder = Path(config.model.path)
     files = {
@@ -61,7 +61,7 @@ def describe(config: RunConfig) -> RunDescription:
 
 
 def encode_description(description: RunDescription) -> dict[str, bytes]:
-    """The fields of the hash `Keys.description`."""
+    """Returns the fields of the hash `Keys.description`."""
     return {
         "run_file": description.run_file,
         "model_digest": description.model_digest.encode(),
@@ -70,7 +70,7 @@ def encode_description(description: RunDescription) -> dict[str, bytes]:
 
 
 def decode_description(fields: Mapping[bytes, bytes]) -> RunDescription:
-    """Raises DescriptionError."""
+    """Decodes the fields of the hash. Raises DescriptionError if they are invalid."""
     try:
         files = _files_decoder.decode(zlib.decompress(fields[b"model_files"]))
         run_file, digest = fields[b"run_file"], fields[b"model_digest"].decode()

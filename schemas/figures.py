@@ -1,26 +1,24 @@
-"""The figures that settings name, and whether evaluations have them."""
+"""Finds the figures that settings name in the results of evaluations."""
 
 from collections.abc import Mapping
 
-from penstock.schemas.config import RunConfig, named_figures
+from penstock.schemas.config import RunConfig, named_figures, split_figure
 from penstock.schemas.metrics import REWARD, figures_of, pass_key
 
 
 def figure_in(name: str, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> float | None:
-    """The figure of an evaluation that `checkpoint.best` names; None if it has none. environments: figures by name."""
-    if not name.startswith("environments/"):
-        return figures.get(name)
-    environment, _, key = name.removeprefix("environments/").partition("/")
-    return environments.get(environment, {}).get(key)
+    """Returns the evaluation's figure that `checkpoint.best` names, or None. environments: figures by environment."""
+    environment, key = split_figure(name)
+    return (environments.get(environment, {}) if environment else figures).get(key)
 
 
 def missing_figures(
     config: RunConfig, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]
 ) -> dict[str, str]:
-    """What is wrong with each setting, `field = value`, whose figure an evaluation lacks. Prompts without any answer
-    prove nothing.
+    """Returns the problem by setting, `field = value`, for each setting whose figure an evaluation lacks. An evaluation
+    without answers shows no problem.
 
-    figures, environments: as of `held_out_figures`, over all prompts and by environment.
+    figures, environments: of `held_out_figures`, over all prompts and by environment.
     """
     found = {}
     for setting, environment, figure in named_figures(config):

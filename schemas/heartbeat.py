@@ -30,7 +30,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     """URL at which agents reach this producer; empty without an endpoint."""
     instance: str = ""
-    """Another one for each start of a producer: what `RolloutGroup.sampled_by` names. Empty before this release."""
+    """Unique to each start of a producer, as in `RolloutGroup.sampled_by`. Empty in earlier releases."""
 
 
 encode_heartbeat = msgspec.json.Encoder().encode
@@ -38,7 +38,7 @@ _decoder = msgspec.json.Decoder(Heartbeat)
 
 
 def decode_heartbeat(value: bytes) -> Heartbeat:
-    """Raises msgspec.DecodeError for anything but a heartbeat of this release."""
+    """Decodes a heartbeat. Raises msgspec.DecodeError for anything else."""
     try:
         return _decoder.decode(value)
     except RecursionError as error:

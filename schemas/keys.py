@@ -10,7 +10,7 @@ DEAD_ROLLOUTS_KEPT = 1000
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _MAX_DIGITS = 18
-"""The most digits of a number in a field: it fits the 64 bits that a record has for it."""
+"""Most digits of a number in a field: it fits in a record's 64 bits."""
 
 
 class Keys:
@@ -30,8 +30,8 @@ class Keys:
         self.tasks = f"{tag}:tasks"
         """Hash: index to `<number> <environment>` of its task, of indexes released since the last checkpoints."""
         self.rollouts = f"{tag}:rollouts"
-        """Stream: one entry per group (`index`, `kind`, `payload`); of a dead one also why and where (`producer`,
-        `reason`, `traceback`), its payload as far as the group came."""
+        """Stream: one entry per group (`index`, `kind`, `payload`); a dead group's also has `producer`, `reason` and
+        `traceback`, and its payload may be incomplete."""
         self.evaluations = f"{tag}:evaluations"
         """Stream: evaluation prompts (`environment`, `task`), entry id `<version>-<n>`."""
         self.evaluation_results = f"{tag}:evaluation_results"
@@ -42,13 +42,13 @@ class Keys:
         self.anchors = f"{tag}:anchors"
         """Hash: version to the manifest of its whole weights."""
         self.chunks = f"{tag}:chunks"
-        """Hash: chunk key to chunk, of the weights that are kept in Redis."""
+        """Hash: chunk key to chunk, for weights that are stored in Redis."""
         self.commit = f"{tag}:commit"
         """Hash: trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
         self.description = f"{tag}:run"
-        """Hash: the run file, the base model's digest and its files beside the weights (schemas/description.py)."""
+        """Hash: the run file, the base model's digest and its files other than weights (schemas/description.py)."""
         self.lease = f"{tag}:lease"
-        """String with a time to live: the trainer that leads the run, for those that stand by."""
+        """String with a time to live: the trainer that leads the run, for standby trainers."""
         self.dead = f"{tag}:dead"
         """Stream: dead letters (`index`, `reason`, `payload`, `entry`, `producer`, `traceback`)."""
         self.dead_index = f"{tag}:dead_index"
@@ -59,7 +59,7 @@ class Keys:
         self.requeued = f"{tag}:requeued"
         """Hash: index to the dead-letter entry id that an operator wants released again. Fields are never removed."""
         self.parity = f"{tag}:parity"
-        """Hash: instance of a producer to what the trainer has found of its rows (schemas/producer_parity.py)."""
+        """Hash: producer instance to the trainer's findings about its rows (schemas/producer_parity.py)."""
         self._producer_prefix = f"{tag}:producers:"
         self._progress_prefix = f"{tag}:progress:"
 
@@ -68,9 +68,9 @@ class Keys:
         return self._producer_prefix + producer_id
 
     def progress(self, index: int) -> str:
-        """With a time to live: the group of an index as far as its siblings are sampled. A string, encoded as a group
-        that was given up, in which an unfinished sibling has the finish reason `abort`; of conversations a hash of
-        their parts (`<instance>/<part>`) and of the producer that holds them (`producer`, `instance`)."""
+        """With a time to live: the siblings of an index sampled so far. A string, encoded as a group that was given up,
+        in which an unfinished sibling has the finish reason `abort`; for conversations a hash of their parts
+        (`<instance>/<part>`) and the producer that holds them (`producer`, `instance`)."""
         return f"{self._progress_prefix}{index}"
 
     @property
@@ -87,25 +87,25 @@ class Field:
     PAYLOAD = b"payload"
     REASON = b"reason"
     TRACEBACK = b"traceback"
-    """Of the exception of a user's code that a group or a rollout died of; empty without one."""
+    """Of the exception in a user's code for which a group or a rollout died; empty without one."""
     VERSION = b"version"
     ENVIRONMENT = b"environment"
-    """Name of the environment that a task is of; absent from entries that name none, which are of the first."""
+    """Name of a task's environment; absent for the first environment."""
     TASK = b"task"
     """Number of a task within its environment; absent where it is the index."""
     ROLLOUT = b"rollout"
     PRODUCER = b"producer"
     INSTANCE = b"instance"
-    """A start of the producer, see `penstock.schemas.heartbeat.Heartbeat`."""
+    """Identifies one start of the producer, see `penstock.schemas.heartbeat.Heartbeat`."""
     ATTEMPT = b"attempt"
-    """Earlier attempts of a prompt that was handed back; absent from a fresh release."""
+    """Earlier attempts at a prompt that was returned; absent from a fresh release."""
     TRIES_LOST = b"tries_lost"
-    """How often a prompt was handed back by a producer that was stopped while it sampled; absent from a fresh release.
-    Such tries are no attempts."""
+    """How often a prompt was returned by a producer that was stopped while it sampled; absent from a fresh release.
+    These do not count as attempts."""
     EVALUATION = b"evaluation"
     MANIFEST = b"manifest"
     ENTRY = b"entry"
-    """Id of the rollout entry that a dead letter was made of; empty without one."""
+    """Id of the rollout entry of a dead letter; empty without one."""
 
 
 class Kind:
@@ -128,9 +128,9 @@ class Commit:
 
 
 def number_in(field: bytes | None) -> int | None:
-    """The number in a field of an entry or of a hash; None for anything but 1 to 18 digits.
+    """Returns the number in a field of an entry or of a hash; None for anything but 1 to 18 digits.
 
-    Whoever may append may write any bytes there. `int` would also accept signs, spaces and underscores, fail for
+    Anybody who may append can write any bytes there. `int` would also accept signs, spaces and underscores, fail for
     thousands of digits, and return numbers that no record can hold.
     """
     return int(field) if field is not None and len(field) <= _MAX_DIGITS and field.isdigit() else None

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 REWARD = "reward"
-"""The key of the mean reward in updates.jsonl and evaluations.jsonl; those of its parts are by `part_key`."""
+"""The key of the mean reward in updates.jsonl and evaluations.jsonl; for its parts see `part_key`."""
 _FIGURE = re.compile(r"reward(/.+)?|pass@\d+", re.DOTALL)
 MAX_PARTS = 32
-"""Parts of the reward that a line or an endpoint has at most."""
+"""Most parts of the reward in a line or at an endpoint."""
 MAX_PART_CHARACTERS = 64
-"""Parts of a longer name are left out of lines and endpoints."""
+"""Parts with longer names are left out of lines and endpoints."""
 
 
 class Metric(NamedTuple):
-    """values: label values known beforehand. They are served from the start, as 0: a rate over a series that begins at
-        its first event misses that event.
-    unit: if the name's last word does not say it; "none" for a number without one.
+    """A metric's definition.
+
+    values: label values known in advance. They are served from the start, as 0: a rate over a series that begins at its
+        first event misses that event.
+    unit: if it is not the name's last word; "none" for a number without a unit.
     """
 
     name: str
@@ -31,10 +33,10 @@ class Metric(NamedTuple):
 LAG_LABELS = ("0", "0-mixed", "1", "2-3", "4-7", "8+")
 """The lag buckets of the mismatch diagnostics, in optimizer steps: values of the label `lag`.
 
-`0` holds the tokens of rows that are of lag 0 throughout, `0-mixed` those of lag 0 in rows with an older token.
+`0` holds tokens of rows whose tokens all have lag 0, `0-mixed` tokens of lag 0 in rows with an older token.
 """
 LAG_STARTS = (1, 2, 4, 8)
-"""First lag of every bucket after those of lag 0."""
+"""First lag of each bucket after those of lag 0."""
 TOKEN_LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 PAUSE_BUCKETS = (0.005, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STEP_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -99,10 +101,7 @@ class ProducerMetric:
     )
     PROGRESS_BYTES = Metric("penstock_progress_bytes_total", "Bytes of progress written to Redis")
     PROGRESS_WRITE = Metric(
-        "penstock_progress_write_seconds",
-        "Time to write the progress of all rollouts in flight",
-        (),
-        PAUSE_BUCKETS,
+        "penstock_progress_write_seconds", "Time to write the progress of all rollouts in flight", (), PAUSE_BUCKETS
     )
     PROGRESS_FAILURES = Metric(
         "penstock_progress_failures_total",
@@ -152,14 +151,12 @@ class ProducerMetric:
         "penstock_agent_tokens_total", "Tokens sampled for agents in rollouts that ended", unit="tokens"
     )
     AGENT_TOKENS_DELIVERED = Metric(
-        "penstock_agent_tokens_delivered_total",
-        "Tokens sampled for agents in groups that were appended",
-        unit="tokens",
+        "penstock_agent_tokens_delivered_total", "Tokens sampled for agents in groups that were appended", unit="tokens"
     )
 
 
 class TrainerMetric:
-    """Beside these the trainer serves `TRAINER_GAUGES` and those by lag and by environment."""
+    """The trainer also serves `TRAINER_GAUGES` and the gauges by lag and by environment."""
 
     TOKEN_LAG = Metric("penstock_token_lag_steps", "Lag of sampled tokens at consumption", (), TOKEN_LAG_BUCKETS)
     TOKENS_TRAINED = Metric(
@@ -348,9 +345,52 @@ class TrainerMetric:
 
 
 def prometheus_name(key: str) -> str:
-    """The name of a diagnostic in Prometheus; `key` is its name in a line of updates.jsonl."""
+    """Returns the Prometheus name of a diagnostic; `key` is its name in a line of updates.jsonl."""
     return "penstock_" + key.replace("/", "_")
 
+
+_DIAGNOSTICS = {
+    "nats": {
+        "rollout_correction/kl": "Mean of behavior minus proximal logprob over tokens, in nats",
+        "rollout_correction/k3_kl": "k3 estimate of the KL divergence, a token's bounded at 10, in nats",
+        "rollout_correction/training_log_ppl": "Mean minus logprob of a row under the trainer's policy, in nats",
+        "rollout_correction/rollout_log_ppl": "Mean minus logprob of a row under the engine's policies, in nats",
+        "rollout_correction/log_ppl_diff": "Training less rollout log perplexity of a row, mean, in nats",
+        "rollout_correction/log_ppl_abs_diff": "Absolute gap between the two log perplexities of a row, mean",
+        "rollout_correction/log_ppl_diff_max": "Training less rollout log perplexity, largest of a row",
+        "rollout_correction/log_ppl_diff_min": "Training less rollout log perplexity, smallest of a row",
+        "kl_new_old": "k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats",
+        "k3_kl_unclamped": "k3 estimate of the KL divergence without a bound on a token's, in nats",
+    },
+    "none": {
+        "rollout_correction/chi2_token": "Chi-square of the tokens' ratios of proximal to behavior policy",
+        "rollout_correction/chi2_seq": "Chi-square of the rows' ratios, geometric means over their tokens",
+        "rollout_correction/training_ppl": "Perplexity of the rows under the trainer's policy, mean over rows",
+        "rollout_correction/rollout_ppl": "Perplexity of the rows under the engine's policies, mean over rows",
+        "rollout_correction/ppl_ratio": "Training over rollout perplexity of a row, mean",
+        "rollout_correction/is_weight_mean": "Mean importance weight after the correction",
+        "chi2": "Chi-square of the tokens' ratios, from ratios before truncation",
+        "weight_mean": "Mean importance weight applied",
+        "ratio_mean": "Mean ratio of proximal to behavior policy before truncation",
+        "ratio_max": "Largest ratio of proximal to behavior policy of a token",
+        "ratio_min": "Smallest ratio of proximal to behavior policy of a token",
+        "chi2_seq_product": "Chi-square of the rows' ratios, products over their tokens",
+    },
+    "": {
+        "rollout_correction/ess": "Effective sample size of weights clamped to the threshold and its inverse",
+        "rollout_correction/clipped_frac": "Share of ratios above the importance threshold",
+        "ess_fraction": "Effective sample size over tokens, from ratios before truncation",
+        "applied_ess_fraction": "Effective sample size over tokens, from the weights applied",
+        "corrected_frac": "Share of tokens within the lag bound that the correction rejected or bounded",
+        "masked_frac": "Share of tokens within the lag bound that the correction rejected",
+    },
+    "share": {
+        "clamp_log_ratio_new_old_indicator": "Share of a row's tokens above the threshold, mean over rows",
+        "masked_frac_positive": "Share of tokens with an advantage above 0 that the correction rejected",
+        "masked_frac_negative": "Share of tokens with an advantage below 0 that the correction rejected",
+    },
+}
+"""By unit, and by their key in a line of updates.jsonl, the help texts of the diagnostics."""
 
 TRAINER_GAUGES: dict[str, Metric] = {
     "policy_version": Metric("penstock_policy_version", "The trainer's policy version", unit="none"),
@@ -403,66 +443,8 @@ TRAINER_GAUGES: dict[str, Metric] = {
     "weight_redis_bytes": Metric("penstock_weight_redis_bytes", "Bytes of chunks of weights in Redis"),
     **{
         key: Metric(prometheus_name(key), help, unit=unit)
-        for key, (help, unit) in {
-            "rollout_correction/kl": ("Mean of behavior minus proximal logprob over tokens, in nats", "nats"),
-            "rollout_correction/k3_kl": ("k3 estimate of the KL divergence, a token's bounded at 10, in nats", "nats"),
-            "rollout_correction/chi2_token": (
-                "Chi-square of the tokens' ratios of proximal to behavior policy",
-                "none",
-            ),
-            "rollout_correction/chi2_seq": (
-                "Chi-square of the rows' ratios, geometric means over their tokens",
-                "none",
-            ),
-            "rollout_correction/training_ppl": (
-                "Perplexity of the rows under the trainer's policy, mean over rows",
-                "none",
-            ),
-            "rollout_correction/training_log_ppl": (
-                "Mean minus logprob of a row under the trainer's policy, in nats",
-                "nats",
-            ),
-            "rollout_correction/rollout_ppl": (
-                "Perplexity of the rows under the engine's policies, mean over rows",
-                "none",
-            ),
-            "rollout_correction/rollout_log_ppl": (
-                "Mean minus logprob of a row under the engine's policies, in nats",
-                "nats",
-            ),
-            "rollout_correction/log_ppl_diff": ("Training less rollout log perplexity of a row, mean, in nats", "nats"),
-            "rollout_correction/log_ppl_abs_diff": (
-                "Absolute gap between the two log perplexities of a row, mean",
-                "nats",
-            ),
-            "rollout_correction/log_ppl_diff_max": ("Training less rollout log perplexity, largest of a row", "nats"),
-            "rollout_correction/log_ppl_diff_min": ("Training less rollout log perplexity, smallest of a row", "nats"),
-            "rollout_correction/ppl_ratio": ("Training over rollout perplexity of a row, mean", "none"),
-            "rollout_correction/is_weight_mean": ("Mean importance weight after the correction", "none"),
-            "rollout_correction/ess": ("Effective sample size of weights clamped to the threshold and its inverse", ""),
-            "rollout_correction/clipped_frac": ("Share of ratios above the importance threshold", ""),
-            "kl_new_old": (
-                "k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats",
-                "nats",
-            ),
-            "clamp_log_ratio_new_old_indicator": (
-                "Share of a row's tokens above the threshold, mean over rows",
-                "share",
-            ),
-            "ess_fraction": ("Effective sample size over tokens, from ratios before truncation", ""),
-            "applied_ess_fraction": ("Effective sample size over tokens, from the weights applied", ""),
-            "chi2": ("Chi-square of the tokens' ratios, from ratios before truncation", "none"),
-            "weight_mean": ("Mean importance weight applied", "none"),
-            "corrected_frac": ("Share of tokens within the lag bound that the correction rejected or bounded", ""),
-            "masked_frac": ("Share of tokens within the lag bound that the correction rejected", ""),
-            "masked_frac_positive": ("Share of tokens with an advantage above 0 that the correction rejected", "share"),
-            "masked_frac_negative": ("Share of tokens with an advantage below 0 that the correction rejected", "share"),
-            "ratio_mean": ("Mean ratio of proximal to behavior policy before truncation", "none"),
-            "ratio_max": ("Largest ratio of proximal to behavior policy of a token", "none"),
-            "ratio_min": ("Smallest ratio of proximal to behavior policy of a token", "none"),
-            "k3_kl_unclamped": ("k3 estimate of the KL divergence without a bound on a token's, in nats", "nats"),
-            "chi2_seq_product": ("Chi-square of the rows' ratios, products over their tokens", "none"),
-        }.items()
+        for unit, diagnostics in _DIAGNOSTICS.items()
+        for key, help in diagnostics.items()
     },
 }
 """Gauges of the last batch, by their key in a line of updates.jsonl. NaN if the batch has no such number."""
@@ -508,42 +490,42 @@ An environment without a group in the batch has no sample.
 
 
 def lag_label(lag: int) -> str:
-    """The bucket of a lag; of 0, that of a row without an older token."""
+    """Returns the bucket of a lag; for 0, that of a row without older tokens."""
     return LAG_LABELS[bisect_right(LAG_STARTS, lag) + (lag > 0)]
 
 
 def part_key(part: str) -> str:
-    """The key of the mean of a part of the reward in updates.jsonl and evaluations.jsonl."""
+    """Returns the key of a reward part's mean in updates.jsonl and evaluations.jsonl."""
     return f"{REWARD}/{part}"
 
 
 def pass_key(k: int) -> str:
-    """The key of pass@k in evaluations.jsonl."""
+    """Returns the key of pass@k in evaluations.jsonl."""
     return f"pass@{k}"
 
 
 def error_key(key: str) -> str:
-    """The key of a figure's standard error in evaluations.jsonl."""
+    """Returns the key of a figure's standard error in evaluations.jsonl."""
     return f"{key}_se"
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of evaluations.jsonl, or an environment's table in it, measures the policy by: `reward`, its parts,
-    and pass@k, without nulls."""
+    """Returns the figures in a line of evaluations.jsonl, or in an environment's table of it: `reward`, its parts and
+    pass@k, without nulls."""
     return {key: value for key, value in line.items() if _FIGURE.fullmatch(key) and value is not None}
 
 
 def figure_name(key: str) -> str:
-    """A figure of the reward for a reader: `reward`, or the part's own name for `reward/<part>`."""
+    """Returns the display name of a reward's figure: `reward`, or the part's name for `reward/<part>`."""
     return key.removeprefix(part_key(""))
 
 
 def parts_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of updates.jsonl or evaluations.jsonl has under `part_key`, by the part's name; nulls left out."""
+    """Returns the reward's parts in a line of updates.jsonl or evaluations.jsonl, by name, without nulls."""
     start = part_key("")
     return {figure_name(key): value for key, value in line.items() if key.startswith(start) and value is not None}
 
 
 def lag_key(name: str, label: str) -> str:
-    """The key of one lag bucket's number in updates.jsonl; `label` one of LAG_LABELS."""
+    """Returns the key of one lag bucket's number in updates.jsonl; `label` is one of LAG_LABELS."""
     return f"{name}/lag_{label}"

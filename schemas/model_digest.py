@@ -1,4 +1,4 @@
-"""Tells one model folder from another."""
+"""Identifies the model in a folder."""
 
 import hashlib
 from pathlib import Path
@@ -7,8 +7,8 @@ _SAMPLED_BYTES = 1 << 20
 
 
 def model_digest(folder: Path) -> str:
-    """BLAKE2b-128 of configuration, tokenizer, and of each weights file its name, size, first and last MiB: models of
-    other weights differ, and no gigabytes are read."""
+    """Returns BLAKE2b-128 of configuration, tokenizer, and each weights file's name, size, first and last MiB: other
+    weights give another digest, without reading gigabytes."""
     digest = hashlib.blake2b(digest_size=16)
     for name in ("config.json", "tokenizer.json"):
         if (folder / name).is_file():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 VERSIONS_PER_EPOCH = 10**9
-"""A trainer's epoch (the number of trainers before it) is the version's leading part: no version is ever reused."""
+"""A trainer's epoch (the number of earlier trainers) is the version's leading part: no version is ever reused."""
 UNKNOWN_VERSION = -1
 
 
@@ -19,7 +19,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Elements of one tensor, and their digest after the update.
 
-    tensor: its place in the manifest's `tensors`. start, count: in elements, of the tensor in row-major order.
+    tensor: its index in the manifest's `tensors`. start, count: in elements, of the tensor in row-major order.
     digest: XXH3-128 of their bytes, hexadecimal.
     """
 
@@ -30,9 +30,9 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Some pieces of a policy, as one object of a chunk store; `penstock.schemas.weights.codec` says what is in it.
+    """Some pieces of a policy, as one object of a chunk store; `penstock.schemas.weights.codec` defines its content.
 
-    digest: XXH3-128 of the object, hexadecimal. num_changed: elements of the pieces that the update has changed.
+    digest: XXH3-128 of the object, hexadecimal. num_changed: elements of the pieces that the update changed.
     """
 
     key: str
@@ -43,17 +43,17 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Announces one policy: its tensors, and the chunks that hold what has changed.
+    """Announces one policy: its tensors, and the chunks with the changed elements.
 
     parent_version: the policy that this one was trained from (for a re-announcement after a resume: the checkpoint's),
         -1 for the base model.
     total_bytes: of all tensors.
-    delta_of: the version that the chunks change into this one; None if they hold the whole of it.
-    chunks: their pieces are all elements of all tensors, each once, unchanged ones too.
+    delta_of: the version that the chunks change into this one; None if they hold the whole policy.
+    chunks: their pieces are all elements of all tensors, each once, including unchanged ones.
     store: where the chunks are: "redis", a folder, or an fsspec URL.
-    created_s: when it was announced, in seconds since 1970; 0 if it does not say.
-    base_digest: of the model that the tensors are an adapter to, see `penstock.schemas.model_digest`; not there if they
-        are a whole model.
+    created_s: when it was announced, in seconds since 1970; 0 if unknown.
+    base_digest: of the base model if the tensors are an adapter, see `penstock.schemas.model_digest`; unset if they are
+        a whole model.
     """
 
     version: int
@@ -68,7 +68,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chunk_bytes(self) -> int:
-        """What a reader has to fetch."""
+        """The bytes that a reader has to fetch."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     @property
@@ -89,17 +89,17 @@ class FutureVersionError(ValueError):
 
 
 def make_version(epoch: int, steps: int) -> int:
-    """The policy version after `steps` optimizer steps of trainer `epoch`."""
+    """Returns the policy version after `steps` optimizer steps of trainer `epoch`."""
     return epoch * VERSIONS_PER_EPOCH + steps
 
 
 def split_version(version: int) -> tuple[int, int]:
-    """The inverse of `make_version`: (epoch, steps)."""
+    """Returns (epoch, steps): the inverse of `make_version`."""
     return divmod(version, VERSIONS_PER_EPOCH)
 
 
 def lag(version: int, current: int, forks: Mapping[int, int], announced: Mapping[int, int] | None = None) -> int:
-    """The optimizer steps on the path between two policies.
+    """Returns the number of optimizer steps on the path between two policies.
 
     On one line `current - version`; through the fork if a rollback lies between them; 0 between a checkpoint and its
     re-announcement.
@@ -134,7 +134,7 @@ def lag(version: int, current: int, forks: Mapping[int, int], announced: Mapping
 
 
 def _ancestry(version: int, forks: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-    """For each epoch on the line to `version`: (its last step on that line, the optimizer steps from there on)."""
+    """Returns, for each epoch on the line to `version`, its last step on that line and the optimizer steps after it."""
     line: dict[int, tuple[int, int]] = {}
     above = 0
     epoch, steps = split_version(version)

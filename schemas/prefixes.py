@@ -7,7 +7,7 @@ S = TypeVar("S", str, bytes, list[int])
 
 
 def num_shared(left: S, right: S) -> int:
-    """The length of the longest common prefix, found by comparing slices, which takes as long as a few copies."""
+    """Returns the length of the longest common prefix, by comparing slices: as fast as a few copies."""
     low, high = 0, min(len(left), len(right))
     if left[:high] == right[:high]:
         return high
@@ -23,13 +23,13 @@ def num_shared(left: S, right: S) -> int:
 
 class PrefixTrie:
     """Maps sequences of int32 ids, as bytes, to values. An edge holds as many ids as possible and is compared at once,
-    so that a look-up takes time proportional to the length of its argument, however many sequences there are."""
+    so that a look-up takes time proportional to the length of its argument, regardless of the number of sequences."""
 
     def __init__(self) -> None:
         self._root = _Node(b"")
 
     def longest_prefix(self, ids: bytes) -> int | None:
-        """The value of the longest sequence with which `ids` begins."""
+        """Returns the value of the longest sequence that is a prefix of `ids`, or None."""
         node, position, found = self._root, 0, None
         while (child := node.children.get(ids[position : position + _ID_BYTES])) is not None:
             if not ids.startswith(child.edge, position):
@@ -40,7 +40,7 @@ class PrefixTrie:
         return found
 
     def insert(self, ids: bytes, value: int) -> None:
-        """Adds a sequence of at least one id, in the place of an equal one."""
+        """Adds a sequence of at least one id; replaces an equal one."""
         node, position = self._root, 0
         while position < len(ids):
             first = ids[position : position + _ID_BYTES]
@@ -56,7 +56,7 @@ class PrefixTrie:
 
 
 class _Node:
-    """The end of a sequence, or a branching; `edge` holds the ids since the parent."""
+    """The end of a sequence, or a branch; `edge` holds the ids since the parent."""
 
     __slots__ = ("children", "edge", "value")
 

@@ -1,16 +1,16 @@
-"""What the trainer has found of one producer's rows: the gap between engine and trainer, and a quarantine."""
+"""The trainer's findings about one producer's rows: the gap between engine and trainer, and a quarantine."""
 
 import msgspec
 
 
 class ProducerParity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer has found of one instance of a producer. A quarantine is of the instance: the same producer,
-    started again, is another.
+    """The trainer's findings about one producer instance. A quarantine applies to the instance: after a restart the
+    same producer is another instance.
 
-    gap: |engine - trainer| in nats, mean over the tokens of its last groups that were recomputed under the very policy
-        that sampled them; None before the first.
-    num_rows: so recomputed, of all its groups.
-    quarantined_s: unix time since which its groups are not trained; 0 if they are.
+    gap: |engine - trainer| in nats, mean over the tokens of its last groups that were recomputed under the policy that
+        sampled them; None before the first.
+    num_rows: rows recomputed in this way, over all its groups.
+    quarantined_s: unix time since which its groups are not trained; 0 if they are trained.
     cause: as in `penstock.consumers.parity.report.CAUSES`; "unexplained" if the check could not tell or was not made;
         "refused" if the trainer refuses its groups.
     says: the finding in a sentence.
@@ -29,7 +29,7 @@ _decoder = msgspec.json.Decoder(ProducerParity)
 
 
 def decode_parity(value: bytes) -> ProducerParity:
-    """Raises msgspec.DecodeError for anything else."""
+    """Decodes findings. Raises msgspec.DecodeError for anything else."""
     try:
         return _decoder.decode(value)
     except RecursionError as error:
@@ -37,7 +37,7 @@ def decode_parity(value: bytes) -> ProducerParity:
 
 
 def quarantine_in(value: bytes | None) -> ProducerParity | None:
-    """The quarantine that a field of the hash tells of, if it does."""
+    """Returns the finding in a field of the hash if it is a quarantine, else None."""
     try:
         found = None if value is None else decode_parity(value)
     except msgspec.DecodeError:

@@ -14,7 +14,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A task as an environment poses it: exactly one of `text` and `messages`.
 
     `text` is tokenized as it is; `messages` go through the tokenizer's chat template with a generation prompt.
-    `answer` and `metadata` are for the reward and for readers of the record; the model never sees them.
+    `answer` and `metadata` are for the reward and for readers of the record, never for the model.
 
     >>> Prompt(text="12+34=", answer="46")
     >>> Prompt(messages=(Message(role="user", content="What is 12+34?"),), answer="46")

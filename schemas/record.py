@@ -1,11 +1,11 @@
-"""The record of rollouts: every group that a run's trainer took, and what the trainer found about each token.
+"""The record of rollouts: every group that a run's trainer took, with the trainer's findings about each token.
 
 `<run>/record/<epoch>-<number>.sqlite` are SQLite databases in WAL mode. Each trainer epoch has its own files, numbered
 from 0, and is their only writer. A batch is one transaction.
 
 Batches are numbered from 0 along a line of policies (`position`). A trainer that continues from a checkpoint continues
-the numbers there, in files of its own epoch, and its `RecordHeader` says where earlier epochs were cut: what they wrote
-behind the cut was undone. `penstock.schemas.record_reader.Record` follows the line.
+the numbering, in files of its own epoch, and its `RecordHeader` says where earlier epochs were cut: batches after the
+cut were undone. `penstock.schemas.record_reader.Record` follows the line.
 """
 
 import math
@@ -53,7 +53,7 @@ null is a number that is not finite. `trainer.header` is a `RecordHeader` as msg
 COMPRESSION_LEVEL = 1
 """Level 6 makes token ids and logprobs 2% smaller and takes twice as long."""
 MAX_UNPACKED_BYTES = 2**28
-"""A group that claims to be larger is refused before it fills the memory."""
+"""A larger group is refused before it fills the memory."""
 _NAME = re.compile(r"(\d+)-(\d+)\.sqlite")
 
 Outcome = Literal["trained", "skipped", "dead", "spared"]
@@ -61,11 +61,11 @@ Rows = list[tuple[Any, ...]]
 
 
 class RecordReadError(ValueError):
-    """A record that is not there or cannot be read; the message says where and what was expected."""
+    """A record that is missing or cannot be read; the message says where and what was expected."""
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that hold for every batch of a file.
+    """Facts about every batch of a file.
 
     line: for each earlier epoch on the way to this trainer's first policy, the position where it was cut (the first one
         that does not count).
@@ -85,7 +85,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_position(self) -> int:
-        """Where this trainer's own batches begin."""
+        """The position of this trainer's first batch."""
         return max(self.line.values(), default=0)
 
 
@@ -97,7 +97,7 @@ class SegmentFindings(msgspec.Struct, frozen=True, array_like=True):
         is the one applied, 0 if the token is masked.
     kept: one byte per sampled token, 1 if it may reach the loss.
 
-    All but `lags` are empty if nothing was scored: no reward variance, or every token past the lag bound.
+    All but `lags` are empty if nothing was scored: no reward variance, or every token beyond the lag bound.
     """
 
     lags: tuple[int, ...]
@@ -111,13 +111,13 @@ Findings = tuple[tuple[SegmentFindings, ...], ...]
 
 
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded group in short: what a list of groups shows.
+    """The summary of a recorded group, as shown in a list of groups.
 
     outcome: `trained`, `skipped` (no reward variance), `dead`, with the `reason` of its dead letter, or `spared`: its
-        step was not finite for the sake of another group, and a later batch has it again.
+        step was not finite because of another group, and a later batch has it again.
     min_version, max_version: of the policies that sampled it, without unknown ones; -1 if all are unknown.
     min_lag, max_lag: over its sampled tokens, in optimizer steps.
-    num_masked: sampled tokens without weight in the loss: past the lag bound, or rejected by the correction; None for
+    num_masked: sampled tokens without weight in the loss: beyond the lag bound, or rejected by the correction; None for
         a group without a scored token.
     ess_fraction: effective sample size over its scored tokens, of exp(proximal - behavior) before truncation.
     max_weight: the largest importance weight applied. Both are None without a scored token and if they are not finite.
@@ -146,8 +146,8 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_entry(group: RolloutGroup, findings: Findings, outcome: Outcome, **fields: Any) -> GroupEntry:
-    """The short form of a group; `fields` are those that the group and its findings do not say. Negative versions and
-    lags are unknown ones and do not count."""
+    """Summarizes a group; `fields` are those that the group and its findings do not contain. Negative versions and lags
+    are unknown and do not count."""
     segments = [segment for rollout in group.rollouts for segment in rollout.segments]
     versions = {span.version for segment in segments for span in segment.version_spans if span.version >= 0}
     lags = {lag for of_rollout in findings for found in of_rollout for lag in found.lags if lag >= 0}
@@ -169,10 +169,10 @@ def group_entry(group: RolloutGroup, findings: Findings, outcome: Outcome, **fie
 
 
 class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch as the trainer found it, without its rollouts.
+    """The trainer's findings about one batch, without its rollouts.
 
-    update: the run's update that it made, from 1; for a batch that made none, the last one before it.
-    policy_version: the trainer's when it took the batch: lags are counted from there.
+    update: the number of its update in the run, from 1; for a batch without an update, that of the last one before it.
+    policy_version: the trainer's when it took the batch: lags are relative to it.
     skipped_reason: why no optimizer step was taken; None if one was.
     counts: whether it made an update. Of a batch that failed as a whole only the dead groups are recorded; the others
         were taken again later. Groups that died before the trainer could take them are a batch of their own.
@@ -200,16 +200,16 @@ class RecordedGroup(NamedTuple):
     findings: Findings
 
     def decode(self) -> RolloutGroup:
-        """The group itself. Raises `penstock.schemas.rollout.RecordError` if it breaks the contract."""
+        """Decodes the group. Raises `penstock.schemas.rollout.RecordError` if it breaks the contract."""
         return decode_group(self.payload, dead=True)
 
 
 PASSED_OVER = "skipped while a batch was filled: its rewards do not differ"
-"""The reason in the record of a group that no batch took (`batch.fill`)."""
+"""The recorded reason of a group that no batch took (`batch.fill`)."""
 
 
 def dead_group(index: int, reason: str, producer: str, payload: bytes) -> tuple[GroupEntry, RecordedGroup]:
-    """A group that no batch was made of, its tokens without findings: `dead`, or `skipped` if the reason says so."""
+    """Records a group that no batch took, without findings about its tokens: `dead`, or `skipped` by its reason."""
     outcome: Outcome = "skipped" if reason == PASSED_OVER else "dead"
     try:
         group = decode_group(payload, dead=True)
@@ -226,7 +226,7 @@ def dead_group(index: int, reason: str, producer: str, payload: bytes) -> tuple[
 
 
 class SampledToken(NamedTuple):
-    """One sampled token and every number about it. Numbers of a token that was not scored are None."""
+    """One sampled token with its numbers. Those of a token that was not scored are None."""
 
     position: int
     """In the segment's token ids."""
@@ -239,7 +239,7 @@ class SampledToken(NamedTuple):
 
 
 def sampled_tokens(segment: Segment, findings: SegmentFindings) -> list[SampledToken]:
-    """Every sampled token of a segment, in order."""
+    """Returns every sampled token of a segment, in order."""
     behavior = unpack_floats(segment.behavior_logprobs)
     proximal = unpack_floats(findings.proximal_logprobs)
     weights = unpack_floats(findings.importance_weights)
@@ -257,13 +257,13 @@ def file_name(epoch: int, number: int) -> str:
 
 
 def file_key(path: Path) -> tuple[int, int] | None:
-    """(epoch, number) of a record file by its name; None for another file."""
+    """Returns (epoch, number) of a record file, by its name; None for another file."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def encode_batch(head: BatchHead, groups: Sequence[RecordedGroup]) -> dict[str, Rows]:
-    """The rows of a batch by table. `groups` are those of `head.groups`.
+    """Returns the rows of a batch by table. `groups` are those of `head.groups`.
 
     Raises:
         ValueError: a group is larger than a reader takes.
@@ -280,7 +280,7 @@ def encode_batch(head: BatchHead, groups: Sequence[RecordedGroup]) -> dict[str, 
 
 
 def decode_head(batch: tuple[Any, ...], groups: Rows) -> BatchHead:
-    """A batch from its row of `batches` and its rows of `groups`. Raises ValueError if they make none."""
+    """Decodes a batch from its row of `batches` and its rows of `groups`. Raises ValueError if they are invalid."""
     try:
         return msgspec.structs.replace(
             _struct(BatchHead, batch), groups=tuple(_struct(GroupEntry, entry) for _, _, *entry in groups)
@@ -290,7 +290,7 @@ def decode_head(batch: tuple[Any, ...], groups: Rows) -> BatchHead:
 
 
 def decode_group_row(payload: bytes, findings: bytes) -> RecordedGroup:
-    """Raises ValueError if the two columns of `contents` are not those of a group."""
+    """Decodes a group from its two columns of `contents`. Raises ValueError if they are invalid."""
     try:
         return RecordedGroup(_unpacked(payload), msgspec.msgpack.decode(_unpacked(findings), type=Findings))
     except (zlib.error, msgspec.MsgspecError, TypeError, RecursionError) as error:

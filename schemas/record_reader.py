@@ -53,11 +53,11 @@ class GroupAt(NamedTuple):
 class Record:
     """The record in a run's folder.
 
-    batches: on the surviving line, in the order in which they were trained, without those that a rollback undid. Those
-        after the trainer's last checkpoint are among them until it is continued without them.
-    missing: positions (start, end), half-open, on that line that are not there: dropped for their size, for example.
+    batches: on the surviving line, in the order in which they were trained, without those that a rollback undid. They
+        include those after the trainer's last checkpoint until the run is continued without them.
+    missing: ranges (start, end), half-open, of positions absent from that line: dropped for their size, for example.
     undone: batches that a rollback undid.
-    notes: what a reader should know, one line each: missing batches, a file that cannot be read, undone batches.
+    notes: warnings for a reader, one line each: missing batches, a file that cannot be read, undone batches.
 
     Raises:
         RecordReadError: the run has no record, or none of its files can be read.
@@ -66,7 +66,7 @@ class Record:
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
         self.files: list[RecordFile] = []
-        """Every file, those of undone batches included, by epoch and number."""
+        """Every file, including those of undone batches, sorted by epoch and number."""
         self.batches: list[BatchAt] = []
         self.missing: list[tuple[int, int]] = []
         self.undone: list[BatchAt] = []
@@ -82,7 +82,7 @@ class Record:
         return self.files[-1].header
 
     def refresh(self) -> None:
-        """Takes in what was written, and leaves out what was dropped or undone, since the last look."""
+        """Reads the files again: adds new batches and leaves out those dropped or undone since."""
         self.files, written, problems = [], list[BatchAt](), list[str]()
         found = ((key, path) for path in self.folder.glob("*") if (key := file_key(path)) is not None)
         for _, path in sorted(found):
@@ -98,23 +98,24 @@ class Record:
         self.notes = problems + self._line_notes()
 
     def head(self, batch: BatchAt) -> BatchHead:
-        """The trainer's findings about a batch, and a summary of its groups.
+        """Reads the trainer's findings about a batch, and a summary of its groups.
 
         Raises:
-            RecordReadError: the file was dropped meanwhile, or altered.
+            RecordReadError: the file was dropped or altered in the meantime.
         """
         with _reading(batch.file.path, batch.position) as connection:
             return _head(connection, batch)
 
     def group(self, at: GroupAt) -> RecordedGroup:
-        """One group whole. Raises RecordReadError as `head` does."""
+        """Reads one whole group. Raises RecordReadError as `head` does."""
         query = "SELECT payload, findings FROM contents WHERE position = ? AND place = ?"
         with _reading(at.batch.file.path, at.batch.position) as connection:
             (row,) = connection.execute(query, (at.batch.position, at.place))
             return decode_group_row(*row)
 
     def batch(self, batch: BatchAt) -> tuple[BatchHead, list[RecordedGroup]]:
-        """A batch with its groups in the order in which they were trained. Raises RecordReadError as `head` does."""
+        """Reads a batch with its groups in the order in which they were trained. Raises RecordReadError as `head`
+        does."""
         query = "SELECT payload, findings FROM contents WHERE position = ? ORDER BY place"
         with _reading(batch.file.path, batch.position) as connection:
             head = _head(connection, batch)
@@ -124,13 +125,14 @@ class Record:
             return head, groups
 
     def groups(self) -> Iterator[GroupAt]:
-        """Every group on the surviving line, in the order in which they were trained; no rollout is read."""
+        """Yields every group on the surviving line, in the order in which they were trained, without reading
+        rollouts."""
         for batch in self.batches:
             head = self.head(batch)
             yield from (GroupAt(batch, head, place) for place in range(len(head.groups)))
 
     def _follow_line(self, written: list[BatchAt]) -> None:
-        """Sorts the batches into those on the line to the newest file, and those undone."""
+        """Splits the batches into those on the line to the newest file and those undone."""
         self.batches, self.undone, self.missing = [], [], []
         if not self.files:
             return
@@ -167,7 +169,7 @@ class Record:
 
 @contextmanager
 def _reading(path: Path, position: int | None = None) -> Iterator[sqlite3.Connection]:
-    """A read-only connection to a record file. An error of SQLite's, or a ValueError, within is a RecordReadError."""
+    """Opens a record file read-only. Turns SQLite's errors and ValueErrors in the block into RecordReadErrors."""
     if not path.exists():
         raise RecordReadError(f"{path}: dropped from the record meanwhile")
     try:
@@ -179,7 +181,7 @@ def _reading(path: Path, position: int | None = None) -> Iterator[sqlite3.Connec
 
 
 def _read_file(path: Path) -> tuple[RecordFile, list[BatchAt]]:
-    """A file and its batches, in order. Raises RecordReadError if it cannot be read."""
+    """Reads a file's header and the list of its batches. Raises RecordReadError if it cannot be read."""
     with _reading(path) as connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version != FORMAT:

@@ -17,19 +17,19 @@ SCHEMA_VERSION = 1
 MAX_ENTRY_BYTES = 4 * 1024 * 1024
 """The largest encoded group a stream entry may hold."""
 MAX_ITEMS = 4096
-"""The most entries that a record's tables and lists beside the numbers may have."""
+"""Most entries of each table or list in a record, apart from the packed numbers."""
 MAX_REWARD = 1e9
 """Larger rewards could overflow sums and squares over a batch, and one record would spoil the whole batch."""
 MAX_REASON_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 8000
 ABANDONED = "abandoned"
-"""The kind of a dead group (its reason up to the colon) whose agents have gone: the run is not at fault."""
+"""The kind of a dead group (its reason up to the colon) whose agents left: the run is not at fault."""
 
 OVERDUE = "deadline"
-"""The kind of a dead group that was not finished in time."""
+"""The kind of a dead group that missed its deadline."""
 NOT_FINISHED, TOO_LARGE, NO_ROOM = "not finished after", "rollout_too_large", "fit one stream entry"
-"""In the reasons of groups and agents' rollouts that were too long: for a deadline, for a rollout's share of a stream
-entry, for the entry."""
+"""Parts of the reasons of groups and agents' rollouts that were too long: for a deadline, for a rollout's share of a
+stream entry, for the entry."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -50,8 +50,8 @@ class RecordError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and other control characters, at most `MAX_REASON_CHARACTERS` long: longer text is cut
-    and its length is appended. Idempotent."""
+    """Escapes line breaks and other control characters, and cuts text longer than `MAX_REASON_CHARACTERS`, appending
+    its length. Idempotent."""
     # Cut before escaping: the text may have megabytes.
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: MAX_REASON_CHARACTERS + 1]
@@ -63,7 +63,7 @@ def one_line(text: str) -> str:
 
 
 def shown_traceback(error: BaseException) -> str:
-    """The traceback of an error, its last `MAX_TRACEBACK_CHARACTERS`."""
+    """Returns the last `MAX_TRACEBACK_CHARACTERS` of an error's traceback."""
     return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
 
 
@@ -117,7 +117,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_truncated(self) -> bool:
-        """It ended at the token limit."""
+        """True if it ended at the token limit."""
         return self.segments[-1].finish_reason == "length"
 
     @property
@@ -137,10 +137,10 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     """The most tokens one completion may have."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a completion, beside the model's own end of sequence."""
+    """Ids that end a completion, in addition to the model's own end of sequence."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that was sampled before. The three penalties are vLLM's; the trainer
-    reproduces none of them, the parity check knows them in records of other engines."""
+    reproduces none of them, and the parity check recognizes them in records of other engines."""
     frequency_penalty: float = 0.0
     """Subtracted from the logit of a token for each time it was sampled before."""
     repetition_penalty: float = 1.0
@@ -152,18 +152,18 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_truncated(self) -> bool:
-        """Some tokens could not be sampled: top-k or top-p."""
+        """True if top-k or top-p excludes tokens from sampling."""
         return self.top_p != 1.0 or self.top_k not in (0, -1)
 
     @property
     def token_bytes(self) -> int:
-        """The encoded size of a sampled token: id, logprob and, where some could not be sampled, the `top_k` ids that
-        could."""
+        """The encoded size of a sampled token: id, logprob and, with top-k or top-p, the `top_k` ids that could be
+        sampled."""
         return 8 + self.is_truncated * (5 + 4 * self.top_k)
 
 
 class EngineFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Every engine setting that can affect logprobs, as the running engine reports it."""
+    """All engine settings that can affect logprobs, as reported by the running engine."""
 
     engine: str
     version: str
@@ -202,32 +202,32 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_id: str | None = None
     schema_version: int = SCHEMA_VERSION
     missing: str = ""
-    """The reason why there are fewer siblings than `group_size`; empty for a complete group."""
+    """Why there are fewer siblings than `group_size`; empty for a complete group."""
     environment: str = ""
     """Name of the environment that posed the prompt; empty in records of earlier releases."""
     task: int = 0
     """Number of the prompt among the tasks of its environment; 0 in records of earlier releases."""
     num_tries_lost: int = 0
-    """Earlier tries at the prompt that ended with their producer, killed or stopped, and with what they had sampled:
-    one that was gone on from is not lost."""
+    """Earlier attempts at the prompt that were lost when their producer was killed or stopped, with their sampled
+    tokens; an attempt that another producer continued is not lost."""
     sampled_by: tuple[str, ...] = ()
-    """The instances of producers (`Heartbeat.instance`) that sampled parts of it: the one that finished it last, before
-    it those that it went on from. Empty in records of earlier releases."""
+    """The producer instances (`Heartbeat.instance`) that sampled parts of it, in order: the last one finished it. Empty
+    in records of earlier releases."""
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """`sampled_by`; of a record without it the producer's id."""
+        """`sampled_by`, or the producer's id in a record without it."""
         return self.sampled_by or (self.producer_id,)
 
     def finished_by(self, instance: str) -> "RolloutGroup":
-        """The group with `instance` as the last of those that sampled it."""
+        """Returns the group with `instance` as the last of its samplers."""
         if instance in self.sampled_by[-1:]:
             return self
         return msgspec.structs.replace(self, sampled_by=(*self.sampled_by, instance))
 
 
 class GroupOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sampled a group: all that is read of a record that is refused. As in `RolloutGroup`."""
+    """The samplers of a group, as in `RolloutGroup`: all that is read of a refused record."""
 
     producer_id: str
     sampled_by: tuple[str, ...] = ()
@@ -247,13 +247,13 @@ _origin_decoder = msgspec.msgpack.Decoder(GroupOrigin)
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as int32 little-endian bytes."""
+    """Packs token ids as int32 little-endian bytes."""
     # Three times as fast as `array`; the check at the top of this module guarantees that native `i` is int32.
     return struct.Struct(f"{len(token_ids)}i").pack(*token_ids)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Numbers as float32 little-endian bytes."""
+    """Packs numbers as float32 little-endian bytes."""
     return struct.Struct(f"{len(values)}f").pack(*values)
 
 
@@ -266,20 +266,20 @@ def unpack_floats(data: bytes) -> "array[float]":
 
 
 def died_of_length(reason: str) -> bool:
-    """Whether a dead group died because it, or an agent's rollout of it, was too long."""
+    """Returns whether a dead group, or an agent's rollout of it, was too long."""
     kind, _, why = reason.partition(":")
     return kind in (OVERDUE, "agents", "record") and says_too_long(why)
 
 
 def says_too_long(why: str) -> bool:
-    """Whether what is said of rollouts that died says that one was too long."""
+    """Returns whether the reason of dead rollouts says that one was too long."""
     return any(each in why for each in (NOT_FINISHED, TOO_LARGE, NO_ROOM))
 
 
 def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
-    """Encodes a group as msgpack. Lengths are checked here, the numbers themselves on decoding.
+    """Encodes a group as msgpack. Checks lengths; the numbers themselves are checked on decoding.
 
-    dead: a group that was given up is taken as far as it came: without rollouts, or with rewards of any value.
+    dead: accepts a group that was given up: without rollouts, or with rewards of any value.
 
     Raises:
         RecordError: lengths that disagree, or more than `MAX_ENTRY_BYTES`.
@@ -297,7 +297,8 @@ def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
 def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
     """Decodes and checks one group; `dead` as in `encode_group`.
 
-    Time and memory are bounded by the payload's real size, to at most about 35 times of it, whatever it claims to hold.
+    Time and memory are bounded by the payload's actual size, memory to about 35 times of it, whatever lengths it
+    claims.
 
     Raises:
         RecordError: not msgpack of this schema, a newer schema version, lengths that disagree, or numbers that are not
@@ -318,8 +319,8 @@ def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
 
 
 def origin_in(payload: bytes) -> GroupOrigin | None:
-    """Who sampled a group, as its payload says, whatever else it holds; None if it does not say, or in names that are
-    empty, of more than `MAX_REASON_CHARACTERS` or more than `MAX_ITEMS`. Bounded as `decode_group` is."""
+    """Returns the samplers that a payload names, whatever else it holds; None if it names none, more than `MAX_ITEMS`,
+    or one that is empty or longer than `MAX_REASON_CHARACTERS`. Bounded like `decode_group`."""
     if len(payload) > MAX_ENTRY_BYTES:
         return None
     try:
@@ -350,7 +351,7 @@ def _check_structure(group: RolloutGroup, dead: bool) -> None:
 
 
 def check_part_names(names: Collection[str], field: str) -> None:
-    """Checks the names of a reward's parts, which `field` holds.
+    """Checks the names of a reward's parts, held by `field`.
 
     Raises:
         ValueError: too many names, or one that is empty, too long or not printable.
@@ -368,20 +369,17 @@ def check_part_names(names: Collection[str], field: str) -> None:
 def _check_context(group: RolloutGroup, dead: bool) -> None:
     """Checks the fields of the group other than its rollouts."""
     where, prompt = f"group {group.index}", group.prompt
-    temperature, top_p = group.sampling.temperature, group.sampling.top_p
-    if not 0 <= temperature < math.inf:
-        raise RecordError(f"{where}: sampling.temperature: {temperature}, expected a finite number, 0 or more")
-    if not 0 <= top_p <= 1:
-        raise RecordError(f"{where}: sampling.top_p: {top_p}, expected 0 to 1")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not math.isfinite(getattr(group.sampling, name)):
-            raise RecordError(f"{where}: sampling.{name}: {getattr(group.sampling, name)}, expected a finite number")
-    if not 0 < group.sampling.repetition_penalty < math.inf:
-        raise RecordError(
-            f"{where}: sampling.repetition_penalty: {group.sampling.repetition_penalty}, expected a finite number "
-            "above 0"
-        )
-    for name in ("claimed_s", "generated_s", "appended_s"):
+    sampling = group.sampling
+    for name, is_valid, expected in (
+        ("temperature", 0 <= sampling.temperature < math.inf, "a finite number, 0 or more"),
+        ("top_p", 0 <= sampling.top_p <= 1, "0 to 1"),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty), "a finite number"),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
+        ("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "a finite number above 0"),
+    ):
+        if not is_valid:
+            raise RecordError(f"{where}: sampling.{name}: {getattr(sampling, name)}, expected {expected}")
+    for name in group.timings.__struct_fields__:
         if not math.isfinite(getattr(group.timings, name)):
             raise RecordError(f"{where}: timings.{name}: {getattr(group.timings, name)}, expected a finite number")
     tables: dict[str, Sized] = {
@@ -435,7 +433,7 @@ def _check_segment(segment: Segment, where: str) -> None:
 
 
 def _check_values(segment: Segment, where: str) -> None:
-    # The highest bytes show at the speed of a copy that all is well; only otherwise are numbers checked one by one.
+    # The highest bytes show at the speed of a copy that all values are valid; otherwise numbers are checked one by one.
     if not segment.token_ids[3::4].isascii():
         raise RecordError(f"{where}.token_ids: {min(unpack_ids(segment.token_ids))}, expected 0 or more")
     if segment.sampling_mask is not None:
@@ -458,7 +456,7 @@ def _check_values(segment: Segment, where: str) -> None:
 def _check_sampling_mask(
     kept: tuple[bytes, ...], ids: "array[int]", runs: Sequence[tuple[int, int]], where: str
 ) -> None:
-    """Checks that each sampled token is among the ids that the sampler kept."""
+    """Checks that the sampler kept each sampled token's id."""
     positions = (position for start, end in runs for position in range(start, end))
     for n, (position, entry) in enumerate(zip(positions, kept, strict=True)):
         if len(entry) % 4:
@@ -474,7 +472,7 @@ def _check_sampling_mask(
 
 
 def _merge(runs: Sequence[tuple[int, int]], num_tokens: int, where: str, name: str) -> list[tuple[int, int]]:
-    """`runs` with adjacent ones merged; raises unless they ascend, are disjoint and lie in [0, num_tokens)."""
+    """Merges adjacent runs; raises RecordError unless they ascend, are disjoint and lie in [0, num_tokens)."""
     merged: list[tuple[int, int]] = []
     first = previous_end = 0
     for start, end in runs:

@@ -1,9 +1,9 @@
-"""From the recorded calls of a rollout to the segments that are trained.
+"""Converts the recorded calls of a rollout to the segments that are trained.
 
 A call whose prompt begins with the prompt and completion of an earlier call continues it, and one segment holds both.
-A prompt that begins otherwise (the harness edited, summarised or stripped its history, or a second agent spoke) opens a
-new segment. Every sampled token is trained in exactly one segment, preceded there by exactly the ids that the engine
-was given; a segment that shares its beginning with an earlier one holds that beginning as context.
+Any other prompt (the harness edited, summarised or stripped its history, or a second agent made the call) opens a new
+segment. Every sampled token is trained in exactly one segment, preceded there by exactly the ids that the engine was
+given; a segment that shares its beginning with an earlier one has that beginning as context.
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,8 @@ _ID_BYTES = 4
 class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the model: its prompt and its completion.
 
-    t: the call's place in the order in which the rollout's calls began; a call continues only earlier ones.
-    prompt_token_ids: int32 bytes, `[num_prompt_tokens]`, as the engine was given them.
+    t: the call's position in the order in which the rollout's calls began; a call continues only earlier ones.
+    prompt_token_ids: int32 bytes, `[num_prompt_tokens]`, exactly as given to the engine.
     generation_token_ids: int32 bytes, `[num_sampled]`, the stop token included if it was sampled.
     behavior_logprobs: float32 bytes, `[num_sampled]`.
     version_spans: tile `[0, num_sampled)`.
@@ -42,8 +42,8 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chain(NamedTuple):
-    """Calls of which each continues the one before, and their segment. A call that is also in an earlier chain is
-    trained there and context here."""
+    """Calls that each continue the previous one, and their segment. A call that is also in an earlier chain is trained
+    there and is context here."""
 
     call_ids: tuple[str, ...]
     segment: Segment
@@ -68,16 +68,16 @@ class CallError(RecordError):
 
 
 def segments(calls: Iterable[RecordedCall]) -> tuple[list[Chain], list[DroppedCall]]:
-    """The segments of one rollout; its calls may be given in any order.
+    """Returns the segments of one rollout, whose calls may be in any order.
 
-    An answer that the client received is never dropped, nor is one that a later call continues.
+    An answer that the client received, or that a later call continues, is never dropped.
 
     Returns:
-        Chains by their last call's `t`, and the dropped calls by theirs. There may be no chain: nothing was sampled,
-        or nothing reached the client.
+        The chains, sorted by their last call's `t`, and the dropped calls, sorted by theirs. There may be no chain, if
+        nothing was sampled or nothing reached the client.
 
     Raises:
-        CallError: a call that contradicts itself, or two of one id.
+        CallError: a call contradicts itself, or two have the same id.
     """
     ordered = sorted(calls, key=lambda call: (call.t, call.call_id))
     known: set[str] = set()
@@ -116,7 +116,7 @@ def segments(calls: Iterable[RecordedCall]) -> tuple[list[Chain], list[DroppedCa
 
 
 def _unused(sampled: list[RecordedCall], parents: list[int | None]) -> dict[str, str]:
-    """The calls whose answers were lost or superseded, with the reason, by id."""
+    """Returns the reasons, by id, of calls whose answers were lost or superseded."""
     built_on = {parent for parent in parents if parent is not None}
     prompts_built_on = {sampled[n].prompt_token_ids for n in built_on}
     reasons = {}
@@ -131,7 +131,7 @@ def _unused(sampled: list[RecordedCall], parents: list[int | None]) -> dict[str,
 
 
 def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
-    """One segment of calls that continue each other; those that it does not train are context."""
+    """Builds one segment of calls that continue each other; calls that it does not train are context."""
     pieces: list[bytes] = []
     logprobs: list[bytes] = []
     runs: list[tuple[int, int]] = []
@@ -162,13 +162,13 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
 
 
 def joined_masks(masks: Iterable[tuple[bytes, ...] | None]) -> tuple[bytes, ...] | None:
-    """The masks of consecutive parts, of which all have one or none."""
+    """Joins the sampling masks of consecutive parts: either all parts have one or none has."""
     found = [mask for mask in masks if mask is not None]
     return tuple(chain.from_iterable(found)) if found else None
 
 
 def _parents(ordered: list[RecordedCall]) -> list[int | None]:
-    """For each call the earlier one that it continues: the longest, and of equals the latest."""
+    """Returns, for each call, the earlier one that it continues: the longest, or the latest of equally long ones."""
     trie = PrefixTrie()
     parents: list[int | None] = []
     for n, call in enumerate(ordered):

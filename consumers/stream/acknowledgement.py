@@ -1,4 +1,4 @@
-"""Commits: a checkpoint is written beside the training, and only then is the stream acknowledged up to it."""
+"""Commits: a checkpoint is written during training, and only then is the stream acknowledged up to it."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from penstock.consumers.stream.reader import entry_key
 
 
 class Snapshot(NamedTuple):
-    """A checkpoint that is being written, and where the run was when it was taken."""
+    """A checkpoint that is being written, and the run's position when it was taken."""
 
     writing: Future[str]
     num_batches: int
@@ -30,25 +30,25 @@ class Snapshot(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A checkpoint to which Redis points."""
+    """A checkpoint that Redis points to."""
 
     name: str
     num_batches: int
     num_trimmed: int
-    """Stream entries, those before the first that is not settled in the checkpoint."""
+    """Stream entries before the first one that is not settled in the checkpoint."""
     took_s: float
-    """From the snapshot on."""
+    """Since the snapshot."""
     snapshot_s: float
-    """How long the snapshot has held the training up."""
+    """How long the snapshot blocked training."""
 
 
 class Commits:
-    """Commits the state of the run: the learner's, the ledger, the versions and the counts.
+    """Commits the state of the run: the learner's state, the ledger, the versions and the counts.
 
-    `begin` takes a snapshot, which is written in a thread; `complete` has Redis point to it. What is trained in between
-    is acknowledged by the next one: a crash finds the checkpoint before, to which the streams and Redis still fit.
+    `begin` takes a snapshot, which a thread writes; `complete` makes Redis point to it. Batches trained in between are
+    acknowledged by the next commit: after a crash in between, streams and Redis still match the previous checkpoint.
 
-    sync_record: returns once the record of rollouts is on the disk; raises OSError or RunFailedError.
+    sync_record: returns once the record of rollouts is on disk; raises OSError or RunFailedError.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Commits:
         self._sync_record = sync_record
         self._snapshot: Snapshot | None = None
         self._num_released = 0
-        """Up to the checkpoint before: one that turns out to be torn gives way to it."""
+        """The release cursor of the previous checkpoint, which is used if the newest one is torn."""
 
     def is_due(self, *, busy: bool) -> bool:
-        """See `CommitSchedule.is_due`. Never while a checkpoint is being written."""
+        """See `CommitSchedule.is_due`; False while a checkpoint is being written."""
         return self._snapshot is None and self.schedule.is_due(
             self._progress.num_batches, len(self._intake.ledger.settled), busy=busy
         )
 
     def begin(self) -> None:
-        """Takes a snapshot of the run and begins to write it. None may be under way.
+        """Takes a snapshot of the run and starts to write it. No other checkpoint may be being written.
 
         Raises:
             CheckpointWriteError: nothing has changed.
@@ -101,9 +101,9 @@ class Commits:
         )
 
     def complete(self, *, wait: bool) -> Committed | None:
-        """Commits the checkpoint that is on the disk by now, and deletes older ones; None if there is none.
+        """Commits the checkpoint that is on disk by now, and deletes older ones; returns None if there is none.
 
-        Waits, with `wait`, for one that is being written; the disk unblocks it.
+        With `wait`, waits for one that is being written; the disk unblocks it.
 
         Raises:
             CheckpointWriteError: it could not be written; nothing has changed.
@@ -114,7 +114,7 @@ class Commits:
         self._snapshot = None
         name = snapshot.writing.result()
         leadership, reader = self._leadership, self._intake.reader
-        # A server that was emptied meanwhile, and whose clock is behind, has given ids anew, and not all were read yet.
+        # A server that was emptied meanwhile and whose clock is behind reuses ids, and not all were read yet.
         keep_rollouts = min(snapshot.keep_rollouts, reader.first_unsettled(), key=entry_key)
         keep_results = min(snapshot.keep_results, self._evaluator.first_needed(), key=entry_key)
         # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the
@@ -130,7 +130,7 @@ class Commits:
         return Committed(name, snapshot.num_batches, trimmed, took_s, snapshot.took_s)
 
     def abandon(self) -> None:
-        """For a trainer that ends without a commit: see `Checkpoints.abandon`."""
+        """Discards the checkpoint that is being written: see `Checkpoints.abandon`."""
         self._leadership.checkpoints.abandon()
 
     def _state(self) -> CheckpointState:

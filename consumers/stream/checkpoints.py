@@ -1,4 +1,4 @@
-"""Checkpoints: the only acknowledgement there is. Written whole, fsynced, checked by checksum when read."""
+"""Checkpoints, the only acknowledgement: written whole, fsynced, verified by checksum when read."""
 
 import json
 import logging
@@ -49,16 +49,15 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written. Nothing of it is left, and those before it stay."""
+    """A checkpoint could not be written. It was removed; earlier ones remain."""
 
 
 class PassedOver(msgspec.Struct):
-    """Groups that a batch has skipped while it was filled, and what they cost."""
+    """Groups that a batch skipped while it was filled, and their sampled tokens."""
 
     num_groups: dict[str, int] = {}
     """By environment."""
     num_tokens: int = 0
-    """Sampled in them."""
 
     @property
     def count(self) -> int:
@@ -70,38 +69,35 @@ class PassedOver(msgspec.Struct):
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that a trainer continues from, beside model and optimizer."""
+    """The state that a trainer continues from, in addition to model and optimizer. The defaults are those of a run that
+    has trained nothing yet; its `policy_version` is the parent of the first policy.
+    """
 
     policy_version: int
-    num_batches: int
-    ledger: dict[str, Any]
-    forks: dict[int, int]
-    announced: dict[int, int]
-    counters: dict[str, int | float]
-    """Running totals of the whole run: tokens, seconds."""
+    num_batches: int = 0
+    ledger: dict[str, Any] = {}
+    forks: dict[int, int] = {}
+    announced: dict[int, int] = {}
+    counters: dict[str, int | float] = {}
+    """Running totals of the whole run: tokens and seconds."""
     learner: dict[str, Any] = {}
     """`Learner.state`."""
     rng: dict[str, Any] = {}
-    """Random generators beside the learner's own: Python's and NumPy's global ones."""
+    """State of Python's and NumPy's global random generators; the learner's own is in `learner`."""
     taken: dict[int, int] = {}
-    """By epoch of the trainers on the way here, the batches taken when it ended, those before it included: the
-    places at which the record of rollouts is cut."""
+    """For each epoch on the way here, the batches taken in the whole run when it ended: the positions at which the
+    record of rollouts is cut."""
     passed: PassedOver = msgspec.field(default_factory=PassedOver)
-    """By the batch that was being filled."""
+    """Skipped by the batch that was being filled."""
     skipped_share: float = 0.0
-    """Of the groups that the last batches read: by it the credit grows."""
-
-    @classmethod
-    def new(cls, policy_version: int) -> "CheckpointState":
-        """The state of a run that has trained nothing yet. policy_version: the parent of the first policy."""
-        return cls(policy_version=policy_version, num_batches=0, ledger={}, forks={}, announced={}, counters={})
+    """Share of the groups read for the last batches; it increases the credit."""
 
 
 class Checkpoints:
     """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer.
 
-    Configuration and tokenizer of `base_model` go into each checkpoint, so that it is a model by itself. The folder is
-    made by the first trainer that claims an epoch: one that only stands by leaves no trace of a run.
+    Configuration and tokenizer of `base_model` are copied into each checkpoint, so that it is a complete model. The
+    first trainer that claims an epoch creates the folder: a standby trainer alone leaves no trace of a run.
     """
 
     def __init__(self, folder: Path, keep: int, base_model: Path | None = None) -> None:
@@ -110,12 +106,12 @@ class Checkpoints:
         self._keep = keep
         self._committed: list[str] = []
         self._obsolete: set[str] = set()
-        """Folders that were there when the last checkpoint was written."""
+        """Folders that existed when the last checkpoint was written."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._abandoned = threading.Event()
 
     def claim_epoch(self, at_least: int) -> int:
-        """Creates the file of a new epoch, above every epoch that the disk or Redis (`at_least`) knows."""
+        """Creates the file of a new epoch, above every epoch on disk or in Redis (`at_least`); returns the epoch."""
         make_private(self._folder.parent)
         self._folder.mkdir(exist_ok=True)
         epoch = max(at_least, self.newest_epoch() + 1)
@@ -129,7 +125,7 @@ class Checkpoints:
             return epoch
 
     def newest_epoch(self) -> int:
-        """The newest epoch that any trainer claimed here; -1 if none did."""
+        """Returns the newest epoch that any trainer has claimed here; -1 if none has."""
         return max((int(file.name[6:]) for file in self._folder.glob("epoch-*")), default=-1)
 
     @property
@@ -138,11 +134,11 @@ class Checkpoints:
         return self._committed[-1] if self._committed else None
 
     def begin(self, learner: Any, state: CheckpointState) -> Future[str]:
-        """Takes a snapshot of the learner and writes it with `state`, in a thread, under a unique name, which is the
-        future's result once all is on the disk. Nothing points to it yet. One at a time.
+        """Takes a snapshot of the learner and writes it with `state`, in a thread, under a unique name: the future's
+        result once everything is on disk. Nothing points to it yet. One checkpoint at a time.
 
         Raises:
-            CheckpointWriteError: the disk is full, say; raised here or by the future.
+            CheckpointWriteError: for example, the disk is full; raised here or by the future.
         """
         name = f"{state.policy_version}-{uuid.uuid4().hex[:8]}"
         try:
@@ -154,8 +150,8 @@ class Checkpoints:
         return self._thread.submit(self._write, name, content, tensors)
 
     def abandon(self) -> None:
-        """Lets a checkpoint that is being written come to nothing, unless it is whole already. For a trainer that ends
-        and cannot commit it any more. Waits for the writing to end; the disk unblocks it."""
+        """Discards the checkpoint that is being written, unless it is already whole. For a trainer that ends and can no
+        longer commit it. Waits for the write to end; the disk unblocks it."""
         self._abandoned.set()
         self._thread.shutdown()
 
@@ -164,7 +160,9 @@ class Checkpoints:
         try:
             sums = {f"{TENSORS_FOLDER}/{file}": found for file, found in tensors.result().items()}
             (partial / _STATE).write_bytes(content)
-            self._copy_model_files(partial / MODEL_FOLDER)
+            (partial / MODEL_FOLDER).mkdir()
+            if self._base_model is not None:
+                copy_model_files(self._base_model, partial / MODEL_FOLDER)
             for file in (partial / _STATE, *(partial / MODEL_FOLDER).iterdir()):
                 sums[str(file.relative_to(partial))] = digest(file)
                 fsync(file)
@@ -186,35 +184,31 @@ class Checkpoints:
     def _write_error(self, name: str, error: Exception) -> CheckpointWriteError:
         return CheckpointWriteError(f"checkpoint {self._folder / name} cannot be written: {error}")
 
-    def _copy_model_files(self, folder: Path) -> None:
-        folder.mkdir()
-        if self._base_model is not None:
-            copy_model_files(self._base_model, folder)
-
     def committed(self, name: str) -> None:
-        """Notes that Redis points to `name`, and deletes all but the last committed of those that were there when it
-        was written."""
+        """Notes that Redis points to `name`. Of the checkpoints that existed when it was written, deletes all but the
+        last `keep` committed ones."""
         self._committed.append(name)
         self._committed = self._committed[-self._keep :]
         for obsolete in self._obsolete.difference(self._committed):
             shutil.rmtree(self._folder / obsolete, ignore_errors=True)
 
     def hand_out_model(self, export: Export) -> Path:
-        """Puts the model of the newest committed checkpoint into the run's folder, in place of an earlier one; returns
-        where.
+        """Exports the model of the newest committed checkpoint to the run's folder, in place of an earlier one; returns
+        its path.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: for example, the disk is full.
         """
         folder = self._folder.parent / MODEL_FOLDER
         export_checkpoint(self._folder / self._committed[-1], folder, "float32", export)
         return folder
 
     def load(self, pointer: str | None, learner: Any) -> CheckpointState | None:
-        """Loads the checkpoint that `pointer` names, or its newest valid predecessor; None if there never was one.
+        """Loads the checkpoint that `pointer` names, or its newest valid predecessor; returns None if there never was
+        one.
 
         Raises:
-            CheckpointError: a checkpoint was committed, and neither it nor a predecessor is here and whole.
+            CheckpointError: a checkpoint was committed, and neither it nor a predecessor is present and whole.
         """
         names = sorted(
             (folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)),
@@ -223,7 +217,7 @@ class Checkpoints:
         )
         if pointer is not None and pointer not in names:
             if not names:
-                # Another machine, or the wrong folder: to start anew would lose the run silently.
+                # Another machine, or the wrong folder: starting over would silently lose the run.
                 raise CheckpointError(
                     f"{self._folder}: holds no checkpoint, but {pointer} was committed; expected the folder that the "
                     "run's trainers share"
@@ -240,7 +234,8 @@ class Checkpoints:
                 log.warning("checkpoint %s cannot be used: %s", folder, problem)
                 problems.append(f"{name}: {problem}")
                 continue
-            state = _restore(folder, learner)
+            state = _state(folder)
+            learner.load_checkpoint(folder / TENSORS_FOLDER, state.learner)
             older = [other for other in reversed(names) if other != name]
             self._committed = [*older[1 - self._keep :], name]
             return state
@@ -250,17 +245,18 @@ class Checkpoints:
 
 
 def load_checkpoint(folder: Path, learner: Any) -> CheckpointState:
-    """Loads one checkpoint, whoever points to it.
+    """Loads one checkpoint, whether or not Redis points to it.
 
     Raises:
         CheckpointError: there is none in `folder`, or it is not whole.
     """
-    read_state(folder)
-    return _restore(folder, learner)
+    state = read_state(folder)
+    learner.load_checkpoint(folder / TENSORS_FOLDER, state.learner)
+    return state
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """The state in a checkpoint, whose model is left where it is. Raises CheckpointError as `load_checkpoint` does."""
+    """Reads a checkpoint's state without its model. Raises CheckpointError as `load_checkpoint` does."""
     problem = _problem(folder)
     if problem:
         raise CheckpointError(f"{folder}: no whole checkpoint: {problem}")
@@ -271,19 +267,13 @@ def _state(folder: Path) -> CheckpointState:
     return msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
 
 
-def _restore(folder: Path, learner: Any) -> CheckpointState:
-    state = _state(folder)
-    learner.load_checkpoint(folder / TENSORS_FOLDER, state.learner)
-    return state
-
-
 def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, export: Export) -> None:
-    """Makes a Hugging Face folder of a whole checkpoint's model, or of the best one's folder, whole or not at all, in
-    place of one that is there.
+    """Exports the model of a whole checkpoint, or of the best model's folder, as a Hugging Face folder: whole or not at
+    all, in place of an existing one.
 
     Raises:
-        OSError: the disk is full, say.
-        ConfigError: the checkpoint's `model/` and its tensors are not of one model.
+        OSError: for example, the disk is full.
+        ConfigError: the checkpoint's `model/` and its tensors belong to different models.
     """
     is_best = (checkpoint / BEST_FILE).is_file()
     tensors, files = (checkpoint, checkpoint) if is_best else (checkpoint / TENSORS_FOLDER, checkpoint / MODEL_FOLDER)
@@ -301,7 +291,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, export: Export
 
 
 def copy_model_files(base: Path, folder: Path) -> None:
-    """Copies what a model's folder has beside its weights, tokenizer and all, but for what is in `folder` already."""
+    """Copies a model's configuration and tokenizer files, except those that `folder` already has."""
     for pattern in _MODEL_FILES:
         for file in base.glob(pattern):
             if not (folder / file.name).exists():
@@ -309,13 +299,13 @@ def copy_model_files(base: Path, folder: Path) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of Python's and NumPy's global generators, as JSON takes it."""
+    """Returns the state of Python's and NumPy's global generators, as JSON-compatible values."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Sets the generators to the result of `rng_state`, which may have been through JSON."""
+    """Sets the generators to a state of `rng_state`, which may have been converted to JSON and back."""
     if state:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -324,7 +314,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _problem(folder: Path) -> str | None:
-    """The reason why a checkpoint cannot be used, or None."""
+    """Returns the reason why a checkpoint cannot be used, or None."""
     try:
         sums = json.loads((folder / _SUMS).read_text())
     except (OSError, ValueError) as error:

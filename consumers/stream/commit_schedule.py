@@ -1,4 +1,4 @@
-"""The times at which a checkpoint is due."""
+"""Decides when a checkpoint is due."""
 
 import time
 from collections.abc import Callable
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from penstock.consumers.stream.connection import TrainerConnection
 
 MEMORY_HIGH = 0.7
-"""Share of Redis' maxmemory at which a checkpoint is due, since only a commit trims the stream."""
+"""Share of Redis' maxmemory above which a checkpoint is due, since only a commit trims the stream."""
 MEMORY_COMMIT_SHARE = 0.1
-"""Share of the time that such checkpoints may take if they free nothing: something else fills the memory."""
+"""Largest share of the time for such checkpoints if they free nothing because something else fills the memory."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
-"""A checkpoint that could not be written is tried again; the delay doubles with each failure in a row."""
+"""A failed checkpoint is retried; the delay doubles with each consecutive failure."""
 
 
 class CommitSchedule:
-    """A checkpoint is due every `every` updates, at high memory of Redis, and after one that could not be written."""
+    """A checkpoint is due every `every` updates, when Redis' memory is nearly full, and after a failed one."""
 
     def __init__(self, connection: TrainerConnection, every: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
@@ -30,13 +30,13 @@ class CommitSchedule:
         """Updates at the last commit; -1 before the first."""
 
     def is_due(self, num_batches: int, num_settled: int, *, busy: bool) -> bool:
-        """To be asked while none is being written. busy: a checkpoint would delay training; False while the trainer
-        waits for rollouts."""
+        """Returns whether a checkpoint is due. Call it while none is being written. busy: a checkpoint would delay
+        training; False while the trainer waits for rollouts."""
         now = self._clock()
         self._for_memory = False
         if self._retry_at is not None:
             return now >= self._retry_at
-        # One that became due while another was written is not on a multiple any more.
+        # One that became due while another was written is no longer on a multiple.
         if num_batches // self._every > self.num_batches // self._every and (
             self.num_batches >= 0 or num_batches % self._every == 0
         ):
@@ -49,7 +49,7 @@ class CommitSchedule:
         return self._for_memory
 
     def committed(self, num_batches: int, num_settled: int, took_s: float) -> None:
-        """The counts are those of the checkpoint, by now behind the trainer's."""
+        """Notes a commit. The counts are those of the checkpoint, which may be behind the trainer's."""
         self.num_batches = num_batches
         self._num_settled = num_settled
         self._took_s = took_s
@@ -59,7 +59,7 @@ class CommitSchedule:
         self._freed_nothing = self._for_memory and self._memory_is_high()
 
     def failed(self) -> float:
-        """Returns the seconds until the next try."""
+        """Notes a checkpoint that could not be written; returns the seconds until the next attempt."""
         delay_s = self._next_delay_s
         self._next_delay_s = min(2 * delay_s, LONGEST_RETRY_S)
         self._retry_at = self._clock() + delay_s

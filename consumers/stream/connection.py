@@ -1,4 +1,4 @@
-"""The trainer's connection to Redis, and the one place that repeats commands."""
+"""The trainer's connection to Redis, the only place that retries commands."""
 
 import time
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from penstock.schemas.process.outage import OutageTracker, RedisGoneError, is_pa
 T = TypeVar("T")
 
 BLOCK_S = 1.0
-"""How long a blocking read waits in the server."""
+"""How long the server blocks a read."""
 SOCKET_TIMEOUT_S = BLOCK_S + 9.0
-"""Above the block with a margin: redis-py would otherwise drop or repeat a read that is merely waiting."""
+"""Longer than the block, by a margin: otherwise redis-py would drop or repeat a read that is merely waiting."""
 SHUTDOWN_TIMEOUT_S = 3.0
-"""How long a trainer that is told to stop waits for a Redis that is away."""
+"""How long a trainer that was told to stop waits for an unreachable Redis."""
 
 
 class TrainerConnection:
-    """A client whose commands are repeated, with jitter, while Redis is away.
+    """A client that retries commands, with jitter, while Redis is unreachable.
 
-    A repeated command may have been executed before its reply was lost: everything sent through `call` is idempotent
-    or harmless when it happens twice. Any thread may call.
+    A retried command may have been executed before its reply was lost: every command sent through `call` is idempotent
+    or harmless when executed twice. Any thread may call.
 
     Raises:
         ConfigError: not a Redis URL.
@@ -36,7 +36,7 @@ class TrainerConnection:
         self._stopped_at: float | None = None
         self._server_run_id: str | None = None
         self._maybe_restarted = True
-        # redis-py's own retries would repeat commands unseen, inside a MULTI too.
+        # redis-py's own retries would silently repeat commands, also inside a MULTI.
         self.client = open_client(
             redis.Redis,
             url,
@@ -50,7 +50,7 @@ class TrainerConnection:
         return self._outage.num_begun
 
     def stop(self) -> None:
-        """From now on an outage is waited out for `SHUTDOWN_TIMEOUT_S` only. May be called by a signal handler."""
+        """Limits the wait for an outage to `SHUTDOWN_TIMEOUT_S` from now on. A signal handler may call it."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
 
@@ -59,11 +59,11 @@ class TrainerConnection:
         return self._stopped_at is not None
 
     def call(self, command: Callable[[Any], T]) -> T:
-        """Runs `command(client)`, again and again while Redis is away. Its return or `stop` unblocks it.
+        """Runs `command(client)`, repeatedly while Redis is unreachable. Redis' return or `stop` unblocks it.
 
         Raises:
-            RedisGoneError: Redis was away for `outage_s`, or refuses the credentials or the command.
-            redis.ResponseError: any other error answer.
+            RedisGoneError: Redis was unreachable for `outage_s`, or refuses the credentials or the command.
+            redis.ResponseError: any other error reply.
         """
         num_failures = 0
         while True:
@@ -77,7 +77,7 @@ class TrainerConnection:
                 self._on_error(type(error).__name__)
                 self._maybe_restarted = True
                 if isinstance(error, redis.ResponseError):
-                    # The address may lead to another server by now, and this connection to one that was demoted.
+                    # The address may resolve to another server by now, and this connection lead to a demoted one.
                     self.client.connection_pool.disconnect(inuse_connections=False)
                 self._outage.failed(error)
                 self._check_stopped(error)
@@ -88,7 +88,7 @@ class TrainerConnection:
                 return result
 
     def pause(self, seconds: float) -> None:
-        """Sleeps; `stop` cuts it short, to a tenth of a second at most."""
+        """Sleeps; returns within 0.1 s after `stop`."""
         wake_at = time.monotonic() + seconds
         while (left := wake_at - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))
@@ -96,7 +96,7 @@ class TrainerConnection:
                 return
 
     def restarted(self) -> bool:
-        """True once after the server behind the connection became another process: what it lost must be reconciled."""
+        """Returns True once after the server process has changed: the streams must be reconciled."""
         if not self._maybe_restarted:
             return False
         self._maybe_restarted = False
@@ -109,7 +109,7 @@ class TrainerConnection:
         self.client.close()
 
     def _on_connect(self, connection: Any) -> None:
-        # redis-py replaces a connection that broke while idle without an error: a restart would go unnoticed.
+        # redis-py silently replaces a connection that broke while idle: a restart would go unnoticed.
         self._maybe_restarted = True
         connection.on_connect()
 

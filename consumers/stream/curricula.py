@@ -1,16 +1,16 @@
-"""Which tasks of an environment come next: pure functions of what became of them, named by a run file's `[curriculum]`.
+"""Chooses an environment's next tasks: pure functions of the tasks' history, named by a run file's `[curriculum]`.
 
-    uniform          the environment's tasks in their order, without end
-    drop_flat        in shuffled passes; those whose last groups had no reward variance sit out more and more of them
-    by_solve_rate    drawn by p (1 - p), p the solve rate: as often right as wrong first
+    uniform          the environment's tasks in order, without end
+    drop_flat        in shuffled passes; tasks whose last groups had no reward variance skip more and more passes
+    by_solve_rate    drawn by p (1 - p), p the solve rate: tasks solved half of the time first
 
 `drop_flat` is online difficulty filtering: a task that is always or never solved has no advantage (DAPO, arXiv
-2503.14476, section 3.2, drops such groups). As the policy learns that may change, so it is tried again, the more rarely
-the longer it has been so, as in GRESO (arXiv 2506.02177), which skips it by a probability. `by_solve_rate` is sampling
-for learnability (arXiv 2408.15099; for language models arXiv 2502.12272): p (1 - p) is the variance of a reward of 0 or
-1. Departure: no completion is sampled for the estimate alone: p is of the groups that were released.
+2503.14476, section 3.2, drops such groups). That may change as the policy learns, so the task is retried at growing
+intervals, as in GRESO (arXiv 2506.02177), which skips it with a probability. `by_solve_rate` is sampling for
+learnability (arXiv 2408.15099; for language models arXiv 2502.12272): p (1 - p) is the variance of a reward of 0 or 1.
+Departure: no completion is sampled for the estimate alone: p is estimated from the groups that were released.
 
-Draws are by hashes of seed and counts, so that the same history gives the same tasks on every machine.
+Draws use hashes of seed and counts, so that the same history gives the same tasks on every machine.
 """
 
 from collections.abc import Sequence
@@ -22,29 +22,29 @@ from penstock.consumers.stream.history import TaskHistory
 
 _OPEN = np.uint64(1 << 63)
 _LONGEST = 20
-"""Passes that a task sits out are 2 to this power at most."""
+"""A task skips at most 2 to this power passes."""
 
 
 class Curriculum(Protocol):
-    """A pure function: the next `budget` tasks of an environment, from 1 to `history.num_tasks`, each once.
+    """A pure function that returns the next `budget` tasks of an environment, from 1 to `history.num_tasks`, each once.
 
-    budget: at most `history.num_tasks`. seed: another one for every environment.
+    budget: at most `history.num_tasks`. seed: different for every environment.
     """
 
     def __call__(self, history: TaskHistory, budget: int, seed: int) -> Sequence[int]: ...
 
 
 def uniform(history: TaskHistory, budget: int, seed: int) -> Sequence[int]:
-    """The numbers that follow those released; the only curriculum of environments without a number of tasks."""
+    """Returns the numbers after those released; the only curriculum for environments without a number of tasks."""
     return range(history.num_released + 1, history.num_released + 1 + budget)
 
 
 def drop_flat(history: TaskHistory, budget: int, seed: int, *, after: int = 2) -> Sequence[int]:
-    """Tasks in shuffled passes. One whose last `after` groups had no reward variance sits out the next pass; if it has
-    none again, the next 2, then 4, 8 and so on. Open tasks come last of all.
+    """Returns tasks in shuffled passes. A task whose last `after` groups had no reward variance skips the next pass; if
+    it has none again, the next 2, then 4, 8 and so on. Open tasks come last.
 
     Raises:
-        ValueError: after is not 1 or more.
+        ValueError: `after` is less than 1.
     """
     if after < 1:
         raise ValueError(f"after is {after}, expected 1 or more")
@@ -55,11 +55,11 @@ def drop_flat(history: TaskHistory, budget: int, seed: int, *, after: int = 2) -
 
 
 def by_solve_rate(history: TaskHistory, budget: int, seed: int, *, floor: float = 0.05) -> Sequence[int]:
-    """Tasks drawn without replacement by the weight 4 p (1 - p) + floor, those not tried yet as of p = 1/2; open ones
-    only where there are no others. A draw is by the largest log(u) / weight (Efraimidis and Spirakis, 2006).
+    """Draws tasks without replacement with the weight 4 p (1 - p) + floor, where p = 1/2 for untried tasks; open tasks
+    only if there are no others. It takes the largest log(u) / weight (Efraimidis and Spirakis, 2006).
 
     Raises:
-        ValueError: floor is not above 0, without which a task that was never solved would never be tried again.
+        ValueError: `floor` is not above 0: a task that was never solved would never be tried again.
     """
     if not floor > 0:
         raise ValueError(f"floor is {floor}, expected above 0")
@@ -71,15 +71,15 @@ def by_solve_rate(history: TaskHistory, budget: int, seed: int, *, floor: float 
 
 
 def _smallest(key: np.ndarray, history: TaskHistory, count: int) -> list[int]:
-    """The numbers, from 1, of the `count` smallest, in ascending order of their keys, which are below 2**63; open tasks
-    last of all."""
+    """Returns the task numbers, from 1, of the `count` smallest keys, which are below 2**63, in ascending order; open
+    tasks last."""
     key = key | np.where(history.num_open > 0, _OPEN, np.uint64(0))
     found = np.argpartition(key, count - 1)[:count] if count else np.zeros(0, np.int64)
     return (found[np.argsort(key[found], kind="stable")] + 1).tolist()
 
 
 def _hashes(seed: int, counts: np.ndarray, num_tasks: int) -> np.ndarray:
-    """[num_tasks] uint64 by seed, count and task: the output function of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Hashes seed, count and task to [num_tasks] uint64: SplitMix64's output function (Steele, Lea, Flood, 2014)."""
     mixed = np.full(num_tasks, seed % 2**64, np.uint64)
     for part in (counts.astype(np.uint64), np.arange(num_tasks, dtype=np.uint64)):
         mixed = (mixed ^ part) + np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""Held-out evaluation by the producers: requested by policy version, answered on a stream of its own."""
+"""Held-out evaluation by the producers: requested by policy version, answered on a separate stream."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -19,25 +19,25 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationResult(NamedTuple):
-    """What one policy reached on the held-out prompts."""
+    """The figures of one policy on the held-out prompts."""
 
     update: int
     """The update after which the policy was published."""
     policy_version: int
     figures: dict[str, float]
-    """As of `held_out_figures`."""
+    """See `held_out_figures`."""
     num_prompts: int
     num_failed: int
     """Prompts without any answer."""
     environments: dict[str, dict[str, float]]
-    """The same figures by environment."""
+    """The same figures, by environment."""
 
 
 EntryId = tuple[int, int]
 
 
 class ReceivedAnswers(NamedTuple):
-    """entry: that asked for them. samplers: see `RolloutGroup`; none of a prompt that failed."""
+    """The answers to one prompt. entry: the request's. samplers: see `RolloutGroup`; empty for a failed prompt."""
 
     entry: EntryId
     samplers: tuple[str, ...]
@@ -47,11 +47,11 @@ class ReceivedAnswers(NamedTuple):
 class Evaluator:
     """Requests evaluations and collects their results. Never waits.
 
-    Prompt n of a policy has the entry `<version>-<n>`. What a quarantined producer answered does not count. It is asked
-    again in the entry behind the last one, as if the policy requested last had one prompt more.
+    Prompt n of a policy has the entry `<version>-<n>`. Answers of a quarantined producer do not count: their prompts
+    are requested again in the entries after the last one, as if the latest requested policy had more prompts.
 
-    sets: how each environment's held-out prompts are evaluated, `num_prompts` included.
-    is_held: whether one of these instances of producers is quarantined.
+    sets: how each environment's held-out prompts are evaluated, including `num_prompts`.
+    is_held: returns whether one of these producer instances is quarantined.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Evaluator:
         self._held_out = [ReleasedTask(name, n + 1) for name, how in sets.items() for n in range(how.num_prompts or 0)]
         self._cursor = START
         self._pending: dict[int, dict[int, ReceivedAnswers]] = {}
-        """By version and number of the prompt."""
+        """By version and prompt number."""
         self._asked: dict[EntryId, tuple[int, int]] = {}
-        """By entry the version and the number of the prompt, of the pending evaluations."""
+        """Version and prompt number by entry, for pending evaluations."""
         self._update_of: dict[int, int] = {}
         self._last_asked: EntryId = (-1, 0)
 
     def request(self, policy_version: int, update: int) -> bool:
-        """Asks the producers to evaluate the policy published after `update`, unless that was requested before or there
-        are no held-out prompts. Returns whether a result will follow."""
+        """Requests an evaluation of the policy published after `update`, unless it was requested before or there are no
+        held-out prompts. Returns whether a result will follow."""
         if policy_version == self._last_asked[0] or not self._held_out:
             return False
         self._pending[policy_version] = {}
@@ -88,12 +88,12 @@ class Evaluator:
         return True
 
     def request_again(self) -> None:
-        """Requests unanswered evaluations once more, after Redis may have lost them. Answers to both count once."""
+        """Requests unanswered evaluations again, since Redis may have lost them. Answers to both count once."""
         self._cursor = START
         self._ask({})
 
     def collect(self) -> list[EvaluationResult]:
-        """The evaluations that became complete since the last call, oldest policy first."""
+        """Returns the evaluations completed since the last call, oldest policy first."""
         while True:
             reply = self._connection.call(
                 lambda client: client.xread({self._stream: self._cursor}, count=ENTRIES_PER_READ)
@@ -113,13 +113,13 @@ class Evaluator:
         return sorted(self._pending)
 
     def first_needed(self) -> bytes:
-        """The entry id up to which the result stream may be trimmed."""
+        """Returns the entry id up to which the result stream may be trimmed."""
         milliseconds, sequence = entry_key(self._cursor)
         return START if self._pending else f"{milliseconds}-{sequence + 1}".encode()
 
     def _ask(self, more: Mapping[EntryId, tuple[int, int]]) -> None:
-        """Asks for these prompts too, and again for all others: Redis may have lost them. What is there, or was, stays
-        as it is."""
+        """Requests these prompts, and all pending ones again: Redis may have lost them. Existing requests stay
+        unchanged."""
         self._asked |= more
         self._last_asked = max([self._last_asked, *more])
         asked = [
@@ -128,7 +128,7 @@ class Evaluator:
         self._connection.call(lambda _: self._scripts.evaluate(self._epoch, asked))
 
     def _ask_others(self) -> None:
-        """Drops the answers of quarantined producers."""
+        """Drops the answers of quarantined producers and requests their prompts again."""
         version, n = self._last_asked
         again: dict[EntryId, tuple[int, int]] = {}
         for answers in self._pending.values():
@@ -145,7 +145,7 @@ class Evaluator:
         before, _, after = fields.get(Field.EVALUATION, b"").partition(b"-")
         version, n = number_in(before), number_in(after)
         if version is None or n is None or (version, n) not in self._asked:
-            return  # also of an evaluation that is done, or of a trainer before this one
+            return  # an evaluation that is complete, or of an earlier trainer
         entry, (version, n) = (version, n), self._asked[version, n]
         samplers: tuple[str, ...] = ()
         found = HeldOutAnswers(self._held_out[n - 1].environment)

@@ -1,4 +1,4 @@
-"""What became of the tasks of an environment: all that a curriculum decides by, and part of every checkpoint."""
+"""The history of an environment's tasks: the only input of a curriculum, and part of every checkpoint."""
 
 import base64
 import zlib
@@ -11,18 +11,18 @@ _NEW = {
     **dict.fromkeys(("released", "settled", "flat", "last_pass"), np.int32(0)),
     "solve_rate": np.float32(np.nan),
 }
-"""The columns, of 4 bytes each, and what they hold of a new task."""
+"""The columns, of 4 bytes each, and their values for a new task."""
 
 
 class TaskHistory:
-    """By task, from number 1 at place 0; nothing by task where `num_tasks` is 0.
+    """Columns by task: task 1 is at index 0. The columns are empty if `num_tasks` is 0.
 
-    released, settled: [num_tasks] int32, how often. A group that died counts as settled.
-    flat: [num_tasks] int32, its last groups without reward variance, in a row; under a teacher no group counts.
-    last_pass: [num_tasks] int32, the pass in which it was released last, from 1; 0 before. The next pass begins when a
-        task is released that was released in this one.
-    solve_rate: [num_tasks] float32, mean rewards, within 0 and 1, of its groups: the newest counts as much as all
-        before it. NaN before the first.
+    released, settled: [num_tasks] int32, how often. A dead group counts as settled.
+    flat: [num_tasks] int32, consecutive latest groups without reward variance; with a teacher no group counts.
+    last_pass: [num_tasks] int32, the pass of the latest release, from 1; 0 before the first. The next pass begins when
+        a task is released that was already released in this one.
+    solve_rate: [num_tasks] float32, mean reward of its groups, clamped to 0 to 1: the newest group weighs as much as
+        all earlier ones together. NaN before the first.
     """
 
     released: np.ndarray
@@ -33,7 +33,7 @@ class TaskHistory:
 
     def __init__(self, num_tasks: int = 0) -> None:
         self.num_released = 0
-        """Tasks released, each as often as it was."""
+        """Releases of all tasks."""
         self._pass = 0
         for name, new in _NEW.items():
             setattr(self, name, np.full(num_tasks, new))
@@ -44,11 +44,11 @@ class TaskHistory:
 
     @property
     def num_open(self) -> np.ndarray:
-        """[num_tasks] int32, times released and not settled."""
+        """[num_tasks] int32, releases that are not settled."""
         return self.released - self.settled
 
     def resize(self, num_tasks: int) -> None:
-        """Takes tasks in that were added at the end of a data set, or leaves those out that are gone."""
+        """Adds new tasks at the end of a data set, or drops those that are gone."""
         for name, new in _NEW.items():
             kept = getattr(self, name)[:num_tasks]
             setattr(self, name, np.concatenate([kept, np.full(num_tasks - len(kept), new)]))
@@ -61,11 +61,11 @@ class TaskHistory:
             self._pass = self.last_pass[number - 1] = max(self._pass, self.last_pass[number - 1] + 1)
 
     def settle(self, number: int, rewards: Sequence[float], *, flat: bool) -> None:
-        """Notes the rewards of a group, none if it died. flat: they do not vary."""
+        """Notes the rewards of a group, which are empty if it died. flat: they do not vary."""
         if number > self.num_tasks:
             return
         at = number - 1
-        # One released under `uniform`, or while there were fewer tasks, was not counted.
+        # A release under `uniform`, or while there were fewer tasks, was not counted.
         self.settled[at] = min(self.settled[at] + 1, self.released[at])
         if not rewards:
             return
@@ -74,7 +74,7 @@ class TaskHistory:
         self.flat[at] = self.flat[at] + 1 if flat else 0
 
     def reopen(self, number: int) -> None:
-        """Notes that a dead group's task is to be settled again."""
+        """Notes that a dead group's task is open again."""
         if number <= self.num_tasks:
             self.settled[number - 1] = max(self.settled[number - 1] - 1, 0)
 

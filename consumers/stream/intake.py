@@ -1,4 +1,4 @@
-"""Task indexes out, prompt groups in: the trainer's side of the prompt and rollout streams, around one ledger."""
+"""Releases task indexes and takes in prompt groups: the trainer's side of the prompt and rollout streams."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -22,12 +22,12 @@ Judge = Callable[[str, str, int, str], ProducerParity | None]
 
 
 class Intake:
-    """Keeps the credit released, and hands out ready groups, those that arrived first, until each is settled.
+    """Keeps the credit released, and hands out ready groups in order of arrival until each is settled.
 
     check: raises RecordError for a group that the trainer cannot reproduce.
-    judge: takes a group that is refused for its rows as evidence against the instance that sampled it, by its name, its
-        producer's id, the number of its good groups that were read before, and the reason; returns what the quarantine
-        of an instance says that is found by it.
+    judge: called for a group that is refused for its rows, with the instance that sampled it, its producer's id, the
+        number of its good groups that were read before, and the reason; returns the quarantine's finding if the
+        instance is to be quarantined, else None.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Intake:
         self.lag_of = lag_of
         self.reader = Reader(connection, keys, ledger, config.group_size, check)
         self.died: list[Refused] = []
-        """Groups that died before they could be trained or were skipped, for the record, if the run keeps one."""
+        """Groups that died or were skipped before a batch took them, for the record, if the run keeps one."""
         self.quarantine = Quarantine(leadership)
         self._judge = judge
         self._config = config
@@ -56,7 +56,7 @@ class Intake:
         self._settlement = Settlement(
             ledger,
             config.trainer.max_dead_in_a_row,
-            lambda *letter: connection.call(lambda _: scripts.dead_letter(leadership.epoch, *letter)),
+            lambda refused: connection.call(lambda _: scripts.dead_letter(leadership.epoch, refused)),
             lambda group: chooses and not has_variance(group, config.advantage),
         )
         self._releaser = Releaser(
@@ -71,26 +71,26 @@ class Intake:
 
     @property
     def num_ready(self) -> int:
-        """Groups that were read and not settled yet."""
+        """Groups that were read and are not settled yet."""
         return len(self.reader.ready)
 
     @property
     def num_abandoned(self) -> int:
-        """Groups that agents have abandoned since the last good one: the run waits for agents."""
+        """Groups abandoned by agents since the last good one: if any, the run waits for agents."""
         return self._settlement.num_abandoned
 
     def read(self) -> int:
-        """Takes in new entries; returns how many. Waits at most `BLOCK_S` for the first; a producer that appends one
+        """Reads new entries; returns how many. Waits at most `BLOCK_S` for the first; a producer that appends one
         unblocks it."""
         return self.reader.read(self.lag_of, block=True)
 
     def is_short(self, num_groups: int) -> bool:
-        """More has to be read before there is a batch of so many groups."""
+        """Returns whether more entries must be read before a batch of `num_groups` is complete."""
         return self.num_ready < num_groups or self._waits_for_all
 
     def batch(self, num_groups: int) -> list[RolloutGroup] | None:
-        """The groups that arrived first, by index, none of them stale; None while there are too few. They stay ready
-        until they are settled. Settles what was refused, and releases what the credit allows.
+        """Returns the groups that arrived first, sorted by index, none of them stale; None while there are too few.
+        They stay ready until they are settled. Also settles refused records and releases as the credit allows.
 
         Raises:
             RunFailedError: see `Settlement.settle_refused`.
@@ -107,7 +107,7 @@ class Intake:
         return sorted((ready.group for ready in first), key=lambda group: group.index)
 
     def settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
-        """Settles the batch before it judges the step: what the optimizer trained must not be trained again.
+        """Settles the batch, then counts the step, which may raise: trained groups must not be trained again.
 
         Groups that a failed step has spared stay ready; without any optimizer step so do all that did not fail.
 
@@ -136,7 +136,7 @@ class Intake:
         return self._releaser.credit
 
     def release(self) -> None:
-        """Releases as many indexes as the credit allows, those that are to be sampled again first."""
+        """Releases as many indexes as the credit allows, first those to be sampled again."""
         version = self.lag_of.current
         self._releaser.num_ready, self._releaser.skipped_share = self.num_ready, self._progress.skipped_share
         self._releaser.release_postponed(self.reader, version)
@@ -144,7 +144,7 @@ class Intake:
         self._releaser.top_up(version)
 
     def reconcile(self) -> None:
-        """Releases again what is in the ledger and was lost in Redis, then what the credit allows."""
+        """Releases indexes again that Redis has lost, then others as the credit allows."""
         self._releaser.reconcile(self.reader, self.lag_of)
         self._settle_refused()
         self.release()
@@ -153,7 +153,7 @@ class Intake:
         return self._releaser.num_open_prompts()
 
     def _settle_refused(self) -> None:
-        """Settles what was refused as dead, but for groups that quarantined producers sampled."""
+        """Settles refused records as dead, except groups that quarantined producers sampled."""
         taken = self.reader.take_refused()
         for record in taken:
             self._judge_refused(record)
@@ -180,13 +180,13 @@ class Intake:
 
     @property
     def _waits_for_all(self) -> bool:
-        """In synchronous mode it is decided what to skip when no group is under way, so that a run repeats itself."""
+        """Synchronous mode decides which groups to skip once no group is in flight, so that a run is reproducible."""
         num_away = self.ledger.num_open - len(self.ledger.postponed) - self.num_ready
         return self._config.mode == "synchronous" and self._room_to_skip > 0 and num_away > 0
 
     def _pass_over(self) -> None:
-        """Settles ready groups without reward variance as skipped, if the batch waits for others: each makes room for
-        one more."""
+        """Settles ready groups without reward variance as skipped, if the batch is to have others: each makes room for
+        another group."""
         if self._room_to_skip <= 0 or self._waits_for_all:
             return
         ready = self.reader.ready
@@ -200,7 +200,7 @@ class Intake:
                 self.died.append(Refused(index, PASSED_OVER, encode_group(group), producer=group.producer_id))
 
     def _withhold(self) -> None:
-        """A group that a quarantined producer has sampled is sampled again."""
+        """Postpones ready groups that a quarantined producer sampled: they are sampled again."""
         ready = self.reader.ready
         held = [index for index, each in ready.items() if self.quarantine.holds(each.group.samplers)]
         for index in held:
@@ -208,7 +208,7 @@ class Intake:
         self._releaser.postpone(held, "quarantined")
 
     def _withhold_refused(self, records: list[Refused]) -> None:
-        """As `_withhold`, of groups that are refused for their rows."""
+        """Does the same as `_withhold` for groups that were refused for their rows."""
         held = {record.index: record for record in records if record.index is not None}
         for index, record in held.items():
             if self._is_first(index, record.entry_id):
@@ -216,7 +216,7 @@ class Intake:
         self._releaser.postpone(held, "quarantined")
 
     def _postpone_stale(self) -> None:
-        """A group with nothing but tokens beyond the lag bound would be trained fully masked: it is sampled again."""
+        """Postpones groups whose tokens are all beyond the lag bound: they would be trained fully masked."""
         ready = self.reader.ready
         stale = [index for index, each in ready.items() if is_stale(each.group, self.lag_of, self._lag_bound)]
         for index in stale:
@@ -234,8 +234,8 @@ class Intake:
             self._count(outcome, ready.group)
 
     def _is_first(self, index: int, entry_id: bytes) -> bool:
-        """True once for a group that is to be sampled again, however often a resume or a restarted Redis has it read
-        again."""
+        """Returns True once for a group that is to be sampled again, however often its entry is read again after a
+        resume or a restart of Redis."""
         counted = self.ledger.stale.get(index)
         if counted is not None and entry_key(counted.encode()) >= entry_key(entry_id):
             return False

@@ -1,4 +1,4 @@
-"""Leadership of a run: the epoch that fences earlier trainers, and the lease that others stand by for."""
+"""Leadership of a run: the epoch that fences earlier trainers, and the lease that standby trainers wait for."""
 
 import logging
 import os
@@ -20,18 +20,18 @@ from penstock.schemas.keys import Commit, Keys
 log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""How often a trainer asks whether the run is still its own."""
+"""How often a trainer checks that it still leads the run."""
 RENEWALS_PER_LEASE = 4
 STANDBY_LOG_S = 30.0
-"""How often a trainer that stands by logs the reason; a new reason is logged at once."""
+"""How often a standby trainer logs why it waits; a new reason is logged at once."""
 
 
 class Leadership:
-    """One trainer's leadership of its run: an epoch, a lease, and the commit state and the run's description, which it
-    restores if Redis loses them.
+    """One trainer's leadership of its run: its epoch, its lease, and the commit state and the run's description, which
+    it restores if Redis loses them.
 
-    A newer trainer is known by its epoch in Redis or, if Redis has lost it, by its file among the checkpoints, which is
-    made before the epoch is opened. While neither is there, this trainer restores the commit hash.
+    A newer trainer is recognized by its epoch in Redis or, if Redis has lost it, by its file among the checkpoints,
+    which is created before the epoch is opened. Without either, this trainer restores the commit hash.
     """
 
     def __init__(self, connection: TrainerConnection, keys: Keys, checkpoints: Checkpoints, lease_s: float) -> None:
@@ -50,11 +50,12 @@ class Leadership:
         self._has_restored = False
 
     def stand_by(self) -> bool:
-        """Waits until the run has begun and its lease was free for a whole `lease_s`; then holds it and returns True.
+        """Waits until the run has begun and its lease has been free for `lease_s`; then takes the lease and returns
+        True. Returns False once the run is finished.
 
-        A trainer that dies, hangs or leaves unblocks it, and so does the end of the run, which returns False. After an
-        outage of Redis, and after it was emptied, the leading trainer gets the time to renew its lease. A signal ends
-        the wait by an exception of its handler (`StopSignals`).
+        A trainer that dies, hangs or leaves unblocks it, and so does the end of the run. After an outage of Redis, and
+        after it was emptied, the leading trainer gets time to renew its lease. A signal ends the wait by an exception
+        of its handler (`StopSignals`).
 
         Raises:
             RedisGoneError: see `TrainerConnection.call`.
@@ -78,7 +79,9 @@ class Leadership:
                 free_since, outages_seen = None, connection.num_outages
             elif free_since is None:
                 free_since = now
-            elif now - free_since >= self._lease_s and self._hold():
+            elif now - free_since >= self._lease_s and connection.call(
+                lambda _: self.scripts.hold_lease(self._owner, self._lease_s)
+            ):
                 log.warning("no trainer has held the run for %.1f s: taking it over", now - free_since)
                 self._start_renewing()
                 return True
@@ -92,8 +95,8 @@ class Leadership:
         return f"no trainer holds it; it is taken over after {self._lease_s:g} s of that"
 
     def open(self, epoch: int, description: Mapping[str, bytes]) -> dict[bytes, bytes]:
-        """Raises the run's epoch, which fences every trainer before this one, and writes what the run says of itself
-        from now on; returns the commit hash."""
+        """Raises the run's epoch, which fences every earlier trainer, and writes the run's description; returns the
+        commit hash."""
         self.epoch, self._description = epoch, description
         commit = self.connection.call(lambda _: self.scripts.open_epoch(epoch, self._owner, self._lease_s))
         self.connection.call(lambda _: self.scripts.describe(epoch, description))
@@ -101,7 +104,7 @@ class Leadership:
         return commit
 
     def end(self, *, hand_over: bool = False) -> None:
-        """Stops renewing the lease, so that it expires; `hand_over` gives it up at once."""
+        """Stops renewing the lease, so that it expires; with `hand_over`, releases it at once."""
         self._ended.set()
         if self._renewing is not None:
             self._renewing.join(1.0)  # the thread may wait for a server that does not answer
@@ -112,25 +115,25 @@ class Leadership:
                 log.info("lease left to expire: %s", error)
 
     def check(self) -> None:
-        """Asks Redis, at most every `CHECK_S`, whether the run is still this trainer's.
+        """Checks in Redis, at most every `CHECK_S`, that this trainer still leads the run.
 
         Raises:
-            FencedError: it is not.
+            FencedError: it does not.
         """
         if time.monotonic() - self._checked_at >= CHECK_S:
             self._checked_at = time.monotonic()
             self.connection.call(lambda _: self.scripts.check(self.epoch))
 
     def has_restored(self) -> bool:
-        """True once after Redis had lost this trainer's epoch: the streams have lost entries too."""
+        """Returns True once after Redis has lost this trainer's epoch: the streams have lost entries too."""
         had, self._has_restored = self._has_restored, False
         return had
 
     def restore(self) -> None:
-        """Restores commit hash, description and tasks on a server that was emptied or fell back to an older state.
+        """Restores commit hash, description and tasks on a server that was emptied or returned to an older state.
 
         Raises:
-            FencedError: a newer trainer has the run.
+            FencedError: a newer trainer leads the run.
         """
         newest = self.checkpoints.newest_epoch()
         if newest > self.epoch:
@@ -145,11 +148,11 @@ class Leadership:
             self._has_restored = True
 
     def restore_from(self, ledger: Ledger, lag_of: LagTable) -> None:
-        """From now on `restore` takes the commit state from these, as they are then."""
+        """Sets the sources of the commit state that `restore` writes."""
         self._commit_state = ledger, lag_of
 
     def _restorable(self) -> tuple[int, dict[str, str | int]]:
-        """The release cursor, and the fields of the commit hash beside the epoch."""
+        """Returns the release cursor and the fields of the commit hash other than the epoch."""
         if self._commit_state is None:
             return 0, {}
         ledger, lag_of = self._commit_state
@@ -160,16 +163,13 @@ class Leadership:
             fields[Commit.CHECKPOINT.decode()] = self.checkpoints.pointer
         return ledger.num_released, fields
 
-    def _hold(self) -> bool:
-        return self.connection.call(lambda _: self.scripts.hold_lease(self._owner, self._lease_s))
-
     def _start_renewing(self) -> None:
         if self._renewing is None:
             self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
             self._renewing.start()
 
     def _renew(self) -> None:
-        """Renews the lease in a thread of its own. Waits for the next renewal; `end` unblocks it."""
+        """Renews the lease, in a thread. Waits for the next renewal; `end` unblocks it."""
         while not self._ended.wait(self._lease_s / RENEWALS_PER_LEASE):
             try:
                 self.scripts.hold_lease(self._owner, self._lease_s)

@@ -1,8 +1,9 @@
-"""The ledger: which released index was settled, and how. Sets of indexes are kept as ranges."""
+"""The ledger of released indexes and how each was settled. Sets of indexes are kept as ranges."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -12,124 +13,98 @@ from penstock.schemas.attrition import Attrition
 
 OUTCOMES = ("trained", "skipped", "dead")
 MAX_KINDS = 64
-"""Kinds of dead groups that the ledger distinguishes. Producers name them, and every checkpoint holds all of them."""
+"""Most kinds of dead groups that the ledger distinguishes: producers name them, and every checkpoint has all."""
 MAX_KIND_CHARACTERS = 64
 OTHER_KIND = "other"
 
 
 class RunFailedError(RuntimeError):
-    """The run cannot go on; the message says why."""
+    """The run cannot continue; the message says why."""
 
 
 class IndexRanges:
     """A set of positive integers, small while they are nearly consecutive."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        for start, end in ranges:
-            if start >= end or (self._ends and start <= self._ends[-1]):
-                raise ValueError(f"ranges: ({start}, {end}), expected ascending, disjoint, half-open ranges")
-            self._starts.append(start)
-            self._ends.append(end)
+        self._edges = [*chain(*ranges)]
+        """Ascending: the start and the end of each range."""
+        if any(left >= right for left, right in pairwise(self._edges)):
+            raise ValueError(f"ranges: {self.ranges()}, expected ascending, disjoint, half-open ranges")
 
     @classmethod
     def union(cls, sets: Iterable["IndexRanges"]) -> "IndexRanges":
-        """The union of disjoint sets."""
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted(run for each in sets for run in each.ranges()):
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        return cls(merged)
+        """Returns the union of disjoint sets."""
+        union = cls()
+        # Where two ranges touch, the end of one and the start of the other are the same edge.
+        edges = Counter(edge for each in sets for edge in each._edges)
+        union._edges = sorted(edge for edge, num in edges.items() if num == 1)
+        return union
 
     def add(self, index: int) -> bool:
-        """Adds `index`; False when it was there."""
-        at = bisect_right(self._starts, index)
-        if at and index < self._ends[at - 1]:
+        """Adds `index`; returns False if it was present."""
+        if index in self:
             return False
-        touches_left = at > 0 and self._ends[at - 1] == index
-        touches_right = at < len(self._starts) and self._starts[at] == index + 1
-        if touches_left and touches_right:
-            self._ends[at - 1] = self._ends[at]
-            del self._starts[at], self._ends[at]
-        elif touches_left:
-            self._ends[at - 1] = index + 1
-        elif touches_right:
-            self._starts[at] = index
-        else:
-            self._starts.insert(at, index)
-            self._ends.insert(at, index + 1)
+        self._toggle(index)
         return True
 
     def discard(self, index: int) -> bool:
-        """Takes `index` out; False when it was not there."""
-        at = bisect_right(self._starts, index) - 1
-        if at < 0 or index >= self._ends[at]:
+        """Removes `index`; returns False if it was absent."""
+        if index not in self:
             return False
-        end = self._ends[at]
-        if self._starts[at] == index:
-            self._starts[at] = index + 1
-        else:
-            self._ends[at] = index
-            at += 1
-            self._starts.insert(at, index + 1)
-            self._ends.insert(at, end)
-        if self._starts[at] == end:
-            del self._starts[at], self._ends[at]
+        self._toggle(index)
         return True
 
+    def _toggle(self, index: int) -> None:
+        for edge in (index, index + 1):
+            at = bisect_left(self._edges, edge)
+            if self._edges[at : at + 1] == [edge]:
+                del self._edges[at]
+            else:
+                self._edges.insert(at, edge)
+
     def __contains__(self, index: int) -> bool:
-        at = bisect_right(self._starts, index)
-        return at > 0 and index < self._ends[at - 1]
+        return bisect_right(self._edges, index) % 2 == 1
 
     def __len__(self) -> int:
-        return sum(self._ends) - sum(self._starts)
+        return sum(self._edges[1::2]) - sum(self._edges[::2])
 
     def __iter__(self) -> Iterator[int]:
-        for start, end in self.ranges():
-            yield from range(start, end)
+        return chain.from_iterable(range(*each) for each in self.ranges())
 
     def ranges(self) -> list[tuple[int, int]]:
-        return list(zip(self._starts, self._ends, strict=True))
+        return list(zip(self._edges[::2], self._edges[1::2], strict=True))
 
     def missing(self, last: int) -> Iterator[int]:
-        """The integers from 1 to `last` that are not in the set."""
-        previous = 1
-        for start, end in self.ranges():
-            if start > last:
-                break
-            yield from range(previous, start)
-            previous = end
-        yield from range(previous, last + 1)
+        """Yields the integers from 1 to `last` that are not in the set."""
+        gaps = zip([1, *self._edges[1::2]], [*self._edges[::2], last + 1], strict=True)
+        return chain.from_iterable(range(start, min(end, last + 1)) for start, end in gaps)
 
     @property
     def highest(self) -> int:
-        return self._ends[-1] - 1 if self._ends else 0
+        return self._edges[-1] - 1 if self._edges else 0
 
 
 class RequeuedIndex(NamedTuple):
-    """A dead letter that an operator has requeued and the trainer has released again."""
+    """A dead letter that an operator has requeued and whose index the trainer has released again."""
 
     letter: str
-    """Entry id of the letter. The index may die again and leave another one."""
+    """Entry id of the letter. The index may die again and leave another letter."""
     after: str
-    """The last entry of the rollout stream when the index was opened again: what died stands at or before it."""
+    """The last entry of the rollout stream when the index was opened again: the dead group is at or before it."""
 
 
 class ReleasedTask(NamedTuple):
-    """What an index stands for: a task of an environment, by its number there, from 1."""
+    """The task of an index: its environment, and its number there, from 1."""
 
     environment: str
     number: int
 
 
 class Ledger:
-    """Every released index is settled exactly once: trained, skipped or dead.
+    """Settles every released index exactly once: as trained, skipped or dead.
 
-    A dead one is opened again when an operator requeues its letter. `requeued` remembers the letter, so that one
-    request opens an index once, and once more only if a rollback has undone it.
+    A dead index is opened again when an operator requeues its letter. `requeued` remembers the letter, so that one
+    request opens an index once, and again only if a rollback has undone it.
     """
 
     def __init__(self) -> None:
@@ -140,23 +115,23 @@ class Ledger:
         self.released_again: Counter[str] = Counter()
         self.requeued: dict[int, RequeuedIndex] = {}
         self.postponed: dict[int, str] = {}
-        """Released, unsettled indexes without prompt or group, by reason: to be released again as the credit lasts."""
+        """Reason by released, unsettled index without prompt or group, to be released again as the credit lasts."""
         self.num_duplicates_dropped = 0
-        """Groups of an index that another one came first for."""
+        """Groups of an index for which another group arrived first."""
         self.last_read = "0-0"
-        """The last entry read: what is read again, by a resume for one, is no duplicate."""
+        """The last entry read: an entry that is read again, after a resume for example, is no duplicate."""
         self.num_released = 0
-        """The release cursor: indexes 1 to this one were released."""
+        """The release cursor: indexes 1 to this were released."""
         self.tasks: dict[int, ReleasedTask] = {}
-        """Of released indexes that are open or dead: whatever becomes of the run file, they keep their tasks."""
+        """Tasks of released indexes that are open or dead: they keep them even if the run file changes."""
         self.histories: defaultdict[str, TaskHistory] = defaultdict(TaskHistory)
-        """By environment, what became of its tasks."""
+        """By environment."""
         self.attrition = Attrition()
         self.stale: dict[int, str] = {}
-        """Of open indexes, the last entry that was counted as stale or quarantined: a resume reads it again."""
+        """By open index, the last entry that was counted as stale or quarantined: a resume reads it again."""
 
     def release(self, task: ReleasedTask) -> None:
-        """Books the next index as released."""
+        """Records the release of the next index."""
         self.num_released += 1
         self.tasks[self.num_released] = task
         self.histories[task.environment].release(task.number)
@@ -164,10 +139,10 @@ class Ledger:
     def settle(
         self, index: int, outcome: str, reason: str = "", rewards: Sequence[float] = (), *, flat: bool = False
     ) -> None:
-        """Books `index`. rewards: of its rollouts, unless it is dead. flat: see `TaskHistory`.
+        """Settles `index`. rewards: of its rollouts, unless it is dead. flat: see `TaskHistory`.
 
         Raises:
-            ValueError: it was settled before, which would be a broken promise.
+            ValueError: it is already settled.
         """
         if not self.settled.add(index):
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
@@ -181,12 +156,12 @@ class Ledger:
             self.dead_by_reason.setdefault(self._kind(reason), IndexRanges()).add(index)
 
     def may_reopen(self, index: int, letter: str) -> bool:
-        """True if `index` is dead and was not opened again for this very letter before."""
+        """Returns whether `index` is dead and was not already opened again for this letter."""
         known = self.requeued.get(index)
         return index in self.by_outcome["dead"] and (known is None or known.letter != letter)
 
     def reopen(self, index: int, letter: str, after: str) -> None:
-        """Opens a dead index again. Its entries on the stream up to `after` are void.
+        """Opens a dead index again. Its stream entries up to `after` are void.
 
         Raises:
             ValueError: it is not dead.
@@ -206,7 +181,7 @@ class Ledger:
 
     @property
     def dead_reasons(self) -> dict[str, int]:
-        """How many are dead, by the part of their reason before the first colon; `other` once these are too many."""
+        """Number of dead indexes by kind, the reason up to its first colon; `other` once there are too many kinds."""
         return {reason: len(indexes) for reason, indexes in self.dead_by_reason.items()}
 
     def _kind(self, reason: str) -> str:
@@ -220,7 +195,7 @@ class Ledger:
         return self.num_released - len(self.settled)
 
     def to_state(self) -> dict:
-        """The state for a checkpoint. `postponed` is for readers outside: a resume finds its indexes by itself."""
+        """Returns the state for a checkpoint. `postponed` is for other readers: a resume finds these indexes itself."""
         return {
             **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
             "dead_by_reason": {reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},

@@ -1,4 +1,4 @@
-"""How far a run has come: the counts that go into its checkpoints beside the ledger."""
+"""The progress of a run: the counts that its checkpoints hold in addition to the ledger."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from penstock.schemas.rollout import RolloutGroup
 
 
 class RunProgress:
-    """Batches and running totals of the whole run, those of the trainers before this one included."""
+    """Batches and running totals of the whole run, including those of earlier trainers."""
 
     def __init__(self, epoch: int, state: CheckpointState) -> None:
         self.epoch = epoch
@@ -18,9 +18,9 @@ class RunProgress:
         self.num_taken = max(state.taken.values(), default=0)
         """Batches taken, failed ones included: the position of the next one in the record of rollouts."""
         self.passed = state.passed
-        """Groups that the batch being filled has skipped, or the last one until `take_passed`."""
+        """Groups skipped by the batch being filled, or by the last one until `take_passed`."""
         self.skipped_share = state.skipped_share
-        """Of the groups read, those that batches skip while they are filled: a mean of the last ones."""
+        """Share of the groups read that batches skip while they are filled: a moving mean."""
         self.totals: dict[str, int | float] = {
             "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_tokens_rejected": 0, "num_steps_skipped": 0,
             "train_s": 0.0, "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
@@ -29,11 +29,11 @@ class RunProgress:
 
     @property
     def taken(self) -> dict[int, int]:
-        """`num_taken` at the end of each epoch on the way here, and now."""
+        """`num_taken` at the end of each earlier epoch on the way here, and now."""
         return {**self._taken_before, self.epoch: self.num_taken}
 
     def take_passed(self) -> PassedOver:
-        """What the last batch skipped while it was filled, once."""
+        """Returns the groups that the last batch skipped while it was filled, and clears them."""
         passed, self.passed = self.passed, PassedOver()
         return passed
 
@@ -50,5 +50,5 @@ class RunProgress:
 
 
 def longest_s(groups: Sequence[RolloutGroup]) -> float:
-    """The longest time from a claim to its group: of one host's clock each, since hosts need not agree on the time."""
+    """Returns the longest time from a claim to its group, each by one host's clock: hosts' clocks may differ."""
     return max(0.0, *(group.timings.appended_s - group.timings.claimed_s for group in groups))

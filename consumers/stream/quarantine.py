@@ -1,4 +1,4 @@
-"""Quarantine: instances of producers whose groups are not trained, kept in Redis for them and for the next trainer."""
+"""Quarantine: producer instances whose groups are not trained, stored in Redis for them and for the next trainer."""
 
 import logging
 import time
@@ -16,15 +16,15 @@ from penstock.schemas.rollout import one_line
 log = logging.getLogger(__name__)
 
 NOTE_S = 2.0
-"""How often Redis is told what was found of the producers; of a quarantine at once."""
+"""How often the findings about producers are written to Redis; a quarantine is written at once."""
 MOST_KEPT = 1000
-"""Quarantines remembered, the newest ones: groups of an instance that is gone may still stand on the stream."""
+"""Newest quarantines kept: groups of an instance that is gone may still be on the stream."""
 
 
 class Quarantine:
-    """Begins with the quarantines of the trainers before this one.
+    """The quarantined producer instances, including those of earlier trainers.
 
-    alive: by producer id what was found of the producers that send heartbeats, as of the last `note`.
+    alive: findings by producer id about the producers that send heartbeats, as of the last `note`.
     """
 
     def __init__(self, leadership: Leadership) -> None:
@@ -37,15 +37,15 @@ class Quarantine:
         self.alive: dict[str, ProducerParity] = {}
 
     def holds(self, samplers: Iterable[str]) -> bool:
-        """Whether a quarantined instance is one of those that sampled a group."""
+        """Returns whether one of the instances that sampled a group is quarantined."""
         return not self._held.keys().isdisjoint(samplers)
 
     def are_others(self, instances: Iterable[str]) -> bool:
-        """Whether a producer is alive that is neither quarantined nor one of `instances`."""
+        """Returns whether a producer is alive that is neither quarantined nor one of `instances`."""
         return not self._everyone() <= {*self._held, *instances}
 
     def add(self, instance: str, found: ProducerParity) -> None:
-        """Trains nothing more of an instance."""
+        """Quarantines an instance: its groups are no longer trained."""
         self._held[instance] = found
         while len(self._held) > MOST_KEPT:
             del self._held[next(iter(self._held))]
@@ -59,19 +59,19 @@ class Quarantine:
         self._look(alive)
 
     def note(self, watched: Mapping[str, ProducerParity]) -> None:
-        """Tells Redis what was found, at most every `NOTE_S`. watched: by instance, quarantined or not."""
+        """Writes the findings to Redis, at most every `NOTE_S`. watched: by instance, quarantined or not."""
         self._watched = watched
         if time.monotonic() - self._noted_at >= NOTE_S:
             self.note_again()
 
     def note_again(self) -> None:
-        """Tells Redis what was found: it may have lost it."""
+        """Writes the findings to Redis, which may have lost them."""
         keys = self._leadership.keys
         ids = dict.fromkeys(each.producer_id for each in self._found.values())
         self._tell(self._instances([keys.producer(each) for each in ids]))
 
     def look_around(self) -> None:
-        """Says so if the run has producers and all of them are quarantined."""
+        """Logs an error if the run has producers and all of them are quarantined."""
         if self._held:
             self._look(self._everyone())
 
@@ -93,20 +93,20 @@ class Quarantine:
             held = [self._held[instance] for instance in alive]
             says = ", ".join(sorted(f"{one_line(each.producer_id)}: {each.cause}" for each in held))
             log.error(
-                "every producer that is alive is quarantined, so that nothing is sampled for this run (%s). Mend them "
+                "every producer that is alive is quarantined, so that nothing is sampled for this run (%s). Fix them "
                 "and start them again; if they are sound, look at the trainer: ask `penstock parity`",
                 says,
             )
 
     def _everyone(self) -> set[str]:
-        """The instances of the run that are alive."""
+        """Returns the instances of the run that are alive."""
         pattern = self._leadership.keys.producer_pattern
         return self._instances(
             self._leadership.connection.call(lambda client: list(client.scan_iter(pattern, count=1000)))
         )
 
     def _instances(self, names: Sequence[str | bytes]) -> set[str]:
-        """Those that send the heartbeats of these keys; of a producer of an earlier release its id."""
+        """Returns the instances that send the heartbeats of these keys."""
         beats: Any = self._leadership.connection.call(lambda client: client.mget(names)) if names else ()
         found = set()
         for value in beats:

@@ -1,4 +1,4 @@
-"""Reads the rollout stream by cursor: a released index becomes ready once, however often its group was appended."""
+"""Reads the rollout stream by cursor: a released index becomes ready once, however often its group is appended."""
 
 import logging
 from collections import Counter
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 START = b"0-0"
 ENTRIES_PER_READ = 64
 FIRST_READ_ENTRIES = 8
-"""Their size is not known yet."""
+"""Entries of the first read: their size is not known yet."""
 READ_BYTES = 2 * 1024 * 1024
-"""Target size of one read: a reply larger than the processor's caches takes half as long again per byte."""
+"""Target size of one read: a reply larger than the processor's caches takes 1.5 times as long per byte."""
 LagOf = Callable[[int], int]
 
 
 class ReadyGroup(NamedTuple):
-    """A group that was read and is not settled yet."""
+    """A group that was read and is not yet settled."""
 
     entry_id: bytes
     group: RolloutGroup
@@ -45,8 +45,8 @@ class ReadyGroup(NamedTuple):
 class Refused:
     """A record that cannot be trained on. `index` is None if it cannot be read.
 
-    It becomes a dead letter, which is kept for good: `reason` and `producer` are one line (`one_line`), `payload` has
-    at most `MAX_ENTRY_BYTES` (the reason says if it was cut), `traceback` `MAX_TRACEBACK_CHARACTERS`.
+    It becomes a dead letter, which is never deleted: `reason` and `producer` are one line (`one_line`), `payload` has
+    at most `MAX_ENTRY_BYTES` (the reason says if it was cut), `traceback` at most `MAX_TRACEBACK_CHARACTERS`.
     """
 
     index: int | None
@@ -57,18 +57,18 @@ class Refused:
     """Good groups that were read before it."""
     producer: str = ""
     traceback: str = ""
-    """Of the error that the producer gave it up for."""
+    """Of the error for which the producer gave it up."""
     samplers: tuple[str, ...] = ()
-    """The instances that sampled it, as its payload says; none if that does not, or if its rows are not the reason."""
+    """The instances that sampled it, by its payload; empty if unknown, or if its rows are not the reason."""
     num_own: int = 0
-    """Of the good groups before it those that its instance sampled, if it is one alone."""
+    """Good groups before it that its instance sampled alone, if only one sampled it."""
 
 
 class Reader:
     """The cursor, the ready groups, and the records refused since `take_refused`.
 
-    It acknowledges nothing: ready groups of a process that dies are read again from the start of the stream, which a
-    checkpoint trims.
+    It acknowledges nothing: after a crash, ready groups are read again from the start of the stream, which a checkpoint
+    trims.
 
     check: raises RecordError for a group that the trainer cannot reproduce.
     """
@@ -93,14 +93,14 @@ class Reader:
         self._refused: list[Refused] = []
         self._refused_indexes: set[int] = set()
         self._refused_entries: set[bytes] = set()
-        """Entries refused so far that name no released index, while they are on the stream."""
+        """Refused entries that name no released index, while they are on the stream."""
         self.num_received = 0
         """Good groups read so far."""
         self._num_own: Counter[str] = Counter()
-        """Of them, by the instance that sampled each alone."""
+        """Those sampled by one instance alone, by instance."""
 
     def read(self, lag_of: LagOf, *, block: bool) -> int:
-        """Reads new entries: each becomes ready, is refused, or is dropped as a duplicate. Returns how many there were.
+        """Reads new entries: each becomes ready, is refused, or is dropped as a duplicate. Returns their number.
 
         With `block` waits at most `BLOCK_S` for the first; a producer that appends one unblocks it.
         """
@@ -123,22 +123,22 @@ class Reader:
             pass
 
     def rewind(self) -> None:
-        """Reads the stream from its start again; settled and ready groups are dropped as duplicates."""
+        """Makes the next read start at the stream's start; settled and ready groups are dropped as duplicates."""
         self.cursor = START
 
     def first_unsettled(self) -> bytes:
-        """The entry id up to which the stream may be trimmed: the first ready group, never past the cursor.
+        """Returns the entry id up to which the stream may be trimmed: the first ready group's, never past the cursor.
 
-        On a server that was emptied and whose clock is behind, ids of ready groups lie above those still to be read.
+        On a server that was emptied and whose clock is behind, ids of ready groups are above those still to be read.
         """
         milliseconds, sequence = entry_key(self.cursor)
         ids = [f"{milliseconds}-{sequence + 1}".encode(), *(held.entry_id for held in self.ready.values())]
         return min(ids, key=entry_key)
 
     def forget_trimmed(self, first: bytes) -> None:
-        """To be called after the stream was trimmed up to `first`: trimmed entries are not read again.
+        """Forgets refused entries that will not be read again, after the stream was trimmed up to `first`.
 
-        Nor are ids past the cursor: they are of before a server whose clock is behind was emptied.
+        Ids past the cursor are forgotten too: they date from before a server whose clock is behind was emptied.
         """
         kept, last = entry_key(first), entry_key(self.cursor)
         self._refused_entries = {entry for entry in self._refused_entries if kept <= entry_key(entry) <= last}
@@ -154,10 +154,10 @@ class Reader:
             self._drop_duplicate(entry_id, payload)
             return
         if self._ledger.stale.get(index) == entry_id.decode():
-            return  # read again after a resume: the index is to be sampled again, or was
+            return  # read again after a resume: the index is, or was, to be sampled again
         requeued = self._ledger.requeued.get(index)
         if requeued is not None and entry_key(entry_id) <= entry_key(requeued.after.encode()):
-            return  # read again after a resume: the entry that the index died of
+            return  # read again after a resume: the entry for which the index died
         if not 1 <= index <= self._ledger.num_released:
             self.refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
             return
@@ -182,7 +182,7 @@ class Reader:
             self._num_own[group.samplers[0]] += 1
 
     def _drop_duplicate(self, entry_id: bytes, payload: bytes) -> None:
-        """Counts it, unless it is read again. Its environment is believed only if the run has one of that name."""
+        """Counts a duplicate, unless it is read again. Its environment counts only if the run has one of that name."""
         if entry_key(entry_id) <= entry_key(self._ledger.last_read.encode()):
             return
         self._ledger.num_duplicates_dropped += 1
@@ -191,22 +191,22 @@ class Reader:
         self._ledger.attrition.add(name, "duplicate", group, self._group_size)
 
     def take_refused(self) -> list[Refused]:
-        """The records refused since the last call, to be settled now."""
+        """Returns the records refused since the last call, to be settled."""
         refused, self._refused = self._refused, []
         self._refused_indexes.clear()
         return refused
 
     @property
     def refused_indexes(self) -> set[int]:
-        """Indexes refused and not taken yet."""
+        """Indexes of refused records that were not taken yet."""
         return self._refused_indexes
 
     def refuse(self, record: Refused) -> None:
-        """Takes in a record that cannot be trained on."""
+        """Adds a record that cannot be trained on."""
         if record.index is not None:
             self._refused_indexes.add(record.index)
         elif record.entry_id in self._refused_entries:
-            return  # read again after `rewind`: with no index to tell it by, it would leave a letter each time
+            return  # read again after `rewind`: without an index it would leave a letter each time
         else:
             self._refused_entries.add(record.entry_id)
         reason, payload = _letter(record.reason, record.payload)
@@ -231,8 +231,12 @@ class Reader:
         return group
 
     def _with_task(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with the task that its index stands for. One of another task may have sound rows: the index was
-        released for that one before a rollback, perhaps."""
+        """Returns the group with its index's task.
+
+        Raises:
+            RecordError: it is of another task. Its rows may be sound: the index may have had that task before a
+            rollback.
+        """
         task = self._ledger.tasks.get(group.index)
         if task is None:
             return group
@@ -246,7 +250,7 @@ class Reader:
 
 
 def readable(payload: bytes) -> RolloutGroup | None:
-    """The group of an entry that may be dead, as far as it came; None if there is none."""
+    """Returns the group in a payload, which may be dead and incomplete; None if it cannot be read."""
     try:
         return decode_group(payload, dead=True)
     except RecordError:
@@ -254,7 +258,7 @@ def readable(payload: bytes) -> RolloutGroup | None:
 
 
 def group_versions(group: RolloutGroup) -> set[int]:
-    """Every known version that sampled a token of the group."""
+    """Returns every known version that sampled a token of the group."""
     return {
         span.version
         for rollout in group.rollouts
@@ -265,7 +269,7 @@ def group_versions(group: RolloutGroup) -> set[int]:
 
 
 def _for_its_rows(index: int, error: RecordError, payload: bytes, entry_id: bytes) -> Refused:
-    """A group that is refused for its rows, with those who sampled it, as far as its payload says."""
+    """Returns the record of a group that is refused for its rows, with its samplers if its payload names them."""
     reason = f"poison: {error}"
     if (origin := origin_in(payload)) is None:
         return Refused(index, reason, payload, entry_id)
@@ -275,7 +279,7 @@ def _for_its_rows(index: int, error: RecordError, payload: bytes, entry_id: byte
 
 
 def _letter(reason: str, payload: bytes) -> tuple[str, bytes]:
-    """Reason and payload within the bounds of a dead letter, whatever a producer has written."""
+    """Cuts reason and payload to the bounds of a dead letter."""
     if len(payload) > MAX_ENTRY_BYTES:
         cut = f" (payload of {len(payload):,} bytes cut to {MAX_ENTRY_BYTES:,})"
         reason = one_line(reason)[: MAX_REASON_CHARACTERS - len(cut)] + cut
@@ -284,11 +288,11 @@ def _letter(reason: str, payload: bytes) -> tuple[str, bytes]:
 
 
 def _shown(field: bytes | None) -> str:
-    """A field of an entry, as much of it as a reason can quote."""
+    """Returns a field of an entry, cut to what a reason may quote."""
     return repr(field if field is None else field[:MAX_REASON_CHARACTERS])
 
 
 def entry_key(entry_id: bytes) -> tuple[int, int]:
-    """A stream entry id as a sortable pair."""
+    """Returns a stream entry id as a sortable pair."""
     milliseconds, _, sequence = entry_id.partition(b"-")
     return int(milliseconds), int(sequence)

@@ -1,4 +1,4 @@
-"""Recovery from what Redis loses: it was emptied, restarted with an older state, or replaced by a replica."""
+"""Recovery from data loss in Redis: it was emptied, restarted with an older state, or replaced by a replica."""
 
 import logging
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from penstock.consumers.stream.leadership import Leadership
 log = logging.getLogger(__name__)
 
 SUSPICIOUS_S = 300.0
-"""After waiting for so long the chunks of the policy are read back: nobody might be able to load it."""
+"""After waiting this long, the policy's chunks are read back: it may be impossible to load."""
 
 
 class Recovery:
-    """Restores the commit hash and the newest manifest, and has lost work done again.
+    """Restores the commit hash and the newest manifest, and releases lost work again.
 
     announce_again: see `penstock.consumers.weights.publisher.Publisher`.
     """
@@ -28,7 +28,7 @@ class Recovery:
         self._announce_again = announce_again
 
     def check(self) -> None:
-        """Notices a loss and recovers from it.
+        """Detects a loss and recovers from it.
 
         Raises:
             FencedError: a newer trainer has the run.
@@ -47,8 +47,8 @@ class Recovery:
             self._intake.quarantine.note_again()
 
     def look_around(self, waited_s: float) -> None:
-        """Has done again what was lost without a sign: by a Redis that is the same process as before, or by a chunk
-        store. To be called now and then while nothing arrives, as for `waited_s` by now."""
+        """Recovers from undetected losses: by a Redis that is still the same process, or by a chunk store. Call it from
+        time to time while nothing arrives. waited_s: for how long nothing has."""
         self._announce_again(thoroughly=waited_s >= SUSPICIOUS_S)
         self._intake.reconcile()
         self._intake.quarantine.look_around()

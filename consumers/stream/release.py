@@ -1,7 +1,6 @@
-"""Releases task indexes while the lag credit lasts, and again if one was lost."""
+"""Releases task indexes while the lag credit lasts, and releases lost ones again."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from penstock.consumers.stream.connection import TrainerConnection
@@ -16,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Releaser:
-    """Keeps the number of released, unsettled indexes at the credit, and never above what the run still needs.
+    """Keeps the number of released, unsettled indexes at the credit, but never above what the run still needs.
 
     The credit bounds lag: a finished group waits behind at most `max_lag` batches.
     """
@@ -41,17 +40,17 @@ class Releaser:
         self._epoch = epoch
         self._num_updates_left = num_updates_left
         self._requeued: dict[int, RequeuedIndex] = {}
-        """Requeued dead letters, as of the last reconcile; many may be released again already."""
+        """Requeued dead letters, as of the last reconcile; some may already be released again."""
         self._waiting = ledger.postponed
         self.skipped_share = 0.0
-        """Of the groups read, those that batches skip while they are filled."""
+        """Share of the groups read that batches skip while they are filled."""
         self.num_ready = 0
         """Groups that were read and will be trained."""
 
     @property
     def credit(self) -> int:
-        """The most groups that may be open: as many that will be trained as `RunConfig.credit` has, and the expected
-        number of others among those that are not read yet."""
+        """The most groups that may be open: `RunConfig.credit` groups that will be trained, plus the expected number of
+        groups that batches will skip among those not read yet."""
         away = max(0, self._config.credit - self.num_ready)
         return min(self._config.most_open, self._config.credit - away + int(away / (1 - self.skipped_share)))
 
@@ -71,7 +70,7 @@ class Releaser:
             self._ledger.release(task)
 
     def release_again(self, indexes: Collection[int], reason: str, policy_version: int) -> None:
-        """Releases indexes once more that were released and are not settled."""
+        """Releases indexes again that are not settled."""
         if not indexes:
             return
         tasks = [(index, self._ledger.tasks[index]) for index in sorted(indexes)]
@@ -79,13 +78,13 @@ class Releaser:
         self._ledger.released_again[reason] += len(indexes)
 
     def postpone(self, indexes: Iterable[int], reason: str) -> None:
-        """Notes released, unsettled indexes; `release_postponed` releases them again, in this order."""
+        """Postpones released, unsettled indexes; `release_postponed` releases them again, in this order."""
         self._waiting.update(dict.fromkeys(indexes, reason))
 
-    def release_postponed(self, reader: Reader, policy_version: int) -> Counter[str]:
-        """Releases postponed indexes again as the credit lasts; returns how many by reason.
+    def release_postponed(self, reader: Reader, policy_version: int) -> None:
+        """Releases postponed indexes again as the credit lasts.
 
-        A rollback leaves many. Released all at once, they would wait behind each other until they are stale again.
+        A rollback leaves many. If all were released at once, they would queue until they are stale again.
         """
         for index in [i for i in self._waiting if i in self._ledger.settled or i in reader.ready]:
             del self._waiting[index]  # its group arrived after all
@@ -95,13 +94,12 @@ class Releaser:
             by_reason.setdefault(self._waiting.pop(index), []).append(index)
         for reason, indexes in by_reason.items():
             self.release_again(indexes, reason, policy_version)
-        return Counter({reason: len(indexes) for reason, indexes in by_reason.items()})
 
     def reconcile(self, reader: Reader, lag_of: LagOf) -> int:
         """Postpones indexes that are neither a prompt, nor on the rollout stream, nor settled; returns how many.
 
-        Prompts are listed first and rollouts are read after: a group moves from one to the other in one step, so it is
-        seen in at least one of them. Also reads which dead letters an operator has requeued.
+        Prompts are listed before rollouts are read: a group moves from one to the other in one step, so it is seen in
+        at least one of them. Also reads which dead letters an operator has requeued.
         """
         entries = self._reachable_prompts()
         # Producers may append here, and one may be broken or hostile.
@@ -130,7 +128,7 @@ class Releaser:
         return len(lost)
 
     def _reachable_prompts(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """The prompts that a producer can still get. The others are removed: a broken producer acknowledged them
+        """Returns the prompts that a producer can still get. Removes the others: a broken producer acknowledged them
         without deleting them, or an operator deleted its consumer."""
         dropped = self._connection.call(lambda _: self._scripts.drop_unreachable(self._epoch))
         if dropped:
@@ -138,10 +136,10 @@ class Releaser:
         return self._connection.call(lambda client: client.xrange(self._prompts))
 
     def release_requeued(self, policy_version: int) -> int:
-        """Opens dead indexes whose letters were requeued again, oldest first, as the credit lasts; returns how many.
+        """Opens dead indexes whose letters were requeued, oldest first, as the credit lasts; returns how many.
 
-        The request stays in Redis for good, and the ledger holds its outcome: a rollback undoes the opening and forgets
-        it, and the next reconcile finds the request again. A release made under the lost policies is then made twice,
+        The request stays in Redis permanently, and the ledger has its outcome: a rollback undoes the opening and
+        forgets it, and the next reconcile finds the request again. A release under the lost policies is then repeated,
         which costs one group that is dropped as a duplicate.
         """
         ledger = self._ledger
@@ -160,7 +158,7 @@ class Releaser:
 
     @property
     def _num_needed(self) -> int:
-        """Groups that the updates still to come take."""
+        """Groups that the remaining updates need."""
         return self._num_updates_left() * self._config.groups_per_batch
 
     def num_open_prompts(self) -> int:

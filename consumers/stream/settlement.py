@@ -11,57 +11,54 @@ from penstock.schemas.rollout import ABANDONED, RolloutGroup, encode_group
 
 log = logging.getLogger(__name__)
 
-SendLetter = Callable[[int | None, str, bytes, bytes, str, str], None]
-
 MAX_FAILED_STEPS_IN_A_ROW = 8
 MOST_SHOWN = 8
-"""Reasons quoted in the error that ends a run; `penstock audit` has them all."""
+"""Most reasons quoted in the error that ends a run; `penstock audit` shows all."""
 
 
 class Settlement:
-    """Settles groups in the ledger. A dead letter goes first: a crash in between repeats it, which changes nothing.
+    """Settles groups in the ledger. A dead letter is sent first: a crash in between repeats it, which changes nothing.
 
-    send_letter: (index or None, reason, payload, id of the rollout entry, producer, traceback), onto the dead-letter
-        stream.
-    is_flat: whether a group is without reward variance, for curricula.
+    send_letter: appends a record to the dead-letter stream.
+    is_flat: returns whether a group has no reward variance, for curricula.
     """
 
     def __init__(
         self,
         ledger: Ledger,
         max_dead_in_a_row: int,
-        send_letter: SendLetter,
+        send_letter: Callable[[Refused], None],
         is_flat: Callable[[RolloutGroup], bool] = lambda group: False,
     ) -> None:
         self._ledger = ledger
         self._max_dead_in_a_row = max_dead_in_a_row
         self._dead_in_a_row = 0
         self.num_abandoned = 0
-        """Groups that agents have abandoned since the last good one was read."""
+        """Groups abandoned by agents since the last good one was read."""
         self._failed_steps_in_a_row = 0
         self._num_received = 0
         self._send_letter = send_letter
         self._is_flat = is_flat
 
     def settle_batch(self, groups: list[RolloutGroup], report: StepReport) -> None:
-        """Settles groups that teach something as trained, the others as skipped."""
+        """Settles groups that contribute to the loss as trained, the others as skipped."""
         for group in groups:
             self._settle(group, "trained" if report.teaches(group.index) else "skipped")
 
     def pass_over(self, group: RolloutGroup) -> None:
-        """Settles a group that no batch takes as skipped."""
+        """Settles a group as skipped that no batch takes."""
         self._settle(group, "skipped")
 
     def mark_dead(self, groups: Mapping[int, ReadyGroup], reasons: Mapping[int, str]) -> None:
-        """Settles groups whose loss was not finite, with the reason of each, by index; they are not sampled again."""
+        """Settles groups as dead whose loss was not finite. reasons: by index. They are not sampled again."""
         for reason in sorted(set(reasons.values())):
             log.error("%s: groups %s are dead", reason, [index for index in groups if reasons[index] == reason])
         for index, ready in groups.items():
-            self._send_letter(index, reasons[index], encode_group(ready.group), ready.entry_id, "", "")
+            self._send_letter(Refused(index, reasons[index], encode_group(ready.group), ready.entry_id))
             self._ledger.settle(index, "dead", reasons[index])
 
     def count_step(self, failure: str | None) -> None:
-        """Counts failed batches, after the batch is settled. failure: why no optimizer step was taken; None if one was.
+        """Counts consecutive failed batches; call it after settling. failure: why no optimizer step was taken, or None.
 
         Raises:
             RunFailedError: `MAX_FAILED_STEPS_IN_A_ROW` batches in a row have failed.
@@ -73,10 +70,10 @@ class Settlement:
             )
 
     def settle_refused(self, refused: list[Refused]) -> None:
-        """Settles records that cannot be trained on, and groups that producers gave up.
+        """Settles records that cannot be trained on, and groups that producers gave up, as dead.
 
-        A good group that was read in between ends a row of dead ones, and one that its agents have abandoned does not
-        count: an outage of agents is waited for. Every record is settled before the run is given up.
+        A good group read in between ends a row of dead ones, and a group abandoned by its agents does not count: the
+        run waits for an outage of agents to end. Every record is settled before the run fails.
 
         Raises:
             RunFailedError: more groups have died in a row than the run file allows.
@@ -87,9 +84,7 @@ class Settlement:
                 self._num_received = record.num_received
                 self._dead_in_a_row = self.num_abandoned = 0
             log.warning("group %s is dead: %s", record.index, record.reason)
-            self._send_letter(
-                record.index, record.reason, record.payload, record.entry_id, record.producer, record.traceback
-            )
+            self._send_letter(record)
             if record.index is None:
                 continue
             self._ledger.settle(record.index, "dead", record.reason)

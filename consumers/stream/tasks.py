@@ -1,4 +1,4 @@
-"""Which task each index stands for: its environment by index, seed and weights, then the next task of it."""
+"""Assigns a task to each index: an environment by index, seed and weights, then that environment's next task."""
 
 import functools
 import hashlib
@@ -18,11 +18,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def environment_of(index: int, seed: int, weights: Mapping[str, float]) -> str:
-    """The environment that an index is of: a pure function, by which each environment has its share of every stretch of
+    """Returns the environment of an index: a pure function that gives each environment its share of every range of
     indexes, to within a few.
 
-    The multiples of the golden ratio, modulo 1, are spread as evenly as a sequence can be (Kuipers and Niederreiter,
-    Uniform Distribution of Sequences, 1974, chapter 2.3); environments are intervals as long as their weights.
+    The multiples of the golden ratio, modulo 1, are spread as evenly as possible (Kuipers and Niederreiter, Uniform
+    Distribution of Sequences, 1974, chapter 2.3); each environment is an interval as long as its weight.
     """
     place = (_seed(seed) + index * _GOLDEN) % 2**64 / 2**64 * sum(weights.values())
     for name, weight in weights.items():
@@ -33,10 +33,10 @@ def environment_of(index: int, seed: int, weights: Mapping[str, float]) -> str:
 
 
 def make_curriculum(plug: Plug) -> Curriculum:
-    """The run file's curriculum, its arguments bound.
+    """Returns the run file's curriculum with its arguments bound.
 
     Raises:
-        ConfigError: it cannot be imported, or is no function of a history, a budget and a seed.
+        ConfigError: it cannot be imported, or is not a function of a history, a budget and a seed.
     """
     function = resolve(plug, "curriculum")
     try:
@@ -50,11 +50,11 @@ def make_curriculum(plug: Plug) -> Curriculum:
 
 
 class TaskPlan:
-    """Decides on tasks. An index that was released keeps its own in ledger and checkpoint, and, if it was released
-    since the last one, in Redis.
+    """Chooses tasks. A released index keeps its task in ledger and checkpoint and, if it was released since the last
+    checkpoint, in Redis.
 
     Raises:
-        ConfigError: see `make_curriculum`; or it chooses among the tasks of an environment without a number of them.
+        ConfigError: see `make_curriculum`; or an environment from which it chooses has no number of tasks.
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
@@ -73,10 +73,10 @@ class TaskPlan:
             ledger.histories[each.name].resize(size or 0)
 
     def next(self, count: int) -> list[ReleasedTask]:
-        """The tasks of the next indexes: of so many, or of fewer where an environment has fewer tasks.
+        """Returns the tasks of the next `count` indexes, or of fewer if an environment has fewer tasks.
 
         Raises:
-            RunFailedError: the curriculum raised, or returned other than it was asked for.
+            RunFailedError: the curriculum raised, or returned something other than requested.
         """
         ledger = self._ledger
         names: list[str] = []
@@ -91,14 +91,14 @@ class TaskPlan:
         return [ReleasedTask(name, next(numbers[name])) for name in names]
 
     def catch_up(self, num_released: int, released: Mapping[bytes, bytes]) -> None:
-        """Books indexes that were released after the checkpoint, by the content of `Keys.tasks`. One that Redis has
-        lost is decided on anew."""
+        """Adds the indexes released after the checkpoint to the ledger, with their tasks in `Keys.tasks`. A task that
+        Redis has lost is chosen again."""
         while self._ledger.num_released < num_released:
             number, _, name = released.get(b"%d" % (self._ledger.num_released + 1), b"").partition(b" ")
             self._ledger.release(ReleasedTask(name.decode(), int(number)) if name else self.next(1)[0])
 
     def _chosen(self, name: str, budget: int) -> list[int]:
-        """The curriculum's choice of an environment's tasks, checked."""
+        """Returns the curriculum's choice of an environment's tasks, after checking it."""
         history = self._ledger.histories[name]
         asked = f"curriculum.path = {self._path!r}, asked for {budget} tasks of environment {name!r}"
         try:

@@ -177,7 +177,7 @@ class Simulation:
         self._trains_every_row = config.teacher is not None or any(terms)
         self.ledger = Ledger()
         self._lag_of = LagTable(0, {}, {})
-        self._progress = RunProgress(0, CheckpointState.new(0))
+        self._progress = RunProgress(0, CheckpointState(policy_version=0))
         self.intake = Intake(config, leadership, self.ledger, self._lag_of, self._progress, lambda group: None)
         how = config, pace.speed, pace.load_s, pace.pause_s, self._drawn, self._finish, self._claim
         self.producers: deque[SimulatedProducer] = deque()

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels the tasks and waits for their end, repeatedly: a library in between may swallow a cancellation."""
+    """Cancels the tasks and waits until they end. Repeats the cancellation: a library may swallow it."""
     left = set(tasks)
     while left:
         for task in left:

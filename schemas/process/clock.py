@@ -1,4 +1,4 @@
-"""How far this host's clock is ahead of Redis', which all hosts of a run share."""
+"""Compares this host's clock with Redis', which all hosts of a run share."""
 
 import logging
 
@@ -8,14 +8,17 @@ TOLERATED_S = 5.0
 
 
 def seconds_ahead(redis_time: tuple[int, int], before_s: float, after_s: float) -> float:
-    """redis_time: what TIME has answered, seconds and microseconds. before_s, after_s: of this clock, around the call;
-    half of the time between them may be wrong."""
+    """Returns how many seconds this host's clock is ahead of Redis'.
+
+    redis_time: Redis' reply to TIME, seconds and microseconds. before_s, after_s: this clock before and after the call;
+        the error is at most half of the time between them.
+    """
     seconds, microseconds = redis_time
     return (before_s + after_s) / 2 - seconds - microseconds / 1e6
 
 
 def tell_if_wrong(ahead_s: float) -> None:
-    """Logs a warning if the two differ by more than `TOLERATED_S`."""
+    """Logs a warning if the clocks differ by more than `TOLERATED_S`."""
     if abs(ahead_s) > TOLERATED_S:
         log.warning(
             "this host's clock is %.0f s %s that of Redis: times in its logs and records are wrong by as much; "

@@ -1,5 +1,4 @@
-"""Files that appear whole or not at all, written beside their place and then renamed; their digests; files that hold a
-secret."""
+"""Atomic writes of files, by renaming; digests of files; files that hold a secret."""
 
 import hashlib
 import os
@@ -13,7 +12,7 @@ from penstock.schemas.config import ConfigError
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """Yields a path in the folder of `file` to write to. At the end of the block it is renamed to `file`; after an
-    exception it is deleted and `file` is as it was."""
+    exception it is deleted and `file` is unchanged."""
     partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
     try:
         yield partial
@@ -24,8 +23,8 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a run's folder, if it is not there, for its owner alone: prompts and answers are in it. One that is there
-    keeps its rights."""
+    """Creates a run's folder, if absent, for its owner alone: it holds prompts and answers. An existing folder keeps
+    its permissions."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -33,7 +32,7 @@ def write_whole(file: Path, data: str | bytes, *, mode: int = 0o666) -> None:
     """Writes `file`, whole or not at all. Text is encoded as UTF-8; `mode` is subject to the umask.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: it cannot be written; an earlier file is unchanged.
     """
     with replacing(file) as partial:
         partial.unlink(missing_ok=True)  # left by a killed process of the same id, perhaps with another mode
@@ -42,13 +41,13 @@ def write_whole(file: Path, data: str | bytes, *, mode: int = 0o666) -> None:
 
 
 def digest(file: Path) -> str:
-    """BLAKE2b of 16 bytes, as hexadecimal digits."""
+    """Returns the file's BLAKE2b digest of 16 bytes, as hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def fsync(path: Path) -> None:
-    """Returns once a file's content, or the names in a folder, are on the disk."""
+    """Returns once a file's content, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -57,7 +56,7 @@ def fsync(path: Path) -> None:
 
 
 def read_secret(file: Path, variable: str, kind: str) -> str:
-    """The password or key in a file that the environment variable `variable` names, without the line break at its end.
+    """Reads the password or key in a file that the environment variable `variable` names, without its final line break.
 
     Raises:
         ConfigError: it cannot be read or is empty; the message quotes nothing of it.

@@ -1,4 +1,4 @@
-"""Files of JSON lines in the run folder, for views and reports. A run does not depend on them."""
+"""Files of JSON lines in the run's folder, for views and reports. A run does not depend on them."""
 
 import json
 import logging
@@ -12,20 +12,20 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MAX_WAITING_LINES = 1000
-"""The most lines kept in memory while the disk is full; a line has one or two kilobytes."""
+"""Most lines kept in memory while the disk is full; a line has one or two kilobytes."""
 
 
 class JsonLines:
-    """Appends JSON lines to a file of the run folder. A line torn by a kill stays a line of its own.
+    """Appends JSON lines to a file of the run's folder. A line torn by a kill remains a separate line.
 
-    While the disk is full the latest `MAX_WAITING_LINES` lines wait for room. One warning is logged when that begins,
-    another one with the number of lines that were lost.
+    While the disk is full, the latest `MAX_WAITING_LINES` lines wait for space. One warning is logged when that begins,
+    another with the number of lost lines.
     """
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._file = file
-        # Unbuffered: a buffer would keep what it could not write, and fail again when it is closed.
+        # Unbuffered: a buffer would keep unwritten data, and fail again when it is closed.
         self._stream = file.open("a+b", buffering=0)
         self._is_torn = _ends_torn(self._stream.fileno())
         self._waiting: deque[bytes] = deque()
@@ -81,6 +81,6 @@ class JsonLines:
 
 
 def _ends_torn(descriptor: int) -> bool:
-    """True if the file's last line has no line break."""
+    """Returns whether the file's last line has no line break."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -1,6 +1,6 @@
 """Logging of a process to standard error: JSON lines for machines, or short lines for people.
 
-A record has `time` (UTC), `level`, `run`, `role`, `id`, `policy_version` (if there is one), `logger`, `message` and,
+A record has `time` (UTC), `level`, `run`, `role`, `id`, `policy_version` (if any), `logger`, `message` and,
 for an exception, `traceback`. JSON is the default unless standard error is a terminal; PENSTOCK_LOG = "json" or "text"
 overrides it. Records of libraries are written in the same way.
 """
@@ -20,11 +20,11 @@ from penstock.schemas.policy import split_version
 
 FORM = "PENSTOCK_LOG"
 _HANDED_DOWN = "PENSTOCK_LOG_HANDED_DOWN"
-"""Environment variable: the producer's settings, for the processes that its engine starts."""
+"""Environment variable with the producer's settings, for the processes that its engine starts."""
 _CHATTY = ("httpx", "httpcore", "openai")
-"""Libraries that log every request at INFO, with its whole URL."""
+"""Libraries that log every request at INFO, with its full URL."""
 _LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""Characters that JSON does not escape and some readers take for the end of a line."""
+"""Characters that JSON does not escape and some readers treat as line breaks."""
 _ORDER = ("time", "level", "run", "role", "id", "policy_version", "logger", "message", "traceback")
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class LogHandler(logging.Handler):
     """Writes to the current standard error.
 
-    fields: added to every record. A callable is called for each one; None, or one that fails, is left out.
+    fields: added to every record. A callable is called for each record; None, or a callable that raises, is left out.
     """
 
     def __init__(self, form: str, fields: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class LogHandler(logging.Handler):
             stream.write(line + "\n")
             stream.flush()
         except Exception:
-            pass  # standard error cannot be written: there is no other place to log
+            pass  # standard error cannot be written, and there is nowhere else to log
 
     def _event(self, record: logging.LogRecord) -> dict[str, Any]:
         seconds, milliseconds = divmod(int(record.created * 1000), 1000)
@@ -66,7 +66,7 @@ class LogHandler(logging.Handler):
 
 
 def configure(role: str, *, run: str, id: str) -> None:
-    """Sends every record of this process from INFO up through one handler, with uncaught exceptions and warnings.
+    """Routes this process' records from INFO up, uncaught exceptions and warnings through one handler.
 
     Raises:
         ConfigError: PENSTOCK_LOG is neither "json" nor "text".
@@ -89,30 +89,30 @@ def configure(role: str, *, run: str, id: str) -> None:
 
 
 def bind(**fields: Any | Callable[[], Any]) -> None:
-    """Adds fields to every record from now on; see `LogHandler`. Without `configure` it does nothing."""
+    """Adds fields to every later record; see `LogHandler`. Without `configure` it does nothing."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogHandler):
             handler.fields.update(fields)
 
 
 def adopt() -> None:
-    """Routes the loggers of libraries through the handler of `configure`: their own handlers are removed, their levels
-    stay; what a library has silenced remains silent. Call it after importing a library that configures logging itself.
-    Without `configure` it does nothing."""
+    """Routes the loggers of libraries through the handler of `configure`: removes their handlers and keeps their
+    levels; silenced loggers remain silent. Call it after importing a library that configures logging itself. Without
+    `configure` it does nothing."""
     if not any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers):
         return
     for name in list(logging.Logger.manager.loggerDict):
         logger = logging.Logger.manager.loggerDict[name]
         if isinstance(logger, logging.Logger) and (logger.handlers or not logger.propagate):
             if not logger.propagate and all(isinstance(each, logging.NullHandler) for each in logger.handlers):
-                continue  # silent on purpose
+                continue  # deliberately silent
             for handler in list(logger.handlers):
                 logger.removeHandler(handler)
             logger.propagate = True
 
 
 def hand_down(*libraries: str) -> None:
-    """Passes form, fields and the levels of `libraries` on to processes started from now on, which call `inherit`."""
+    """Passes form, fields and the levels of `libraries` to processes started later, which call `inherit`."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogHandler):
             fields = {name: value for name, value in handler.fields.items() if isinstance(value, str)}
@@ -121,7 +121,7 @@ def hand_down(*libraries: str) -> None:
 
 
 def inherit(role: str) -> None:
-    """`configure` in a process whose parent has called `hand_down`; otherwise it does nothing."""
+    """Calls `configure` in a process whose parent has called `hand_down`; otherwise does nothing."""
     if os.environ.get(_HANDED_DOWN):
         handed_down = json.loads(os.environ[_HANDED_DOWN])
         configure(role, run=handed_down["fields"]["run"], id=handed_down["fields"]["id"])
@@ -130,7 +130,7 @@ def inherit(role: str) -> None:
 
 
 def as_text(event: Mapping[str, Any]) -> str:
-    """`2026-11-21 20:34:16.123 WARNING producer-0 v3:21 message`; further lines are indented."""
+    """Formats as `2026-11-21 20:34:16.123 WARNING producer-0 v3:21 message`; further lines are indented."""
     who = event.get("id") if event.get("role") == "producer" else event.get("role")
     version = event.get("policy_version")
     words = [str(event["time"]).replace("T", " ").rstrip("Z"), str(event["level"]), str(who or event.get("logger"))]
@@ -142,7 +142,7 @@ def as_text(event: Mapping[str, Any]) -> str:
 
 
 def line_as_text(line: str) -> str:
-    """A line of a log as text: a JSON record is converted, anything else is unchanged."""
+    """Converts a JSON record in a line of a log to text; returns any other line unchanged."""
     if not line.startswith('{"time"'):
         return line
     try:
@@ -152,11 +152,7 @@ def line_as_text(line: str) -> str:
 
 
 def _as_json(event: Mapping[str, Any]) -> str:
-    try:
-        line = json.dumps(event, ensure_ascii=False, default=_shown)
-    except (TypeError, ValueError, RecursionError):
-        plain = {name: value if isinstance(value, str) else _shown(value) for name, value in event.items()}
-        line = json.dumps(plain, ensure_ascii=False)
+    line = json.dumps(event, ensure_ascii=False)
     # A surrogate cannot be encoded; its backslash escape is valid JSON.
     return line.translate(_LINE_BREAKS).encode(errors="backslashreplace").decode()
 

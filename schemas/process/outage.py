@@ -1,9 +1,9 @@
-"""Living through an outage of Redis: which errors pass, how long it may last, and one log line when it begins and one
+"""Outages of Redis: which errors are temporary, how long an outage may last, and one log line when it begins and one
 when it ends.
 
-The producer repeats its commands in an event loop and the trainer in threads; what both decide by is here. redis-py's
-own `Retry` bounds the number of attempts, an outage is bounded in time and by a signal, so of redis-py only the backoff
-is used.
+The producer retries its commands in an event loop and the trainer in threads; both share these rules. redis-py's own
+`Retry` bounds the number of attempts, but an outage is bounded in time and by a signal, so only redis-py's backoff is
+used.
 """
 
 import logging
@@ -40,14 +40,14 @@ _REFUSALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 
 
 class RedisGoneError(RuntimeError):
-    """Redis stayed away longer than the run file allows, or refuses this process."""
+    """Redis was unreachable for longer than the run file allows, or refuses this process."""
 
 
 class OutageTracker:
-    """Follows one server's outages, however many commands of however many threads meet them.
+    """Tracks one server's outages across all commands and threads.
 
-    num_begun, num_ended: outages since the start. Whoever keeps state in Redis compares one of them with what it last
-        saw, and looks again.
+    num_begun, num_ended: outages since the start. Code that keeps state in Redis checks it again when one of them has
+        changed.
     """
 
     def __init__(self, url: str, outage_s: float) -> None:
@@ -61,7 +61,7 @@ class OutageTracker:
         self._noting = threading.Lock()
 
     def check_refused(self, error: BaseException) -> None:
-        """Returns unless waiting is in vain. While connecting, redis-py wraps a refusal in a ConnectionError.
+        """Raises for an error that waiting cannot fix. While connecting, redis-py wraps a refusal in a ConnectionError.
 
         Raises:
             RedisGoneError: Redis refuses the credentials or the command, or shows a certificate that does not verify.
@@ -75,7 +75,7 @@ class OutageTracker:
             raise RedisGoneError(problem) from error
 
     def failed(self, error: BaseException, reason: str = "") -> None:
-        """Notes that a command found Redis away, for a reason other than the error's own text if `reason` is given.
+        """Notes that a command found Redis unreachable. reason: for the log, in place of the error's own text.
 
         Raises:
             RedisGoneError: the outage has lasted for `outage_s`.
@@ -93,7 +93,7 @@ class OutageTracker:
                 ) from error
 
     def answered(self, started: float) -> None:
-        """Notes an answer to a command sent at `started`; one sent before the outage says nothing about its end."""
+        """Notes a reply to a command sent at `started`; a command sent before the outage does not end it."""
         with self._noting:
             if self.since is not None and started >= self.since:
                 log.info("%s is back after %.1f s", self.where, time.monotonic() - self.since)
@@ -102,9 +102,9 @@ class OutageTracker:
 
 
 def open_client(kind: type[Client], url: str, **settings: Any) -> Client:
-    """A client of redis-py, synchronous or asyncio, that connects at its first command. User, password and TLS come
-    with the URL (`rediss://user:password@host`); one from outside has gone through
-    `penstock.schemas.process.redis_url`, which refuses options that would undo `settings`.
+    """Returns a redis-py client, synchronous or asyncio, that connects at its first command. User, password and TLS are
+    in the URL (`rediss://user:password@host`); `penstock.schemas.process.redis_url` has checked a user's URL, and
+    refuses options that would override `settings`.
 
     Raises:
         ConfigError: not a Redis URL.
@@ -122,18 +122,18 @@ def open_client(kind: type[Client], url: str, **settings: Any) -> Client:
 
 
 def pause_s(num_failures: int) -> float:
-    """The pause after so many failures of one command, with jitter."""
+    """Returns the pause after `num_failures` failures of one command, with jitter."""
     return BACKOFF.compute(min(num_failures, 16) - 1)  # redis-py's 2 ** n overflows a float in the end
 
 
 def is_passing(error: BaseException) -> bool:
-    """True if the server will accept the same command later."""
+    """Returns whether the server is expected to accept the same command later."""
     if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError, *_PASSING)):
         return True
     return isinstance(error, exceptions.ResponseError) and says(error, *_PASSING_CODES)
 
 
 def says(error: exceptions.ResponseError, *codes: str) -> bool:
-    """True if the server's answer begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
+    """Returns whether the reply begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
     text = str(error)
     return any(text.startswith(f"{code} ") or f"{code} " in text.partition("caused error: ")[2] for code in codes)

@@ -1,4 +1,4 @@
-"""The user's own code: an import path is resolved and the object checked against a Protocol at start-up."""
+"""The user's own code: resolves an import path and checks the object against a Protocol at start-up."""
 
 import importlib
 import inspect
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def offers(*names: str) -> Callable[[F], F]:
-    """Marks a Protocol's method with keyword arguments that it is given too if it has such parameters."""
+    """Marks a Protocol's method with optional keyword arguments, passed if an implementation has such parameters."""
 
     def mark(method: F) -> F:
         method.offered = frozenset(names)  # type: ignore[attr-defined]
@@ -21,7 +21,7 @@ def offers(*names: str) -> Callable[[F], F]:
 
 
 def resolve(plug: Plug, field: str) -> Any:
-    """The object that `plug.path` names.
+    """Returns the object that `plug.path` names.
 
     Raises:
         ConfigError: no such module or name; the message names the part that failed.

@@ -1,4 +1,4 @@
-"""The first free port from a configured one on."""
+"""Finds the first free port, starting at a configured one."""
 
 import logging
 from collections.abc import Callable
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 PORTS_TRIED = 256
 EVERYWHERE = ("", "0.0.0.0", "::")
-"""Hosts that stand for every address of this machine."""
+"""Hosts that mean every address of this machine."""
 
 
 def on_free_port(section: str, host: str, first: int, listen: Callable[[int], T]) -> T:
-    """Calls `listen(port)` for each port from `first` on until one is free; 0 lets the system choose.
+    """Calls `listen(port)` for each port from `first` until one is free; 0 lets the system choose.
 
     Args:
         section: of the run file, for messages.

@@ -1,4 +1,4 @@
-"""The metrics of one process over HTTP: one registry, one server, and a file that tells Prometheus where it is."""
+"""Serves one process' metrics over HTTP: a registry, a server, and a file that gives Prometheus its address."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ Kind = TypeVar("Kind")
 
 
 class LabelledRegistry(CollectorRegistry):
-    """A registry that puts the same labels on every sample; several fit one process."""
+    """A registry that adds the same labels to every sample; a process may have several."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class LabelledRegistry(CollectorRegistry):
             yield family
 
     def make(self, kind: type[Kind], metric: Metric) -> Kind:
-        """A counter, gauge or histogram of this registry, with a series for each of the metric's known label values."""
+        """Makes a counter, gauge or histogram in this registry, with a series for each known label value."""
         factory: Any = kind
         options = {"buckets": metric.buckets} if metric.buckets else {}
         made = factory(metric.name, metric.help, metric.labels, registry=self, **options)
@@ -45,8 +45,8 @@ class LabelledRegistry(CollectorRegistry):
         return result
 
     def serve(self, config: MetricsConfig, run_folder: Path, role: str) -> int:
-        """Serves `/metrics` on the first free port from `config.port` on and returns that port. If the run folder is
-        there, `<run>/metrics/<role>.json` names it until `close`.
+        """Serves `/metrics` on the first free port from `config.port` and returns that port. If the run's folder
+        exists, `<run>/metrics/<role>.json` names the port until `close`.
 
         Raises:
             ConfigError: the host cannot be listened on, or no port in the range is free.
@@ -81,8 +81,7 @@ def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> 
 
 
 def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
-    """Deletes the file, so that no alert fires for a process that has shut down. One that a successor has written
-    stays."""
+    """Deletes the file, so that no alert fires for a process that has shut down. A successor's file is kept."""
     file = _target_file(run_folder, role)
     with contextlib.suppress(OSError):
         if file.read_text() == _target(run_folder, role, host, port):

@@ -1,4 +1,4 @@
-"""Where a run's Redis is: the environment, the run file, or a small file that the launcher writes."""
+"""Finds a run's Redis: by the environment, the run file, or a small file that the launcher writes."""
 
 import json
 import os
@@ -15,15 +15,15 @@ _CERTIFICATES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 
 def connection_file(run_folder: Path) -> Path:
-    """Written (mode 0600) by the launcher of an embedded server: `{"url": ...}`."""
+    """Returns the path of the file that the launcher of an embedded server writes, mode 0600: `{"url": ...}`."""
     return run_folder / "redis" / "connection.json"
 
 
 def redis_url(config: RunConfig, runs: Path) -> str:
-    """REDIS_URL, else the run file's `redis.url`, else the run's own server.
+    """Returns REDIS_URL, else the run file's `redis.url`, else the URL of the run's own server.
 
     Raises:
-        ConfigError: there is none of them, or see `configured_url`.
+        ConfigError: none of them is set, or see `configured_url`.
     """
     url = configured_url(config)
     if url:
@@ -39,7 +39,7 @@ def redis_url(config: RunConfig, runs: Path) -> str:
 
 
 def configured_url(config: RunConfig | None) -> str | None:
-    """The URL that the user has configured: REDIS_URL, else the run file's `redis.url`; None without either.
+    """Returns the URL that the user has configured: REDIS_URL, else the run file's `redis.url`, else None.
 
     Raises:
         ConfigError: see `with_password`.
@@ -51,9 +51,10 @@ def configured_url(config: RunConfig | None) -> str | None:
 
 
 def with_password(url: str, name: str) -> str:
-    """The URL; one without a password gets the one in the file that REDIS_PASSWORD_FILE names. The result is a secret.
+    """Checks the URL, and adds the password from the file that REDIS_PASSWORD_FILE names if it has none. The result is
+    a secret.
 
-    name: the setting that it comes from.
+    name: the setting that holds the URL.
 
     Raises:
         ConfigError: not a Redis URL, an option that Penstock sets itself, or a file that cannot be read. The message
@@ -69,15 +70,15 @@ def with_password(url: str, name: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """The address in a Redis URL, without user and password, for messages."""
+    """Returns the address in a Redis URL, without user and password, for messages."""
     parts = urlsplit(url)
     return parts.netloc.rpartition("@")[2] or parts.path
 
 
 def certificate_problem(error: BaseException, url: str) -> str | None:
-    """The problem with the certificate of the server at `url`, and what was expected; None for any other error.
+    """Describes the problem with the server's certificate, and what was expected; returns None for any other error.
 
-    It is not an outage: waiting changes neither a certificate nor a URL. redis-py wraps it in a ConnectionError.
+    It is not an outage: waiting changes neither certificate nor URL. redis-py wraps it in a ConnectionError.
     """
     found: BaseException | None = error
     while found is not None and not isinstance(found, ssl.SSLCertVerificationError):

@@ -1,6 +1,6 @@
-"""The weight log: what a trainer writes of each policy, and how anybody gets its weights back from it.
+"""The weight log: what a trainer writes for each policy, and how its weights are read back.
 
-Imported through `layout`, which places tensors in a file; `codec`, which makes chunks of what has changed; `stores`,
-where chunks are kept; `log`, which says which manifests lead from one version to another; and `reading`, which fetches
-and checks them.
+Import `layout`, which places tensors in a file; `codec`, which encodes changed elements as chunks; `stores`, which keep
+chunks; `log`, which finds the manifests that lead from one version to another; and `reading`, which fetches and checks
+chunks.
 """

@@ -1,12 +1,12 @@
-"""What a chunk holds: the elements of some pieces that an update has changed, in the published type, bit for bit.
+"""The content of a chunk: the elements of some pieces that an update changed, in the published type, bit for bit.
 
 Changed elements are overwritten, never added to or XORed: applied twice, a chunk changes nothing more. A piece is
 stored dense, all of its elements, or sparse, the positions and values of the changed ones, whichever is smaller.
 
 A chunk is msgpack, `[[tensor, start, count, positions or nil, values], ...]`, compressed by zstd. Unchanged pieces are
-left out. `values` are the elements' bytes in planes, first the lowest byte of each: exponents, which are alike, stand
-together. `positions` are the numbers of unchanged elements before each changed one, in bytes: 255 stands for 255
-unchanged elements, a smaller one for so many and the changed element behind them.
+left out. `values` are the elements' bytes in planes, the lowest byte of each first: this groups exponents, which are
+similar. `positions` are the numbers of unchanged elements before each changed one, in bytes: 255 means 255 unchanged
+elements, a smaller number that many and the changed element after them.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from penstock.schemas.policy import Chunk, Piece
 from penstock.schemas.weights.layout import Array, Layout, LayoutError
 
 LEVEL = 1
-"""zstd's: higher ones are many times slower, and the low bytes of weights are noise."""
+"""zstd's level: higher ones are many times slower, and the low bytes of weights are noise."""
 _SKIP = 255
 
 
 class ChunkError(ValueError):
-    """A chunk that is not what its manifest says, or that changes what is not there."""
+    """A chunk that does not match its manifest, or changes elements that do not exist."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +41,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slice(NamedTuple):
-    """Elements of a tensor from `start` on, [count] as unsigned integers. old: None where nothing is compared."""
+    """Elements of a tensor from `start`, [count] as unsigned integers. old: None if nothing is compared."""
 
     tensor: int
     start: int
@@ -53,18 +53,18 @@ _decoder = msgspec.msgpack.Decoder(list[Part])
 
 
 def digest(data: Any) -> str:
-    """XXH3-128, hexadecimal. data: bytes or a contiguous array."""
+    """Returns the XXH3-128 digest, hexadecimal. data: bytes or a contiguous array."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def dense(tensor: int, start: int, new: Array) -> Part:
-    """All elements of a piece; `new` as unsigned integers."""
+    """Encodes all elements of a piece; `new` as unsigned integers."""
     return Part(tensor, start, len(new), None, _planes(new))
 
 
 def changed(tensor: int, start: int, old: Array, new: Array) -> tuple[Part | None, int]:
-    """What makes `old` equal to `new`, both [count] as unsigned integers, and how many elements differ. None if none
-    does."""
+    """Encodes the changes from `old` to `new`, both [count] as unsigned integers; returns them with the number of
+    elements that differ, or None if none does."""
     positions = np.flatnonzero(old != new)
     if not len(positions):
         return None, 0
@@ -83,8 +83,8 @@ def pack(parts: Sequence[Part]) -> bytes:
 
 
 def encode_chunk(key: str, slices: Sequence[Slice], *, whole: bool) -> tuple[Chunk, bytes]:
-    """The chunk that holds these pieces, all of their elements if it is `whole`, as its manifest names it and as its
-    store keeps it. Where nothing is compared all elements count as changed."""
+    """Encodes these pieces as a chunk, with all of their elements if `whole`; returns its entry in the manifest and its
+    bytes. If nothing is compared, all elements count as changed."""
     parts, pieces, num_changed = [], [], 0
     for tensor, start, old, new in slices:
         part: Part | None
@@ -101,7 +101,7 @@ def encode_chunk(key: str, slices: Sequence[Slice], *, whole: bool) -> tuple[Chu
 
 
 def unpack(data: bytes) -> list[Part]:
-    """Raises ChunkError: no chunk."""
+    """Decodes a chunk. Raises ChunkError if it is invalid."""
     try:
         return _decoder.decode(zstandard.ZstdDecompressor().decompress(data))
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
@@ -111,7 +111,7 @@ def unpack(data: bytes) -> list[Part]:
 def apply(parts: Sequence[Part], layout: Layout, file: Any, undo: list[Part] | None = None) -> None:
     """Overwrites the changed elements in `file`, the bytes of a policy in this layout.
 
-    undo: gets what takes the change back; to be applied in reverse order, after that of any later chunk.
+    undo: receives the parts that revert the change; apply them in reverse order, after those of any later chunk.
 
     Raises:
         ChunkError: a part does not fit the policy; those before it are applied.

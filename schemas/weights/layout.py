@@ -1,4 +1,4 @@
-"""Where each tensor of a policy lies: a safetensors file that can be written to in place."""
+"""The layout of a policy's tensors: a safetensors file that can be written in place."""
 
 import json
 import math
@@ -21,7 +21,7 @@ SAFETENSORS_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""The format's names of types, by torch's."""
+"""safetensors' names of types, by torch's names."""
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -29,11 +29,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class LayoutError(ValueError):
-    """Tensors of a type, or a piece at a place, that no policy has."""
+    """A type of tensors that is not supported, or a piece that does not exist."""
 
 
 def element_bytes(tensor: TensorSpec) -> int:
-    """Raises LayoutError for a type that is not known."""
+    """Returns the bytes of one element. Raises LayoutError for an unknown type."""
     name = SAFETENSORS_NAMES.get(tensor.dtype)
     if name is None:
         raise LayoutError(f"{tensor.name}: dtype {tensor.dtype!r}, expected one of {', '.join(SAFETENSORS_NAMES)}")
@@ -41,22 +41,22 @@ def element_bytes(tensor: TensorSpec) -> int:
 
 
 def as_bits(data: Array) -> Array:
-    """The elements as unsigned integers of their size, in the same memory: equal bits are equal values there."""
+    """Views elements as unsigned integers of their size: equal bits are equal values."""
     return data.view(_UNSIGNED[data.dtype.itemsize])
 
 
 def tensor_bytes(tensors: Iterable[TensorSpec]) -> int:
-    """The bytes of all elements. Raises LayoutError for a type that is not known."""
+    """Returns the bytes of all elements. Raises LayoutError for an unknown type."""
     return sum(math.prod(tensor.shape) * element_bytes(tensor) for tensor in tensors)
 
 
 class Layout:
     """A safetensors file with these tensors, in this order, without gaps.
 
-    header: its bytes up to the first tensor. num_bytes: the file's size; tensor_bytes: without the header.
+    header: its bytes before the first tensor. num_bytes: the file's size; tensor_bytes: without the header.
 
     Raises:
-        LayoutError: a type that is not known.
+        LayoutError: an unknown type.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
@@ -81,10 +81,11 @@ class Layout:
         self.num_bytes = len(self.header) + end
 
     def elements(self, file: Any, tensor: int, start: int, count: int) -> Array:
-        """A view of `count` elements of a tensor from `start` on, as unsigned integers. file: the whole file's bytes.
+        """Returns a view of `count` elements of a tensor from `start`, as unsigned integers. file: the whole file's
+        bytes.
 
         Raises:
-            LayoutError: there are no such elements.
+            LayoutError: these elements do not exist.
         """
         if not (0 <= tensor < len(self.tensors) and 0 <= start <= start + count <= self.counts[tensor]):
             raise LayoutError(f"elements {start} to {start + count} of tensor {tensor}: the policy has none there")
@@ -97,7 +98,7 @@ class Layout:
         return self.elements(file, piece.tensor, piece.start, piece.count)
 
     def is_tiled_by(self, pieces: Sequence[Piece]) -> bool:
-        """Whether the pieces, in their order, are all elements of all tensors, each once."""
+        """Returns whether the pieces cover all elements of all tensors, each once."""
         reached = [0] * len(self.tensors)
         for piece in sorted(pieces, key=lambda piece: (piece.tensor, piece.start)):
             if not 0 <= piece.tensor < len(reached) or piece.start != reached[piece.tensor] or piece.count < 0:

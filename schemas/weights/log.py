@@ -1,8 +1,8 @@
-"""The weight log as its readers see it: manifests by version, and the way from one version to another.
+"""The weight log for readers: manifests by version, and the steps from one version to another.
 
 The policy stream holds an entry `<version>-1` for each policy, most of them deltas of the one before. Anchors, whole
-policies, are in a hash of their own; an epoch's first policy is one, and a policy may be both. A reader that holds a
-version of the chain applies what follows it; any other one begins with an anchor.
+policies, are in a separate hash; an epoch's first policy is an anchor, and a policy may be both. A reader that holds a
+version of the chain applies the deltas after it; any other reader begins with an anchor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,27 +17,27 @@ _decoder = msgspec.json.Decoder(WeightManifest)
 
 
 class ManifestError(ValueError):
-    """An entry of the log that is no manifest."""
+    """An entry of the log that is not a manifest."""
 
 
 class VersionGoneError(LookupError):
-    """A version whose weights the log does not lead to."""
+    """A version whose weights the log no longer holds."""
 
 
 class WeightLog(NamedTuple):
-    """announced: by version, those still on the policy stream. anchors: by version, whole ones. unreadable: what is
-    wrong with entries that are no manifests."""
+    """The manifests by version. announced: those on the policy stream. anchors: whole policies. unreadable: the
+    problems of entries that are not manifests."""
 
     announced: Mapping[int, WeightManifest]
     anchors: Mapping[int, WeightManifest]
     unreadable: tuple[str, ...] = ()
 
     def way(self, version: int, held: int | None = None) -> list[WeightManifest]:
-        """What to apply, in order, to get the weights of `version`: onto those of `held`, or, if the first manifest is
-        a whole one, onto nothing. Of the ways there are the one with the fewest bytes; empty if `version` is `held`.
+        """Returns the manifests to apply, in order, to get the weights of `version`: onto those of `held` or, if the
+        first manifest is a whole policy, onto nothing. It chooses the fewest bytes; empty if `version` is `held`.
 
         Raises:
-            VersionGoneError: there is none.
+            VersionGoneError: the log does not lead to `version`.
         """
         steps: list[WeightManifest] = []
         num_bytes, best_bytes = 0, float("inf")
@@ -61,7 +61,7 @@ class WeightLog(NamedTuple):
         return best[::-1]
 
     def manifest(self, version: int) -> WeightManifest | None:
-        """Any that says what the weights of `version` are."""
+        """Returns any manifest of `version`, or None."""
         return self.announced.get(version) or self.anchors.get(version)
 
 
@@ -89,7 +89,7 @@ def _manifests(found: Iterable[tuple[str, bytes | None]], unreadable: list[str])
 
 
 def decode_manifest(data: bytes | None, where: str) -> WeightManifest:
-    """Raises ManifestError, which names `where`."""
+    """Decodes a manifest. Raises ManifestError, which names `where`."""
     try:
         return _decoder.decode(data or b"")
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""Reading the weight log: chunks fetched and checked, a policy written to a file, its digests compared."""
+"""Reads the weight log: fetches and checks chunks, writes a policy to a file and compares its digests."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ from penstock.schemas.weights.stores import Call, ChunkStore, open_store
 
 
 class WeightReader:
-    """Reads one run's log. num_bytes: fetched so far.
+    """Reads one run's log. num_bytes: the bytes fetched so far.
 
     call: of a synchronous Redis client.
     """
@@ -26,7 +26,7 @@ class WeightReader:
         self.num_bytes = 0
 
     def log(self) -> WeightLog:
-        """Raises redis.RedisError."""
+        """Reads the whole log. Raises redis.RedisError."""
         log: WeightLog = self._call(lambda client: read_log(client, self._keys))
         return log
 
@@ -35,7 +35,7 @@ class WeightReader:
 
         Raises:
             ChunkStoreError, ConfigError: see `penstock.schemas.weights.stores`.
-            ChunkError: it is not the announced one.
+            ChunkError: it differs from the announced one.
         """
         data = self._store(manifest.store).get(chunk.key)
         self.num_bytes += len(data)
@@ -47,11 +47,11 @@ class WeightReader:
         return unpack(data)
 
     def write(self, way: Iterable[WeightManifest], path: Path) -> WeightManifest:
-        """Writes the policy that `way`, which begins with a whole one, leads to, as a safetensors file; returns its
+        """Writes the policy at the end of `way`, which begins with a whole policy, as a safetensors file; returns its
         manifest.
 
         Raises:
-            OSError: no room at `path`, or a store that fails.
+            OSError: no space at `path`, or a store failed.
             ConfigError, ChunkError: see `parts` and `verify`.
         """
         file: mmap.mmap | None = None
@@ -73,7 +73,7 @@ class WeightReader:
 
 
 def layout_of(manifest: WeightManifest) -> Layout:
-    """Raises ChunkError: the manifest's tensors or pieces are none of a policy."""
+    """Returns a manifest's layout. Raises ChunkError if its tensors or pieces do not form a policy."""
     where = f"policy {manifest.version}"
     try:
         layout = Layout(manifest.tensors)
@@ -85,11 +85,11 @@ def layout_of(manifest: WeightManifest) -> Layout:
 
 
 def create(path: Path, layout: Layout) -> mmap.mmap:
-    """A file for policies of this layout, with its header alone, mapped. Its room is reserved: a later write cannot
-    fail for want of it.
+    """Creates and maps a file for policies of this layout, with only its header. Its space is reserved: later writes
+    cannot run out of it.
 
     Raises:
-        OSError: no room; the message says where, and how much was needed.
+        OSError: no space; the message says where, and how much was needed.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -109,7 +109,7 @@ def verify(manifest: WeightManifest, layout: Layout, file: Any) -> None:
     """Compares the digests of all pieces.
 
     Raises:
-        ChunkError: names the first tensor with other bits than the trainer published.
+        ChunkError: names the first tensor whose bits differ from those published.
     """
     for chunk in manifest.chunks:
         for piece in chunk.pieces:

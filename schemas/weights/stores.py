@@ -1,4 +1,4 @@
-"""Chunk stores: where the chunks of the weight log are kept. Objects are written once, whole, and never changed."""
+"""Stores for the chunks of the weight log. Objects are written once, whole, and never changed."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from penstock.schemas.process.files import write_whole
 
 T = TypeVar("T")
 Call = Callable[[Callable[[Any], T]], T]
-"""Runs a command with a synchronous Redis client, and repeats it where its owner wants that."""
+"""Runs a command with a synchronous Redis client, with retries if its owner has them."""
 
 REDIS = "redis"
 _AT_ONCE = 512
@@ -42,15 +42,15 @@ class ChunkStore(Protocol):
     place: str
 
     def put(self, key: str, data: bytes) -> None:
-        """A reader sees the whole object or none."""
+        """Stores an object atomically."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Raises ChunkMissingError."""
+        """Returns an object. Raises ChunkMissingError if there is none."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Keys that are not there are no error."""
+        """Deletes objects; missing keys are no error."""
         ...
 
     def keys(self) -> list[str]: ...
@@ -97,7 +97,7 @@ def _delete(name: str, keys: Sequence[str], client: Any) -> None:
 
 
 class FolderChunks:
-    """Files of one folder, which all hosts see that read from it."""
+    """Files in one folder, shared by all hosts that read it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -135,7 +135,7 @@ class FsspecChunks:
     """Objects under an fsspec URL (`s3://bucket/prefix`); credentials come from the usual environment.
 
     Raises:
-        ConfigError: a scheme that nothing installed knows.
+        ConfigError: no installed file system supports the URL's scheme.
     """
 
     def __init__(self, url: str) -> None:
@@ -178,10 +178,10 @@ class FsspecChunks:
 
 
 def open_store(place: str, keys: Keys, call: Call[Any]) -> ChunkStore:
-    """The store at `place`: "redis", an fsspec URL, or a folder.
+    """Opens the store at `place`: "redis", an fsspec URL, or a folder.
 
     Raises:
-        ConfigError: a URL whose scheme nothing installed knows.
+        ConfigError: no installed file system supports the URL's scheme.
     """
     if place == REDIS:
         return RedisChunks(call, keys)

@@ -287,11 +287,6 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("engine.args.logits_processors=['a:B']", r"engine.args.logits_processors = \['a:B'\]: the trainer cannot"),
         ("trainer.num_minibatches=33", r"num_minibatches = 33: expected at most groups_per_batch = 32"),
         ("trainer.num_epochs=3", r"max_lag = 2 with 3 optimizer steps per batch .*expected at least 3, or mode ="),
-        (
-            "advantage.normalize_std=false",
-            r"normalize_std = False: .* it is now advantage.kwargs.normalize_std",
-        ),
-        ("advantage.leave_one_out=true", r"leave_one_out = True: .* it is now advantage.path = '.*:leave_one_out'"),
         ("advantage.path=rloo", r"advantage.path = 'rloo': expected package.module:Name"),
         ("advantage.kl_coefficient=-0.1", r"advantage.kl_coefficient = -0.1: Expected `float` >= 0"),
         ("advantage.truncated=drop", r"advantage.truncated = 'drop': expected one of 'train', 'mask', 'penalize'"),
@@ -419,11 +414,6 @@ def test_without_the_gate_other_refusals_stand(run_file):
     assert load_config(run_file, kept).sampling.is_truncated
     with pytest.raises(ConfigError, match=r"logprobs_mode = 'raw_logprobs' with sampling.top_k = 20: .* 'processed"):
         load_config(run_file, [*kept, "engine.logprobs_mode=raw_logprobs"])
-
-
-def test_the_former_name_of_a_field_says_the_present_one(run_file):
-    with pytest.raises(ConfigError, match=r"weights.keep = 4: unknown field; it is now weights.keep_versions"):
-        load_config(run_file, ["weights.keep=4"])
 
 
 def test_a_missing_required_field_is_named(run_file):

@@ -57,7 +57,7 @@ def test_figures_that_are_there_are_no_matter_and_without_answers_nothing_is_kno
 
 def test_the_trainer_tells_each_of_them_once(tmp_path, caplog):
     config = config_of(copy.deepcopy(DOCUMENT), Path("run.toml"), {"checkpoint.best": "reward/exat"})
-    run_log = RunLog(config, tmp_path, TrainerMetrics(), Ledger(), RunProgress(0, CheckpointState.new(-1)))
+    run_log = RunLog(config, tmp_path, TrainerMetrics(), Ledger(), RunProgress(0, CheckpointState(policy_version=-1)))
     for version, answers in enumerate([(), [{"reward": 1.0}] * 2, [{"reward": 1.0}] * 2]):
         figures = held_out_figures([HeldOutAnswers("math", answers)], config.held_out)
         run_log.evaluation(EvaluationResult(version, version, figures, 1, 0, {"math": figures}))

@@ -107,7 +107,7 @@ def test_a_disk_that_stays_full_costs_one_warning_and_at_the_end_the_number_of_l
 
 def test_a_ledger_file_that_does_not_fit_is_left_as_it_was(tmp_path, caplog):
     file = tmp_path / "trainer.json"
-    ledger, progress = Ledger(), RunProgress(0, CheckpointState.new(-1))
+    ledger, progress = Ledger(), RunProgress(0, CheckpointState(policy_version=-1))
     ledger_file = LedgerFile(file)
 
     def write() -> None:

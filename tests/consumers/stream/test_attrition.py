@@ -9,6 +9,7 @@ import pytest
 from attrition_totals import totals
 from mini_producer import dead_fields
 from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.reader import Reader
 from penstock.deploy.report.attrition import windows_of
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.attrition import BEYOND, UNKNOWN, WINDOW, Rollouts
@@ -77,6 +78,12 @@ def test_every_rollout_is_counted_once_through_a_kill_and_a_resume(bench, redis_
     assert trained == Rollouts(2 * 48, 43 * 48, 0, 2 * 48, told, {"stop": 2 * 48}), "of the final policy's updates"
 
 
+def resume(bench, intake) -> None:
+    """Replaces ledger and reader by those of a trainer that continues from a checkpoint made now."""
+    intake.ledger = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state())))
+    intake.reader = Reader(bench.connections[-1], bench.keys, intake.ledger, bench.config.group_size)
+
+
 def test_a_stale_group_that_is_read_again_is_counted_once(bench, redis_client):
     released = bench.trainer()
     released.intake.reconcile()
@@ -84,13 +91,10 @@ def test_a_stale_group_that_is_read_again_is_counted_once(bench, redis_client):
     released.intake.lag_of.advance(3)
     intake = released.intake
     for is_new in (True, False):
-        intake.reader.rewind()
         intake.reader.read_to_end(intake.lag_of)
         assert (1 in intake.reader.ready) == is_new, "it is not judged again"
-        intake._postpone_stale()
-        intake.ledger = intake.reader._ledger = Ledger.from_state(
-            msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state()))
-        )
+        assert intake.batch(1) is None
+        resume(bench, intake)
     assert totals(intake.ledger.attrition) == {"stale": {"16": (2, 18)}}
     assert intake.ledger.stale == {1: entry_id.decode()}
     redis_client.xadd(bench.keys.rollouts, fields_of(1, 3, 9, 9))
@@ -112,11 +116,8 @@ def test_groups_of_an_index_that_another_came_first_for_are_counted_once(bench, 
     ):
         redis_client.xadd(bench.keys.rollouts, fields)
     for _ in range(2):
-        intake.reader.rewind()
         intake.reader.read_to_end(intake.lag_of)
-        intake.ledger = intake.reader._ledger = Ledger.from_state(
-            msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state()))
-        )
+        resume(bench, intake)
     found = intake.ledger.attrition
     assert intake.ledger.num_duplicates_dropped == 3
     assert totals(found) == {"duplicate": {"64": (2, 80), "4": (2, 6), UNKNOWN: (2, 0)}}

@@ -30,7 +30,7 @@ class SlowDisk:
     def __init__(self, trainer: Trainer) -> None:
         self.num_begun = 0
         self.held: list[tuple[Future[dict[str, str]], dict[str, str] | OSError]] = []
-        self._trainer, self._begin = trainer, trainer.learner.begin_checkpoint
+        self._trainer, self.begin = trainer, trainer.learner.begin_checkpoint
         trainer.learner.begin_checkpoint = self._hold
         trainer.commits.schedule.num_batches = 0  # no checkpoint while it waits for the first rollouts
         abandon = trainer.commits.abandon
@@ -39,7 +39,7 @@ class SlowDisk:
     def _hold(self, folder: Path) -> Future[dict[str, str]]:
         assert not self.held, "one at a time"
         self.num_begun += 1
-        self.held.append((Future(), self._begin(folder).result()))
+        self.held.append((Future(), self.begin(folder).result()))
         return self.held[0][0]
 
     def write(self) -> None:
@@ -50,7 +50,7 @@ class SlowDisk:
 
     def end(self) -> None:
         """From now on all are written at once."""
-        self._trainer.learner.begin_checkpoint = self._begin
+        self._trainer.learner.begin_checkpoint = self.begin
         self.write()
 
     def release(self, error: OSError | None = None) -> None:
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_fails_beside_the_training_is_tried_again(beside, redi
 
     def fail() -> None:
         disk.release(OSError(28, "No space left on device"))
-        trainer.learner.begin_checkpoint = disk._begin
+        trainer.learner.begin_checkpoint = disk.begin
         wait_for(trainer.commits._snapshot.writing.done)
 
     at_step(trainer, 6, fail)

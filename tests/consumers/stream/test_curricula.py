@@ -12,6 +12,7 @@ from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
 from penstock.consumers.stream.history import TaskHistory
 from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
+from penstock.consumers.stream.reader import ReadyGroup
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Field
@@ -281,7 +282,9 @@ def test_groups_of_equal_rewards_that_teach_all_the_same_are_not_flat(bench, red
     report = StepReport(
         metrics={}, lag_histogram={}, num_tokens_trained=1, num_tokens_masked_lag=0, advantages=advantages
     )
-    intake._settlement.settle_batch([replace(group, index=index) for index in advantages], report)
+    groups = [replace(group, index=index) for index in advantages]
+    intake.reader.ready |= {each.index: ReadyGroup(b"1-0", each) for each in groups}
+    intake.settle(groups, report)
     tasks = intake.ledger.histories["main"]
     assert tasks.flat[tasks.settled > 0].tolist() == flat
 

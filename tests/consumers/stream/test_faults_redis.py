@@ -133,7 +133,7 @@ def test_a_redis_emptied_before_the_last_evaluation_is_answered_is_asked_again(b
     assert_settled_once(bench, redis_client)
 
 
-def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis_client):
+def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis_client, monkeypatch):
     bench.hardy_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
@@ -147,7 +147,7 @@ def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis
         seen["before"] = redis_client.hgetall(bench.keys.commit)
         redis_client.flushall()
         second.recovery.check()
-        second.leadership._checked_at = 0.0
+        monkeypatch.setattr("penstock.consumers.stream.leadership.CHECK_S", 0.0)
         second.recovery.check()
         second.publisher.wait()
         seen["after"] = redis_client.hgetall(bench.keys.commit)

@@ -8,7 +8,7 @@ from penstock.consumers.learning.lag import LagTable, is_stale
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import Ledger, ReleasedTask
-from penstock.consumers.stream.reader import Reader
+from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.scripts import FencedError, Scripts, announced_of, forks_of
 from penstock.schemas.config import EnvironmentConfig, HeldOutConfig, ModelConfig, RunConfig, SolvedConfig
@@ -70,7 +70,7 @@ def test_every_write_of_an_older_epoch_is_refused(scripts):
         lambda: scripts.drop_unreachable(0),
         lambda: scripts.announce(0, 1, b"{}", b"", 0, None),
         lambda: scripts.evaluate(0, [(f"0-{n}", task) for n, task in enumerate(tasks(1, 3), 1)]),
-        lambda: scripts.dead_letter(0, 1, "poison", b""),
+        lambda: scripts.dead_letter(0, Refused(1, "poison", b"")),
         lambda: scripts.commit(0, "c", b"0-0", b"0-0"),
         lambda: scripts.finish(0),
     ):
@@ -222,7 +222,8 @@ def test_reconciling_releases_exactly_what_is_in_neither_stream(connection, scri
     redis_client.xadd(KEYS.rollouts, group_fields(2, 0))
     redis_client.xadd(KEYS.rollouts, dead_fields(3, "deadline"))
     assert releaser.reconcile(reader, lag_table()) == 1
-    assert releaser.release_postponed(reader, 0) == {"lost": 1}
+    releaser.release_postponed(reader, 0)
+    assert ledger.released_again == {"lost": 1}
     prompts = [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)]
     assert prompts == [5, 6, 7, 8, 9, 10, 11, 12, 4]
     assert releaser.reconcile(reader, lag_table()) == 0

@@ -406,7 +406,7 @@ def test_rechecks_are_made_while_rollouts_are_waited_for_and_quarantine_as_rows_
     trainer.intake.read = lambda: 0 if trainer.recheck._waiting else read()
     assert trainer.run()
     assert_balanced(gated, trainer)
-    assert ("bad" in {each.producer_id for each in trainer.intake.quarantine._held.values()}) == bool(share)
+    assert trainer.intake.quarantine.holds(["bad-1"]) == bool(share)
     assert (num_of_bad(own.batches[-3:]) == 0) == bool(share)
     count = partial(gated.metrics.registry.get_sample_value, labels={"outcome": "rechecked"})
     assert bool(count("penstock_parity_rechecks_total")) == bool(share)

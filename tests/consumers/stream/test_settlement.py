@@ -41,7 +41,7 @@ def test_dead_groups_among_good_ones_do_not_end_a_run_that_reads_them_all_at_onc
 
 
 def test_groups_that_agents_abandoned_neither_count_as_dead_in_a_row_nor_end_such_a_row():
-    settlement = Settlement(ledger := Ledger(), 3, lambda *letter: None)
+    settlement = Settlement(ledger := Ledger(), 3, lambda refused: None)
     reasons = ["reward: boom", *["abandoned: nothing was heard"] * 9, "reward: boom", "abandoned: nothing was heard"]
     settlement.settle_refused([Refused(n, reason, b"") for n, reason in enumerate(reasons, start=1)])
     assert settlement.num_abandoned == 10 and ledger.dead_reasons == {"reward": 2, "abandoned": 10}

@@ -270,7 +270,7 @@ def test_of_a_run_the_newest_checkpoint_is_evaluated_in_the_type_of_its_engines(
     for version in (3, 5):
         for parameter in learner.model.parameters():
             parameter.data.fill_(version)
-        checkpoints.begin(learner, CheckpointState.new(version)).result()
+        checkpoints.begin(learner, CheckpointState(policy_version=version)).result()
     engine, _ = scripted()
     weights = {}
 

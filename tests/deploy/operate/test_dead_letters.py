@@ -50,15 +50,7 @@ class Half:
         """Reconciles as the trainer does; returns the requeued indexes that were released."""
         self.releaser.reconcile(self.reader, LagTable(9, {}, {}))
         for record in self.reader.take_refused():
-            self.scripts.dead_letter(
-                self.epoch,
-                record.index,
-                record.reason,
-                record.payload,
-                record.entry_id,
-                record.producer,
-                record.traceback,
-            )
+            self.scripts.dead_letter(self.epoch, record)
             if record.index is not None:
                 self.ledger.settle(record.index, "dead", record.reason)
         return self.releaser.release_requeued(9)

@@ -41,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for version in (3, 5, 10):
         for parameter in learner.model.parameters():
             parameter.data.fill_(version + 1 / 300)
-        checkpoints.begin(learner, CheckpointState.new(version)).result()
+        checkpoints.begin(learner, CheckpointState(policy_version=version)).result()
     return folder
 
 
@@ -162,7 +162,7 @@ def test_an_adapter_is_exported_as_peft_s_folder_or_merged_into_its_base(export,
     learner = Learner(config)
     for parameter in learner.model.parameters():
         parameter.data.fill_(0.5)
-    checkpoints.begin(learner, msgspec.structs.replace(CheckpointState.new(4), learner=learner.state())).result()
+    checkpoints.begin(learner, CheckpointState(policy_version=4, learner=learner.state())).result()
     assert export(of="adapted", folder=tmp_path / "adapter")[0] == 0
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["target_modules"]) == (2, ["q_proj"])

@@ -28,7 +28,7 @@ def test_a_resumed_adapter_of_another_base_or_scale_is_refused_before_anything_s
     checkpoints = Checkpoints(tmp_path / "runs" / "r" / "checkpoints", 2, tmp_path / "tiny")
     checkpoints.claim_epoch(0)
     learner = Learner(config)
-    checkpoints.begin(learner, msgspec.structs.replace(CheckpointState.new(3), learner=learner.state())).result()
+    checkpoints.begin(learner, CheckpointState(policy_version=3, learner=learner.state())).result()
 
     def resumed(*overrides: str) -> str:
         words = (word for each in overrides for word in ("--set", each))

@@ -99,24 +99,6 @@ def test_a_message_that_cannot_be_formatted_is_one_record_all_the_same(
     assert said in (json.loads(line)["message"] if form == "json" else line)
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (Path("a"), "a"),
-        (Unshowable(), "<Unshowable that cannot be shown: RuntimeError>"),
-        ({("a", 1): 2}, "{('a', 1): 2}"),
-        ([1, {2}], [1, "{2}"]),
-    ],
-    ids=["a path", "unshowable", "a tuple as key", "inside a list"],
-)
-def test_a_field_that_is_no_json_is_shown(capsys, value, shown):
-    logs.configure("trainer", run="r", id="t")
-    logs.bind(extra=value)
-    logging.getLogger("x").info("m")
-    (record,) = records(capsys)
-    assert record["extra"] == shown and record["message"] == "m"
-
-
 def test_a_record_is_one_line_for_every_reader(capsys):
     said = "a\u2028b\u2029c\x85d\ne\x0bf\x1cg\udc80é"
     logs.configure("trainer", run="r", id="t")
