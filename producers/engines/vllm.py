@@ -54,23 +54,23 @@ class VllmEngine:
         self._drained = config.engine.update == "drained"
         self._lora = config.lora
         self._adapter = None if config.lora is None else LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
-        """Of every request; its path is never read, as the adapter is loaded already."""
+        """Sent with every request; its path is never read, because the adapter is already loaded."""
         self._files = base.files if config.lora is None else []
         self._params: dict[tuple[SamplingSettings, int, tuple[str, ...], int | None], SamplingParams] = {}
         self._loading = asyncio.Lock()
 
     @classmethod
     async def start(cls, config: RunConfig, *, seed: int | None = None) -> "VllmEngine":
-        """Boots an engine on `config.model.path`, labelled version 0, verified and warm; on random weights if none are
-        there.
+        """Boots an engine on `config.model.path`, labelled version 0, verified and warm; without weights there it
+        starts on random ones.
 
         Args:
             seed: random seed of the engine's sampling; engines with the same one sample the same noise. None takes
                 config.seed.
 
         Raises:
-            EngineError: vLLM finds no device, refuses the model or a setting, or reports another value than the one
-                asked for.
+            EngineError: vLLM finds no device, refuses the model or a setting, or reports a value that was not
+                requested.
         """
         if current_platform.is_unspecified():
             raise EngineError(
@@ -127,7 +127,7 @@ class VllmEngine:
 
         Raises:
             ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
-            EngineError: the engine serves no longer.
+            EngineError: the engine has stopped.
         """
         # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
@@ -135,10 +135,9 @@ class VllmEngine:
         return await self._run(prompt_token_ids, params, request_id, salt)
 
     def sampled(self, request_id: str) -> list[Completion]:
-        """The siblings of a running request as far as they are sampled; see `penstock.producers.interfaces.Engine`.
-
-        Read from what vLLM collects in this process for the final answer: the engine's process is not asked.
-        """
+        """Returns the siblings of a running request as far as they are sampled; see
+        `penstock.producers.interfaces.Engine`. Reads what vLLM collects in this process for the final answer, without a
+        call to the engine's process."""
         processor = self._llm.output_processor
         states = [processor.request_states[name] for name in processor.external_req_ids.get(request_id, ())]
         if not states:
@@ -153,7 +152,7 @@ class VllmEngine:
     async def _run(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, salt: str | None
     ) -> list[Completion]:
-        """`generate`, on cached KV of requests with the same `salt` only."""
+        """Samples as `generate` does, reusing only KV cached under the same `salt`."""
         self._check_prompt(prompt_token_ids, request_id)
         prompt = tokens_input(prompt_token_ids, cache_salt=salt)
         final: RequestOutput | None = None
@@ -167,23 +166,23 @@ class VllmEngine:
         except EngineGenerateError as error:
             raise EngineError(f"request {request_id}: {error.__cause__!r}") from error
         if final is None or final.prompt_token_ids != prompt_token_ids:
-            raise EngineError(f"request {request_id}: the engine answers another prompt than the one sent")
+            raise EngineError(f"request {request_id}: the engine has answered a different prompt")
         return [pack(output, request_id, masked=self._masked) for output in final.outputs]
 
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
-        """Replaces the weights in flight by those in the verified safetensors file at `path`; see
+        """Replaces the weights in flight with those of the safetensors file at `path`, which is verified; see
         `penstock.producers.interfaces.Engine`.
 
         Requests in flight keep their KV and continue with the new weights; requests that arrive meanwhile wait. With
         engine.update = "drained" the load waits for those in flight to end, and clears the cache. Cancelling the call
-        does not interrupt the load: the call returns once the file is read no longer.
+        does not interrupt the load: the call returns once the file is no longer read.
 
         Returns:
             The seconds during which no token was sampled, without the wait for requests to end.
 
         Raises:
-            WeightLoadError: the old version still serves, labelled so.
-            EngineError: the old version could not be brought back; nothing is sampled any more.
+            WeightLoadError: the old version still serves, under its own label.
+            EngineError: the old version could not be restored; nothing is sampled any more.
         """
         replacing = asyncio.ensure_future(self._replace_weights(manifest, path, restore))
         try:
@@ -200,7 +199,7 @@ class VllmEngine:
         Raises:
             ValueError: vLLM refuses the sequence.
             CaptureError: the engine is not idle, or vLLM's model has an architecture that cannot be recorded.
-            EngineError: the engine serves no longer.
+            EngineError: the engine has stopped.
         """
         async with self._loading:
             if running := self._llm.get_num_unfinished_requests():
@@ -226,7 +225,7 @@ class VllmEngine:
         results_of(await self._answered(self._llm.collective_rpc(TRY, args=(method, *arguments))))
 
     async def _replay(self, token_ids: list[int]) -> None:
-        """Has the engine compute a sequence anew, bypassing its prefix cache."""
+        """Computes a sequence again, bypassing the prefix cache."""
         name = f"replay-{uuid.uuid4()}"
         salt = name if self.fingerprint.prefix_caching else None
         params = self._sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1)
@@ -266,18 +265,17 @@ class VllmEngine:
         """Loads `paths` and labels them; returns the seconds during which no token was sampled."""
         # One call in place of pause_generation(), update_weights() and their like, each a round trip.
         call = self._llm.engine_core.call_utility_async
-        pause_s, _ = await self._answered(call(UPDATE, paths, str(version), self._salted, self._drained))
-        return float(pause_s)
+        return float(await self._answered(call(UPDATE, paths, str(version), self._salted, self._drained)))
 
     async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The answer of the engine's process, for which vLLM waits for ever if that dies.
+        """Returns the answer of the engine's process; vLLM alone would wait for ever for one that has died.
 
         Raises:
             EngineDeadError: it has died.
         """
         calling, watch = asyncio.ensure_future(call), self._llm.output_handler
         try:
-            # It ends with the process.
+            # The output handler ends with the process.
             await asyncio.wait({calling} if watch is None else {calling, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
                 raise EngineDeadError()
@@ -292,7 +290,7 @@ class VllmEngine:
             await self.generate([0] * min(4, self.max_model_len - 1), sampling, num_siblings, f"warm-up-{num_siblings}")
 
     def _check_prompt(self, ids: list[int], request_id: str) -> None:
-        """Raises ValueError for a prompt that vLLM fails on; an id outside the vocabulary would crash the engine."""
+        """Raises ValueError for a prompt that vLLM cannot take; an id outside the vocabulary would crash the engine."""
         if not 0 < len(ids) < self.max_model_len:
             raise ValueError(f"request {request_id} refused: {len(ids)} tokens, expected 1 to {self.max_model_len - 1}")
         if min(ids) < 0 or max(ids) >= self._vocabulary:
