@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=Panel)
 Queries = Mapping[str, str]
 """PromQL by legend. An expression has `$run` and `$__rate_interval`; a legend names labels as `{{producer}}`."""
 Limits = Mapping[float, str]
-"""The colour of a panel from a value on, ascending."""
+"""The panel's colour from each value on, ascending."""
 
 SHARE = "percentunit"
 """The unit of a fraction, shown in per cent."""
@@ -48,17 +48,17 @@ def of_run(metric: str) -> str:
 
 
 def last(metric: str, by: str = "") -> str:
-    """The metric's last value, or one for each value of the label `by`."""
+    """Returns a query for the metric's last value, or one per value of the label `by`."""
     return f"max{_by(by)}({of_run(metric)})"
 
 
 def rate(metric: str, by: str = "") -> str:
-    """The increase per second of a counter, or one for each value of the label `by`."""
+    """Returns a query for a counter's increase per second, or one per value of the label `by`."""
     return f"sum{_by(by)}(rate({of_run(metric)}[$__rate_interval]))"
 
 
 def quantiles(histogram: str, p99: str) -> Queries:
-    """Median and 99th percentile of a histogram. p99: the legend of the latter."""
+    """Returns queries for median and 99th percentile of a histogram. p99: the legend of the latter."""
     buckets = f"sum by (le) (rate({of_run(f'{histogram}_bucket')}[$__rate_interval]))"
     return {"median": f"histogram_quantile(0.5, {buckets})", p99: f"histogram_quantile(0.99, {buckets})"}
 
@@ -83,8 +83,8 @@ def timeseries(
     bound: str | None = None,
     height: int = 8,
 ) -> Panel:
-    """Lines over time. `limits` are drawn as lines; `colours` are by legend; `bound` is the legend of a line that is
-    itself a limit."""
+    """Makes a panel of lines over time. `limits` are drawn as lines; `colours` are by legend; `bound` is the legend of
+    a line that is itself a limit."""
     legend = builders.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.TABLE)
     panel = (
         _filled(timelines.Panel(), title, description, queries, unit, limits, base, height)
@@ -113,7 +113,7 @@ def timeseries(
 
 
 def by_lag(title: str, description: str, metric: str, **options: Any) -> Panel:
-    """One line for each lag bucket of `metric`, in the bucket's colour."""
+    """Makes a panel with a line per lag bucket of `metric`, in the bucket's colour."""
     colours = {f"lag {label}": colour for label, colour in LAG_COLOURS.items()}
     queries = {"lag {{lag}}": last(metric, by="lag")}
     return timeseries(title, description, queries, colours=colours, **options)
@@ -130,7 +130,7 @@ def stat(
     name_only: bool = False,
     no_value: str = "-",
 ) -> Panel:
-    """The last value in large type; with `name_only`, the legend."""
+    """Makes a panel of the last value in large type; with `name_only`, of the legend."""
     return (
         _filled(stats.Panel(), title, description, queries, unit, limits, base, height=5, instant=True)
         .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
@@ -144,7 +144,7 @@ def stat(
 
 
 def states(title: str, description: str, queries: Queries, *, on: str) -> Panel:
-    """A band for each series, coloured and reading `on` while it is 1."""
+    """Makes a panel with a band per series, coloured and labelled `on` while it is 1."""
     results = {
         "0": model.ValueMappingResult(text=" ", color="transparent", index=0),
         "1": model.ValueMappingResult(text=on, color="orange", index=1),
@@ -165,7 +165,8 @@ def states(title: str, description: str, queries: Queries, *, on: str) -> Panel:
 
 
 def heatmap(title: str, description: str, queries: Queries, *, unit: str, axis: str) -> Panel:
-    """A Prometheus histogram over time: the query gives its buckets by `le`, `unit` is that of a bucket's count."""
+    """Makes a panel of a Prometheus histogram over time. The query gives its buckets by `le`; `unit` is that of a
+    bucket's count."""
     colours = heatmaps.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Blues").fill("dark-blue")
     return (
         _filled(heatmaps.Panel(), title, description, queries, unit, None, "green", height=10, as_heatmap=True)

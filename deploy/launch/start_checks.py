@@ -153,7 +153,7 @@ def check_objective(config: RunConfig) -> None:
 def _check_engine(config: RunConfig) -> None:
     """Checks what a producer would notice only after the engine has started."""
     try:
-        engine_arguments(config, config.seed, cpu=not read_machine().needs_gpu, backend="", extension="")
+        engine_arguments(config, config.seed, cpu=not read_machine().needs_gpu)
     except EngineError as error:
         raise ConfigError(str(error)) from None
 

@@ -49,10 +49,8 @@ MATMUL_PRECISION = "highest"
 """The trainer's float32 matmul precision: no TF32."""
 
 
-def engine_arguments(
-    config: RunConfig, seed: int, *, cpu: bool, backend: str, extension: str, num_gpus: int | None = None
-) -> dict[str, Any]:
-    """Returns arguments for vLLM's AsyncEngineArgs.
+def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int | None = None) -> dict[str, Any]:
+    """Returns arguments for vLLM's AsyncEngineArgs, without those of `OWN`.
 
     num_gpus: the GPUs that this process can use; None skips the check.
 
@@ -63,9 +61,7 @@ def engine_arguments(
     """
     engine, allowed = config.engine, f"{LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
     if not LOWEST_TEMPERATURE <= (temperature := config.sampling.temperature) <= HIGHEST_TEMPERATURE:
-        raise EngineError(
-            f"sampling.temperature = {temperature}: vLLM does not sample groups at it; expected {allowed}"
-        )
+        raise EngineError(f"sampling.temperature = {temperature}: vLLM cannot sample groups there; expected {allowed}")
     for name, how in config.held_out.items():
         if how.temperature and not LOWEST_TEMPERATURE <= how.temperature <= HIGHEST_TEMPERATURE:
             raise EngineError(
@@ -93,8 +89,6 @@ def engine_arguments(
         "async_scheduling": engine.async_scheduling,
         "max_num_seqs": engine.max_num_seqs,
         "tensor_parallel_size": engine.tensor_parallel_size,
-        "weight_transfer_config": {"backend": backend},
-        "worker_extension_cls": extension,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

@@ -79,14 +79,10 @@ class VllmEngine:
             )
         base = BaseModel(config.model.path)
         cpu = current_platform.is_cpu()
-        arguments = engine_arguments(
-            config,
-            config.seed if seed is None else seed,
-            cpu=cpu,
-            backend=BACKEND,
-            extension=f"{EngineReport.__module__}.{EngineReport.__qualname__}",
-            num_gpus=None if cpu else current_platform.device_count(),
-        )
+        num_gpus = None if cpu else current_platform.device_count()
+        arguments = engine_arguments(config, config.seed if seed is None else seed, cpu=cpu, num_gpus=num_gpus)
+        arguments["weight_transfer_config"] = {"backend": BACKEND}
+        arguments["worker_extension_cls"] = f"{EngineReport.__module__}.{EngineReport.__qualname__}"
         if not base.files:  # nothing is served before an announced policy is loaded
             if config.lora is not None:
                 raise EngineError(

@@ -150,10 +150,6 @@ class InFlightTable:
         return max(0, self._sequences_free)
 
     @property
-    def evaluations_free(self) -> int:
-        return self.sequences_free // self._num_samples
-
-    @property
     def groups_free(self) -> int:
         return self.sequences_free // self._group_size
 
@@ -165,7 +161,7 @@ class InFlightTable:
     @property
     def most_evaluations(self) -> int:
         """The most held-out prompts that one read claims."""
-        return max(1, self.evaluations_free)
+        return max(1, self.sequences_free // self._num_samples)
 
     def add(self, claim: Claim) -> None:
         self._claims[claim.stream, claim.entry_id] = claim

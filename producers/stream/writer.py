@@ -25,19 +25,16 @@ APPENDS_AT_ONCE = 2
 
 
 class _Entry(NamedTuple):
-    """fields: names and values, one after the other."""
+    """fields: names and values, one after the other. is_letter: of an agent's dead rollout; its claim stays open."""
 
     claim: Claim
     kind: bytes
     fields: tuple[bytes, ...]
+    is_letter: bool = False
 
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.fields))
-
-
-class _Letter(_Entry):
-    """The dead letter of an agent's rollout; its claim stays open."""
 
 
 class Writer:
@@ -85,7 +82,7 @@ class Writer:
 
     def put_letter(self, claim: Claim, rollout: DeadRollout) -> None:
         """Takes an agent's rollout that is missing from its group."""
-        self._put(_Letter(claim, Kind.DEAD, (Field.ROLLOUT, rollout.id.encode(), *self._why(rollout))))
+        self._put(_Entry(claim, Kind.DEAD, (Field.ROLLOUT, rollout.id.encode(), *self._why(rollout)), is_letter=True))
 
     def _why(self, dead: Dead | DeadRollout) -> tuple[bytes, ...]:
         # Reason and traceback may quote an environment's error, of any length and with any characters.
@@ -124,7 +121,7 @@ class Writer:
             await self._connection.retrying(partial(self._append, batch), num_bytes=num_bytes)
             for number in numbers:
                 entry = self._waiting.pop(number)
-                if not isinstance(entry, _Letter):
+                if not entry.is_letter:
                     self._settle(entry)
             if not self._waiting:
                 self._drained.set()
@@ -151,9 +148,8 @@ class Writer:
         if done := [keys.progress(entry.claim.index) for entry in batch if entry.claim.has_progress]:
             pipeline.execute_command("DEL", *done)
         by_stream: dict[str, list[bytes]] = {}
-        for entry in batch:
-            claim, kind, fields = entry
-            if isinstance(entry, _Letter):
+        for claim, kind, fields, is_letter in batch:
+            if is_letter:
                 kept = ("MAXLEN", "~", DEAD_ROLLOUTS_KEPT)
                 pipeline.execute_command("XADD", keys.dead_rollouts, *kept, "*", Field.INDEX, str(claim.index), *fields)
                 continue

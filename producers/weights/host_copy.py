@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import redis
@@ -35,7 +35,6 @@ SMALL = 0.15
 POLL_S = 0.005
 LONG_WAIT_S = 60.0
 _PREFIX = f"penstock-{os.geteuid()}-"
-_FAULTS = (ChunkError, ConfigError, OSError)
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,23 +52,11 @@ class _Undo(msgspec.Struct, frozen=True, kw_only=True):
     parts: bytes
 
 
-_states = msgspec.json.Decoder(_State)
-_undos = msgspec.msgpack.Decoder(_Undo)
-
-
-class _StepError(Exception):
+class _UnavailableError(Exception):
     """A manifest whose chunks are not available."""
 
     def __init__(self, manifest: WeightManifest, reason: Exception) -> None:
         self.manifest, self.reason = manifest, reason
-
-
-class _Step(NamedTuple):
-    """A chunk on the way to a policy, and its parts once they are fetched."""
-
-    manifest: WeightManifest
-    chunk: Chunk
-    parts: list[Part] | None = None
 
 
 def default_folder() -> Path:
@@ -277,7 +264,7 @@ class HostCopy:
     def _held(self) -> WeightManifest | None:
         """Returns the policy in the copy; None if there is none, or a torn one."""
         try:
-            state = _states.decode((self.folder / "state").read_bytes())
+            state = msgspec.json.decode((self.folder / "state").read_bytes(), type=_State)
             layout = Layout(state.policy.tensors)
             with self.path.open("rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == layout.num_bytes and state.locks == self._inode
@@ -306,9 +293,7 @@ class HostCopy:
         target, is_next = wanted, not exactly and held is not None and wanted.delta_of == held.version
         found = WeightLog({wanted.version: wanted}, {}) if is_next else self._reader.log()
         if not is_next and not exactly:
-            target = (
-                found.announced[max(found.announced)] if max(found.announced, default=0) > wanted.version else wanted
-            )
+            target = max((wanted, *found.announced.values()), key=lambda manifest: manifest.version)
             if held is not None and identity(held) == identity(target):
                 return target
         failure: Exception | None = None
@@ -323,7 +308,7 @@ class HostCopy:
             is_whole = bool(way) and way[0].delta_of is None
             try:
                 self._apply(way, target, held)
-            except _StepError as error:
+            except _UnavailableError as error:
                 failure, found = error.reason, _without(found, error.manifest)
                 held = None if held is None else self._held()
             except ChunkError as error:
@@ -342,7 +327,7 @@ class HostCopy:
         """Changes the copy from `held` by `way`, and compares it with `target`.
 
         Raises:
-            _StepError: a chunk is not available.
+            _UnavailableError: a chunk is not available.
             ChunkError: a chunk does not fit the policy, or the result is not `target`.
         """
         layout = layout_of(target)
@@ -350,34 +335,33 @@ class HostCopy:
         for manifest in way if is_whole or held is None else (held, *way):
             if manifest.tensors != target.tensors:
                 raise ChunkError(f"policy {target.version}: other tensors than those of policy {manifest.version}")
-        steps: Iterable[_Step] = (_Step(manifest, chunk) for manifest in way for chunk in manifest.chunks)
+        fetched: Iterable[list[Part]] = (self._fetch(manifest, chunk) for manifest in way for chunk in manifest.chunks)
         is_small = not is_whole and sum(manifest.chunk_bytes for manifest in way) <= SMALL * layout.tensor_bytes
         if is_small:
-            steps = [step._replace(parts=self._fetch(step)) for step in steps]
+            fetched = list(fetched)
         with self._changing():
             file = self._create(layout) if is_whole else _mapped(self.path)
             undo: list[Part] = []
-            for step in steps:
-                parts = self._fetch(step) if step.parts is None else step.parts
+            for parts in fetched:
                 apply(parts, layout, file, undo if is_small else None)
             verify(target, layout, file)
             if held is not None and is_small and sum(len(part.values) for part in undo) <= SMALL * layout.tensor_bytes:
                 self._keep_undo(_Undo(of=identity(target), to=held, parts=pack(undo[::-1])))
             self._set_state(target)
 
-    def _fetch(self, step: _Step) -> list[Part]:
+    def _fetch(self, manifest: WeightManifest, chunk: Chunk) -> list[Part]:
         if self._stopping:
             raise WeightLoadError("stopped while it fetched weights")
         before = self._reader.num_bytes
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + LONG_WAIT_S
-            number, where = 1 + step.manifest.chunks.index(step.chunk), step.manifest.store
-            num_chunks, version = len(step.manifest.chunks), step.manifest.version
+            number, num_chunks = 1 + manifest.chunks.index(chunk), len(manifest.chunks)
+            where, version = manifest.store, manifest.version
             log.info("still fetching weights: chunk %d of %d of policy %d in %s", number, num_chunks, version, where)
         try:
-            return self._reader.parts(step.manifest, step.chunk)
-        except _FAULTS as error:
-            raise _StepError(step.manifest, error) from error
+            return self._reader.parts(manifest, chunk)
+        except (ChunkError, ConfigError, OSError) as error:
+            raise _UnavailableError(manifest, error) from error
         finally:
             self._metrics.weight_bytes.inc(self._reader.num_bytes - before)
 
@@ -410,7 +394,7 @@ class HostCopy:
     def _take_back(self, held: WeightManifest, wanted: WeightManifest) -> bool:
         """Undoes the last change if that leads to `wanted`; returns whether it did."""
         try:
-            undo = _undos.decode((self.folder / "undo").read_bytes())
+            undo = msgspec.msgpack.decode((self.folder / "undo").read_bytes(), type=_Undo)
         except (FileNotFoundError, msgspec.DecodeError):
             return False
         if undo.of != identity(held) or identity(undo.to) != identity(wanted):
