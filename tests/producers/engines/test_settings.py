@@ -170,7 +170,8 @@ def test_masks_are_asked_for_where_they_are_needed_and_vllm_has_them():
     truncated = config(sampling=SamplingConfig(top_k=20, top_p=0.9))
     assert arguments_of(truncated, cpu=False)["return_sampling_mask"] is True
     assert "return_sampling_mask" not in arguments_of(config(), cpu=False)
-    with pytest.raises(EngineError, match=r"sampling.top_k = 20, sampling.top_p = 0.9: vLLM's CPU build does not tell"):
+    refusal = r"sampling.top_k = 20, sampling.top_p = 0.9: vLLM's CPU build does not report which ids it kept"
+    with pytest.raises(EngineError, match=refusal):
         arguments_of(truncated)
     with pytest.raises(EngineError, match=r"engine\.args\.return_sampling_mask = True: expected sampling\.top_k"):
         arguments_of(config(engine=EngineConfig(args={"return_sampling_mask": True})))
