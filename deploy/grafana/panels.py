@@ -2,7 +2,7 @@
 grafana-foundation-sdk)."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 from grafana_foundation_sdk.builders import common as builders
@@ -237,7 +237,8 @@ def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Row]) -
     )
     for title_of_row, row in rows.items():
         builder.with_row(dashboards.Row(title_of_row))
-        for panel, width in zip_longest(row.panels, row.widths, fillvalue=row.widths[-1]):
+        widths = chain(row.widths, repeat(row.widths[-1]))
+        for panel, width in zip(row.panels, widths, strict=False):
             builder.with_panel(panel.span(width))
     made: model.Dashboard = builder.build()
     for number, each in enumerate(made.panels or (), 1):

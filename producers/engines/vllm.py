@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -56,7 +57,6 @@ class VllmEngine:
         self._adapter = None if config.lora is None else LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
         """Sent with every request; its path is never read, because the adapter is already loaded."""
         self._files = base.files if config.lora is None else []
-        self._params: dict[tuple[SamplingSettings, int, tuple[str, ...], int | None], SamplingParams] = {}
         self._loading = asyncio.Lock()
 
     @classmethod
@@ -127,7 +127,7 @@ class VllmEngine:
         """
         # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
-        params = self._sampling_params(sampling, num_siblings, tuple(stop), seed)
+        params = sampling_params(sampling, num_siblings, masked=self._masked, stop=tuple(stop), seed=seed)
         return await self._run(prompt_token_ids, params, request_id, salt)
 
     def sampled(self, request_id: str) -> list[Completion]:
@@ -224,7 +224,7 @@ class VllmEngine:
         """Computes a sequence again, bypassing the prefix cache."""
         name = f"replay-{uuid.uuid4()}"
         salt = name if self.fingerprint.prefix_caching else None
-        params = self._sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1)
+        params = sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1, masked=self._masked)
         await self._run(token_ids, params, name, salt)
 
     async def close(self) -> None:
@@ -295,29 +295,27 @@ class VllmEngine:
                 f"{self._vocabulary - 1}"
             )
 
-    def _sampling_params(
-        self, sampling: SamplingSettings, num_siblings: int, stop: tuple[str, ...] = (), seed: int | None = None
-    ) -> SamplingParams:
-        key = (sampling, num_siblings, stop, seed)
-        if self._masked and sampling.temperature == 0:
-            # vLLM tells no mask at a temperature of 0, and refuses the request; this has the same tokens.
-            sampling = msgspec.structs.replace(sampling, temperature=1.0, top_k=1)
-        if key not in self._params:
-            if len(self._params) == PARAMS_KEPT:
-                self._params.clear()
-            self._params[key] = SamplingParams(
-                n=num_siblings,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                seed=seed,
-                stop_token_ids=list(sampling.stop_token_ids),
-                logprobs=0,
-                flat_logprobs=True,
-                stop=list(stop),
-                detokenize=bool(stop),
-                skip_special_tokens=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-        return self._params[key]
+
+@functools.lru_cache(PARAMS_KEPT)
+def sampling_params(
+    sampling: SamplingSettings, num_siblings: int, *, masked: bool, stop: tuple[str, ...] = (), seed: int | None = None
+) -> SamplingParams:
+    """Returns vLLM's parameters of a request. masked: the engine reports the ids that each token was sampled from."""
+    if masked and sampling.temperature == 0:
+        # vLLM reports no mask at a temperature of 0, and refuses the request; this samples the same tokens.
+        sampling = msgspec.structs.replace(sampling, temperature=1.0, top_k=1)
+    return SamplingParams(
+        n=num_siblings,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        seed=seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        stop=list(stop),
+        detokenize=bool(stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
