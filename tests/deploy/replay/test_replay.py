@@ -154,7 +154,7 @@ BAD_INPUT = {
     "an objective that is none": (["--objective", "json:JSONDecoder"], "objective"),
     "two objectives of one name": (["--objective", "a:Grpo", "--objective", "b:Grpo"], "'grpo': two have this name"),
     "two variants of one name": (["--variant", "v", "--variant", "v", "max_lag=1"], "'v': two have this name"),
-    "the record's own name": (["--variant", "recorded", "max_lag=1"], "'recorded': the name of what the run itself"),
+    "the record's own name": (["--variant", "recorded", "max_lag=1"], "'recorded': the name of the run's own numbers"),
     "that name in capitals": (["--variant", "Recorded"], "'Recorded': the name of the run's own numbers; expected"),
     "an objective of that name": (["--objective", "a:Recorded"], "'recorded': the name of the run's own numbers"),
     "an unknown field": (
