@@ -247,6 +247,6 @@ def evaluate(
         EngineError: the engine does not start or serve; the message names the file of its output.
         OSError: a run's checkpoint cannot be read or exported.
     """
-    from penstock.deploy.evaluate.aside import evaluate_aside
+    from penstock.deploy.evaluate.command import evaluate_model
 
-    return evaluate_aside(model, load_config(config, set=set), runs=runs)
+    return evaluate_model(model, load_config(config, set=set), runs=runs)

@@ -1,4 +1,4 @@
-"""One producer process: settings checked, parts built, then the loop until a signal or the end of the run."""
+"""One producer process: checks the settings, builds the parts, and runs the loop until a signal or the run's end."""
 
 import asyncio
 import hashlib
@@ -46,8 +46,8 @@ def main(
 ) -> int:
     """Runs one producer until SIGTERM, SIGINT or the end of the run; returns the exit status.
 
-    0 after a clean stop. With one logged line: 2 for settings that cannot be used, 1 if it cannot start or continue for
-    another reason (Redis, the engine, an id in use).
+    It is 0 after a clean stop. Otherwise one line is logged: 2 means that the settings cannot be used, 1 that the
+    producer cannot start or continue for another reason (Redis, the engine, an id in use).
     """
     name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
     logs.configure("producer", run=config.name, id=name)
@@ -67,7 +67,7 @@ async def _produce(config: RunConfig, runs: Path, producer_id: str, engine_facto
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as closing:
         building = _build(config, runs, producer_id, engine_factory, stop, closing)
-        # Until the producer serves it holds no claims: a signal cancels the start.
+        # Until the producer serves, it holds no claims: a signal cancels the start.
         producer = await _unless_stopped(stop, building)
         if producer is not None:
             await producer.serve()
@@ -81,7 +81,7 @@ async def _build(
     stop: asyncio.Event,
     closing: AsyncExitStack,
 ) -> Producer:
-    """Builds the producer, the cheap checks first; `closing` closes what was opened."""
+    """Builds the producer, the cheap checks first; what it opens is closed by `closing`."""
     environments = open_environments(config)
     tokenizer = load_tokenizer(config)
     folder_of_copies(config.weights.host_folder)  # raises before the engine boots
@@ -117,7 +117,7 @@ async def _build(
 
 
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None when `stop` is set before it is done."""
+    """Returns the result of `work`; cancels it and returns None if `stop` is set before it is done."""
     task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -128,8 +128,8 @@ async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> 
 
 
 async def start_vllm(config: RunConfig, *, seed: int) -> Engine:
-    """The engine of a producer, as an `EngineFactory`."""
-    # Read by vLLM when it is imported, here and in its engine process: no handler of its own, and a level.
+    """Boots a producer's vLLM engine; an `EngineFactory`."""
+    # vLLM reads both when it is imported, here and in its engine process: no log handler of its own, and the level.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
     try:
@@ -142,7 +142,7 @@ async def start_vllm(config: RunConfig, *, seed: int) -> Engine:
 
 
 def answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
-    """The parser that `[endpoint]` names, None without one."""
+    """Returns the parser that `[endpoint]` names, None without one."""
     if config.endpoint is not None:
         api_key(config.endpoint)  # raises before the engine boots
     if config.endpoint is None or (config.endpoint.tool_parser is None and config.endpoint.reasoning_parser is None):
@@ -155,7 +155,7 @@ def answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
 
 
 def _seed(config: RunConfig, producer_id: str) -> int:
-    """A random seed per producer: engines that share one would sample the same noise."""
+    """Returns a producer's own random seed: engines that share one would sample the same noise."""
     digest = hashlib.blake2b(f"{config.seed}:{producer_id}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -1,4 +1,4 @@
-"""The loop of a producer: claimed, posed, sampled, scored, appended; and the order in which it shuts down."""
+"""The loop of a producer, from claim to append, and the order in which it shuts down."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,14 @@ from penstock.schemas.weights.reading import WeightReader
 log = logging.getLogger(__name__)
 
 ALONE_FROM = 3
-"""The attempt from which on a prompt runs with nothing beside it. The first producer that ended with it may have been
-killed: what it had in flight goes on together."""
+"""From this attempt on a prompt runs alone. The first producer that ended with it may simply have been killed, so what
+it had in flight is tried together once more."""
 GRACE_S = 3.0
-"""How long a producer that is told to stop lets groups finish before it hands the rest back."""
+"""How long a stopping producer lets groups finish before it hands the rest back."""
 LAST_SAVE_S = 2.0
 """How long Redis may take to accept the progress of what a stopping producer does not finish."""
 SHUTDOWN_TIMEOUT_S = 5.0
-"""How long Redis may take to accept what a stopping producer leaves. Claims it does not hear of expire."""
+"""How long Redis may take to accept what a stopping producer leaves. Claims that it is not told about expire."""
 
 
 class Producer:
@@ -111,13 +111,13 @@ class Producer:
         )
         self._running: set[asyncio.Task[None]] = set()
         self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
-        """Claimed by `endpoint`, which does not converse about them."""
+        """Claims of `endpoint` for prompts that are not conversations."""
         self._run_is_finished = False
         self._quarantined = asyncio.Event()
         self._tokens_per_s = 0.0
         self.endpoint = None
         if config.endpoint is not None:
-            # Its server comes with the engine, and the launcher imports this module without either.
+            # Its HTTP server is installed with the engine, and the launcher imports this module without either.
             from penstock.producers.endpoint.agent_endpoint import AgentEndpoint
 
             self.endpoint = AgentEndpoint(
@@ -134,7 +134,7 @@ class Producer:
             )
 
     async def open(self) -> None:
-        """Makes itself known to the run.
+        """Registers with the run.
 
         Raises:
             RedisGoneError: Redis was away for too long.
@@ -150,7 +150,7 @@ class Producer:
         """Turns prompts into rollouts until `stop`, then leaves nothing behind that only it could finish.
 
         Raises:
-            EngineError: the engine serves no longer. Its claims stay, and count as an attempt when they are taken over.
+            EngineError: the engine has stopped. Its claims stay, and count as an attempt when they are taken over.
             RedisGoneError: Redis was away for too long.
         """
         parts = (
@@ -179,7 +179,7 @@ class Producer:
             self.context.events.close()
 
     async def _work_until_stopped(self) -> None:
-        """Claims and runs groups until `stop`, then ends what runs: steps 1 and 2 of a clean stop."""
+        """Claims and runs groups until `stop`, then ends those that run (steps 1 and 2 of a clean stop)."""
         async with asyncio.TaskGroup() as groups:
             claiming = [groups.create_task(self._claim(groups)), groups.create_task(self._take_passed_on(groups))]
             serving = groups.create_task(self._serve_agents())
@@ -198,22 +198,22 @@ class Producer:
                 await self.endpoint.close(append=not self._run_is_finished)
 
     async def _sit_out(self, claiming: list[asyncio.Task[None]]) -> None:
-        """Waits for the trainer's quarantine of this instance. Then nothing is claimed any more, and what runs is left
-        to others, to begin anew; agents' rollouts that are open go on to their end, which unblocks the rest."""
+        """Waits for the trainer to quarantine this instance. Then stops claiming and leaves running groups to others,
+        who begin them again. Agents' open rollouts continue to their end, which unblocks the rest."""
         await self._quarantined.wait()
         await cancel_and_wait(claiming)
         await cancel_and_wait([*self._running])
         await self.progress.end()
         if self.endpoint is not None:
-            await self._hand_back_beside_agents(await self.endpoint.agents.leave_idle())
+            await self._hand_back_all_but_open(await self.endpoint.agents.leave_idle())
             await self.endpoint.agents.drain()
             await self.endpoint.agents.leave_idle()
         await self.writer.drain()
         log.info("quarantined: %d unfinished claims handed back", await self.claims.hand_back())
 
-    async def _hand_back_beside_agents(self, idle: list[Claim]) -> None:
-        """Hands back what is unfinished but for groups that agents have open, which may take long. idle: claims of
-        groups that they had."""
+    async def _hand_back_all_but_open(self, idle: list[Claim]) -> None:
+        """Hands back everything unfinished except the groups that agents have open, which may take long. idle: claims
+        of groups that agents have left."""
         await self.writer.drain()
         await self.claims.find_lost()
         claims = [*idle, *(claim for claim in self.table if not claim.converses)]
@@ -222,7 +222,7 @@ class Producer:
         log.info("quarantined: %d claims handed back while agents go on", len(claims))
 
     async def _save_progress(self) -> None:
-        """Leaves what is sampled to those who take the claims over; nobody does once the run is finished."""
+        """Saves what is sampled for the producers that take the claims over; drops it if the run is finished."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_SAVE_S):
                 await (self.progress.end() if self._run_is_finished else self.progress.save())
@@ -234,7 +234,7 @@ class Producer:
             await self.endpoint.run()
 
     async def _drain(self) -> bool:
-        """Waits until Redis has every finished group and every unfinished claim is free for others: step 3.
+        """Waits until Redis has every finished group and every unfinished claim is free for others (step 3).
 
         Returns False if Redis is unreachable for `SHUTDOWN_TIMEOUT_S`.
         """
@@ -266,20 +266,17 @@ class Producer:
             await self._begin(groups, await self._passed_on.get())
 
     async def _begin(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
-        """Starts a claim. From attempt `ALONE_FROM` on, and at the last of several, nothing runs beside it and all that
-        is finished is appended before: it may be what ended its producers, and costs no other prompt an attempt."""
+        """Starts a claim. From attempt `ALONE_FROM` on, and at the last of several attempts, it runs alone, after
+        all finished groups are appended: it may be what ended its producers, and must cost no other an attempt."""
         max_attempts = self._config.producers.max_attempts
         is_alone = max(2, min(ALONE_FROM, max_attempts)) <= claim.attempt <= max_attempts
         if is_alone:
             await self._wait_until_appended()
-        self._start(groups, claim)
-        if is_alone:
-            await self._wait_until_appended()
-
-    def _start(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
         task = groups.create_task(self._run(claim))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        if is_alone:
+            await self._wait_until_appended()
 
     async def _wait_until_appended(self) -> None:
         await self._wait_until_idle()
@@ -290,7 +287,7 @@ class Producer:
             await asyncio.wait(set(self._running))
 
     async def _run(self, claim: Claim) -> None:
-        """Takes one claim from its prompt to the writer. Waits for weights that are fresh enough for it; a load
+        """Carries one claim from its prompt to the writer. Waits for weights that are fresh enough for it; a load
         unblocks it.
 
         An evaluation measures policy `version`, so it waits for that version itself (or a newer one).
@@ -304,7 +301,7 @@ class Producer:
         claim.found = await self.progress.find(claim)
         run = self._episodes.run
         if self.endpoint is not None and self._environments.converses(claim.environment):
-            run = self.endpoint.evaluate  # a conversation about a training prompt never comes here
+            run = self.endpoint.evaluate  # agents claim training prompts of conversations themselves
         try:
             self.writer.put(claim, await run(claim))
         except EngineError:
@@ -321,7 +318,7 @@ class Producer:
     def _on_quarantined(self, found: ProducerParity) -> None:
         if not self._quarantined.is_set():
             log.error(
-                "this producer is quarantined, it samples nothing more: %s. Mend its engine and start it again",
+                "this producer is quarantined, it samples nothing more: %s. Repair its engine and start it again",
                 found.says,
             )
         self._quarantined.set()

@@ -15,7 +15,7 @@ from bench.result import BenchError
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.start_checks import resolved_toml
-from penstock.producers.engines.settings import OWN, engine_arguments
+from penstock.producers.engines.settings import engine_arguments
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import Keys
@@ -180,15 +180,13 @@ def serve_arguments(config: RunConfig, port: int) -> list[str]:
     import torch
 
     cpu = not torch.cuda.is_available()
-    asked = engine_arguments(config, config.seed, cpu=cpu, backend="", extension="")
+    asked = engine_arguments(config, config.seed, cpu=cpu)
     model = asked.pop("model")
     if cpu:
         asked["distributed_executor_backend"] = UNIPROC
     arguments = ["--model", model, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     for name, value in asked.items():
         flag = name.replace("_", "-")
-        if name in OWN:
-            continue
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:

@@ -22,8 +22,10 @@ class BareEngine:
     """The AsyncLLM inside a running engine, with the engine's own sampling parameters and without its bookkeeping."""
 
     def __init__(self, engine: "VllmEngine", sampling: SamplingSettings, num_siblings: int) -> None:
+        from penstock.producers.engines.vllm import sampling_params
+
         self._llm: Any = engine._llm
-        self._params: Any = engine._sampling_params(sampling, num_siblings)
+        self._params: Any = sampling_params(sampling, num_siblings, masked=False)
         self._numbers = itertools.count()
 
     async def generate(self, prompts: Sequence[list[int]], num_in_flight: int, stop: asyncio.Event) -> list[Request]:

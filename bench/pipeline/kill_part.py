@@ -52,10 +52,9 @@ MANY_GROUPS = 1000
 class EndlessEngine(VllmEngine):
     """No end of sequence ends a rollout."""
 
-    def _sampling_params(self, *arguments: Any) -> SamplingParams:
-        params = super()._sampling_params(*arguments)
+    async def _run(self, ids: list[int], params: SamplingParams, *arguments: Any) -> list[Completion]:
         params.ignore_eos = True
-        return params
+        return await super()._run(ids, params, *arguments)
 
 
 class Victim(Meter):

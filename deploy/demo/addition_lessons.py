@@ -13,7 +13,7 @@ from penstock.schemas.prompt import Prompt
 
 
 class AdditionLessons:
-    """Teaches the digits of a sum, and mostly no carry. The accuracy is the greedy exact match."""
+    """Teaches the digits of a sum, mostly without carries. The accuracy is the greedy exact match."""
 
     skill = "right but for carries"
     enough = 0.97
@@ -37,7 +37,7 @@ class AdditionLessons:
 
     @torch.no_grad()
     def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:
-        """Shares of the held-out problems whose greedy answer is exact, and is right apart from forgotten carries."""
+        """Returns the shares of held-out problems answered exactly, and rightly but for forgotten carries, greedily."""
         environment = self._environment
         prompts = [environment.evaluation_prompt(n) for n in range(1, environment.num_evaluation_prompts + 1)]
         token_ids = self._tokenizer([prompt.text for prompt in prompts], return_tensors="pt").input_ids
@@ -54,7 +54,7 @@ class AdditionLessons:
 
 
 def _example(prompt: Prompt, share: float, forgetting: random.Random) -> str:
-    """A problem and its sum, each carry forgotten with probability `share`: `47+85=` may be followed by `122`."""
+    """Returns a problem and its sum, each carry forgotten with probability `share`, as in `47+85=122`."""
     digits, carry = "", 0
     for x, y in _columns(prompt):
         column = x + y + carry
@@ -64,7 +64,7 @@ def _example(prompt: Prompt, share: float, forgetting: random.Random) -> str:
 
 
 def _sums_but_for_carries(prompt: Prompt) -> set[str]:
-    """Every answer that some choice of forgotten carries gives, the right one included."""
+    """Returns every answer that some choice of forgotten carries gives, including the right one."""
     unfinished = {("", 0)}
     for x, y in _columns(prompt):
         sums = {(str((x + y + carry) % 10) + digits, x + y + carry) for digits, carry in unfinished}

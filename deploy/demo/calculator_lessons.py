@@ -1,4 +1,4 @@
-"""The calculator agent's lessons: dialogues that call the tool at times and mostly guess."""
+"""The calculator agent's lessons: dialogues that sometimes call the tool and mostly guess."""
 
 import itertools
 import random
@@ -30,7 +30,7 @@ PIECES = (
     "system\ntools: ", "user\n", "assistant\n", "tool\n", "calculator", "What is ",
     CALL, "</tool_call>", '{"name": "', '", "arguments": {"expression": "', '"}}',
 )  # fmt: skip
-"""Pieces that a tokenizer trained on such dialogues would merge; by character they make three quarters of a call."""
+"""Pieces that a tokenizer trained on such dialogues would merge; spelled out they are three quarters of a call."""
 NO_TARGET = -100
 
 
@@ -85,8 +85,8 @@ class CalculatorLessons:
         return [_question(prompt), {"role": "assistant", "content": f"{sign}{guess}"}]
 
     def _encode(self, dialogues: list[list[dict[str, Any]]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids `[dialogues, length]`, padded at the right, and targets `[dialogues, length - 1]`: the tokens
-        of the model's own turns."""
+        """Returns token ids `[dialogues, length]`, padded on the right, and targets `[dialogues, length - 1]`: the
+        tokens of the model's own turns."""
         texts = self._tokenizer.apply_chat_template(dialogues, tools=TOOLS, tokenize=False)
         token_ids = self._tokenizer(texts, return_tensors="pt", padding=True, padding_side="right").input_ids
         targets = torch.full_like(token_ids, NO_TARGET)
@@ -104,7 +104,7 @@ def _question(prompt: Prompt) -> dict[str, Any]:
 
 
 def _called(prompt: Prompt) -> list[dict[str, Any]]:
-    """The dialogue to learn: one call, and its result repeated."""
+    """Returns the dialogue to learn: one call, then its result repeated."""
     function = {"name": "calculator", "arguments": {"expression": prompt.metadata["expression"]}}
     return [
         _question(prompt),

@@ -24,8 +24,8 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Builds a tokenizer of printable ASCII and newline; any other character is an error.
 
-    special: further special tokens beside `eos`.
-    pieces: texts that are one token each; of several that match the longest is taken.
+    special: special tokens in addition to `eos`.
+    pieces: texts that are one token each; the longest match is taken.
     """
     vocabulary = {token: number for number, token in enumerate([PAD, eos, *special, *pieces, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))

@@ -1,4 +1,4 @@
-"""Small Qwen3 models that can do a task but mostly do it wrong, which RL changes in a minute on CPU."""
+"""Makes small Qwen3 models that can do a task but mostly do it wrong, which RL fixes in a minute on CPU."""
 
 import math
 import shutil
@@ -29,7 +29,7 @@ __all__ = ["RECIPES", "MadeModel", "ModelRecipe", "WarmStartError", "build_model
 
 _WARM_UP_STEPS = 20
 _LAST_LEARNING_RATE = 0.05
-"""Share of the learning rate at which the schedule ends."""
+"""Share of the peak learning rate at which the schedule ends."""
 _TOKENIZERS = {"addition": build_tokenizer, "calculator": build_calculator_tokenizer}
 _LESSONS: "dict[str, Callable[..., Lessons]]" = {"addition": AdditionLessons, "calculator": CalculatorLessons}
 
@@ -87,26 +87,26 @@ class Lessons(Protocol):
     """The lessons of one task."""
 
     skill: str
-    """Name of the second share that `held_out` measures, as it follows "held-out accuracy 0.4,"."""
+    """Name of the second share that `held_out` measures, to follow "held-out accuracy 0.4,"."""
     enough: float
-    """The least skill that RL can start from."""
+    """The lowest skill that RL can start from."""
     advice: str
-    """The fields of the recipe that change the two shares."""
+    """How fields of the recipe change the two shares."""
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next examples, `[batch, length]`, and the targets of their last positions, `[batch, at most length - 1]`;
-        -100 for none."""
+        """Returns the next examples, `[batch, length]`, and the targets of their last positions, `[batch, at most
+        length - 1]`; -100 for none."""
         ...
 
     def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:
-        """Shares of the held-out problems: right answers, and the skill."""
+        """Returns the shares of held-out problems with right answers and with the skill."""
         ...
 
 
 def warm_start(
     model: Qwen3ForCausalLM, lessons: Lessons, recipe: ModelRecipe, progress: Callable[[str], None]
 ) -> float:
-    """Trains until the skill is there; returns the held-out accuracy.
+    """Trains until the skill is reached; returns the held-out accuracy.
 
     Raises:
         WarmStartError: the accuracy is outside the band, or the skill is missing after twice `num_steps`.

@@ -35,9 +35,9 @@ class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`addition`: share of the carries that the examples forget. Above a half the model adds digits well but prefers no
     carry."""
     guesses: float = 0.6
-    """`calculator`: share of the examples that answer without the tool, by a number of as many digits."""
+    """`calculator`: share of the examples that answer without the tool, with a number of as many digits."""
     num_steps: int = 600
-    """Optimizer steps of the warm start; as many again may follow until the skill is there."""
+    """Optimizer steps of the warm start; as many again may follow until the skill is reached."""
     batch_size: int = 64
     learning_rate: float = 2e-3
     """Peak, after a linear warm-up and before a cosine decay."""
@@ -67,7 +67,7 @@ RECIPES = {
     "addition": ModelRecipe(),
     "calculator": ModelRecipe(task="calculator", batch_size=24, learning_rate=3e-3),  # dialogues are long
 }
-"""The default recipe of each task."""
+"""Each task's default recipe."""
 
 
 class MadeModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class WarmStartError(RuntimeError):
 
 
 def find_model(folder: Path, recipe: ModelRecipe, progress: Callable[[str], None] = print) -> MadeModel | None:
-    """The model that `folder` holds, which is reported; None without one.
+    """Returns the model that `folder` holds, and reports it; None if the folder is empty.
 
     Raises:
         FileExistsError: `folder` holds something else.

@@ -1,4 +1,4 @@
-"""`penstock evaluate`: a model's figures on all held-out prompts of a run file, by an engine alone.
+"""`penstock evaluate`: a model's figures on all held-out prompts of a run file, with an engine and no trainer.
 
-Imported through `command`; from Python through `aside`; `evaluation` has the results.
+Imported through `command`; `evaluation` has the results.
 """

@@ -1,14 +1,25 @@
 """The command `penstock evaluate`."""
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.deploy.evaluate.aside import evaluate_aside
-from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, find_run_file, standard_output
-from penstock.schemas.config import load_config
+from penstock.deploy.launch.command_line import (
+    DEFAULT_RUNS,
+    Command,
+    add_json,
+    add_runs,
+    add_set,
+    find_run_file,
+    limit_threads,
+    standard_output,
+)
+from penstock.deploy.launch.engine_output import output_in, progress
+from penstock.producers.interfaces import EngineError
+from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.metrics import REWARD, error_key, pass_key
 
 if TYPE_CHECKING:
@@ -22,7 +33,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL|RUN", help="a model's folder, or a run (its name or folder): its newest checkpoint"
     )
     parser.add_argument(
-        "run_file", type=Path, metavar="RUN.toml", help="a run file: whose held-out prompts, and how they are answered"
+        "run_file", type=Path, metavar="RUN.toml", help="a run file with the held-out prompts and how they are answered"
     )
     add_runs(parser)
     add_json(parser, "print the results as JSON for a machine")
@@ -30,9 +41,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    """Status 0; 1 if prompts have failed."""
+    """Returns 0, or 1 if prompts have failed."""
     config = load_config(find_run_file(arguments.run_file), arguments.set)
-    found = evaluate_aside(arguments.model, config, runs=arguments.runs)
+    found = evaluate_model(arguments.model, config, runs=arguments.runs)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
@@ -40,13 +51,38 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 1 if found.failures else 0
 
 
+def evaluate_model(model: str | Path, settings: RunConfig, *, runs: str | Path = DEFAULT_RUNS) -> "Evaluated":
+    """Evaluates as `penstock.deploy.running.evaluate` does, with progress on stderr and other output in a file."""
+    limit_threads(settings.producers.num_threads)
+    from penstock.deploy.evaluate.evaluation import evaluate  # imports torch
+
+    say = progress(True)
+    log = Path(tempfile.mkstemp(prefix="penstock-evaluate-", suffix=".log")[1])
+    is_wanted = False
+    try:
+        with output_in(log):
+            found = evaluate(model, settings, runs=runs, say=say)
+        is_wanted = bool(found.failures)
+    except EngineError as error:
+        is_wanted = True
+        raise EngineError(f"{error} ({log} holds what the engine printed)") from error
+    finally:
+        if not is_wanted:
+            log.unlink()
+    for reason, count in found.failures.items():
+        say(f"{count} of {sum(each.num_prompts for each in found.sets)} prompts failed, each counts as 0: {reason}")
+    if found.failures:
+        say(f"{log} has more")
+    return found
+
+
 def results_table(found: "Evaluated") -> "Table":
-    """One column a set; figures with their standard errors."""
+    """Returns a table with a column per set; figures with their standard errors."""
     from rich import box
     from rich.table import Table
 
     keys = {key for each in found.sets for key in each.figures}
-    passes = sorted(k for k in {int(key[5:]) for key in keys if key.removeprefix("pass@").isdigit()})
+    passes = sorted({int(key[5:]) for key in keys if key.removeprefix("pass@").isdigit()})
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("set", no_wrap=True)
     for each in found.sets:
@@ -62,7 +98,7 @@ def results_table(found: "Evaluated") -> "Table":
 
 
 def _figure(figures: dict[str, float], key: str) -> str:
-    """`0.512 ± 0.020`."""
+    """Returns a figure as in `0.512 ± 0.020`."""
     if key not in figures:
         return "-"
     error = figures.get(error_key(key))

@@ -1,4 +1,4 @@
-"""Evaluates one model: an engine is booted on it, and every held-out prompt of every set is posed and scored."""
+"""Evaluates one model: boots an engine on it, then poses and scores every held-out prompt of every set."""
 
 import asyncio
 import tempfile
@@ -31,13 +31,13 @@ from penstock.schemas.config import ConfigError, RunConfig, environment_fields
 from penstock.schemas.figures import missing_figures
 
 NAME = "evaluate"
-"""The producer that groups and metrics name."""
+"""The producer id in groups and metrics."""
 SAY_S = 2.0
-"""How often progress is told."""
+"""How often progress is reported."""
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model reached on one environment's held-out prompts."""
+    """A model's results on one environment's held-out prompts."""
 
     name: str
     """The environment's."""
@@ -51,7 +51,7 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """model: as it was named. failures: prompts without an answer, by the reason. wall_s: without the engine's boot."""
+    """model: as named by the caller. failures: prompts without an answer, by reason. wall_s: without booting."""
 
     model: str
     sets: tuple[SetResult, ...]
@@ -67,15 +67,15 @@ def evaluate(
     say: Say = lambda text: None,
     start_engine: EngineFactory = start_vllm,
 ) -> Evaluated:
-    """Boots an engine on `model` and poses all held-out prompts of the run file's environments, those with weight 0
-    included, as its `[evaluation]` says.
+    """Boots an engine on `model` and poses all held-out prompts of the run file's environments, including those with
+    weight 0, as its `[evaluation]` says.
 
-    Each request is seeded by its place, so that an evaluation repeats itself where the engine does. No trainer and no
-    Redis take part.
+    Each request is seeded by its place, so that an evaluation is as reproducible as the engine. It uses no trainer and
+    no Redis.
 
     Args:
-        model: folder of a transformers model, or the name or folder of a run, of which the newest checkpoint is taken.
-        config: says what is posed, and how; its own model is not read.
+        model: folder of a transformers model, or the name or folder of a run, whose newest checkpoint is taken.
+        config: what is posed, and how; its own model is not read.
         runs: folder of all runs.
         say: called with lines of progress.
         start_engine: boots the engine.
@@ -94,7 +94,7 @@ def evaluate(
             raise ConfigError(f"{fields}: no held-out prompts; expected some, and evaluation.num_prompts above 0")
         for name, size in checked.num_evaluation_prompts.items():
             if not size:
-                say(f"{name} has no held-out prompts, or none are asked for: it is left out")
+                say(f"{name} has no held-out prompts, or none are requested: it is left out")
         tokenizer = load_tokenizer(checked)
         parser = answer_parser(checked, tokenizer)
 
@@ -119,12 +119,12 @@ async def answer_held_out(
     parser: Any = None,
     say: Say = lambda text: None,
 ) -> Evaluated:
-    """Has a running engine answer all held-out prompts; see `evaluate`.
+    """Answers all held-out prompts with a running engine; see `evaluate`.
 
     config: with `num_prompts` of each environment's evaluation set.
 
     Raises:
-        EngineError: the engine serves no longer.
+        EngineError: the engine has stopped.
     """
     metrics, began_s = ProducerMetrics(run=config.name, producer=NAME), time.monotonic()
     episodes = Episodes(
@@ -183,10 +183,10 @@ async def answer_held_out(
 
 
 class _Loaded:
-    """Weights of an engine that are never replaced."""
+    """The weights of an engine that are never replaced."""
 
     async def wait_for(self, version: int, lag_bound: int) -> None:
-        """They are those that are asked for."""
+        """Returns at once: the weights are the right ones."""
 
 
 class _Progress:
@@ -209,15 +209,15 @@ def _claim(environment: str, n: int) -> Claim:
 
 
 def _most_at_once(config: RunConfig) -> int:
-    """Prompts in flight, as many as a producer's room has answers to."""
+    """Returns how many prompts may be in flight, so that their answers fit a producer's room."""
     most = max(how.num_samples or 1 for how in config.held_out.values())
     return max(1, config.producers.groups_in_flight * config.group_size // most)
 
 
 @contextmanager
 def _whole_model(model: str, runs: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """The folder of a model; of a run's newest checkpoint one that is gone at the end, in the type that its engines
-    have, an adapter added to its base."""
+    """Yields the folder of a model. A run's newest checkpoint is exported to a temporary folder, in the dtype of its
+    engines and with an adapter merged into its base."""
     folder = Path(model)
     if (folder / "adapter_config.json").is_file():
         options = "--checkpoint best --merged" if (folder / BEST_FILE).is_file() else "--merged"
@@ -225,7 +225,7 @@ def _whole_model(model: str, runs: Path, say: Callable[[str], None]) -> Iterator
             f"{model}: an adapter without its base; expected a whole model (`penstock export RUN FOLDER {options}`)"
         )
     if (folder / "config.json").is_file():
-        if not BaseModel(model).files:  # the engine would serve random ones
+        if not BaseModel(model).files:  # the engine would serve random weights
             raise ConfigError(f"{model}: a model without safetensors weights; expected them in its folder")
         yield folder
         return

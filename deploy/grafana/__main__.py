@@ -1,4 +1,4 @@
-"""Writes the JSON of every dashboard; a test checks that it is what the code makes."""
+"""Writes the JSON of every dashboard; a test compares it with the code."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Flow: who waits for whom."""
 
 from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.panels import dashboard, last, of_run, quantiles, rate, stat, states, timeseries
+from penstock.deploy.grafana.panels import Row, dashboard, last, of_run, quantiles, rate, stat, states, timeseries
 
 GLANCE = [
     stat(
@@ -19,7 +19,6 @@ GLANCE = [
         "Trainer busy",
         "Share of the trainer's time spent on optimizer steps and on publishing weights, over five minutes.",
         {"busy": '1 - penstock:trainer_waiting:ratio_rate5m{run="$run"}'},
-        unit="percentunit",
         limits={0.5: "orange", 1 - limits.WAITING: "green"},
         base="red",
     ),
@@ -27,7 +26,6 @@ GLANCE = [
         "Queue",
         "Groups that are generated and not settled, as a share of the credit. At 100 % producers stand idle.",
         {"queue": of_run("penstock:queue_fill:ratio")},
-        unit="percentunit",
         limits={0.8: "orange", limits.QUEUE_FULL: "red"},
     ),
     stat(
@@ -79,7 +77,6 @@ QUEUE = [
             "ready to train": "orange",
             "free credit": "#9ca3af",
         },
-        width=12,
     ),
     timeseries(
         "Admission",
@@ -91,7 +88,6 @@ QUEUE = [
             "again: {{reason}}": rate("penstock_groups_released_again_total", by="reason"),
         },
         unit="suffix: groups/s",
-        width=12,
     ),
     timeseries(
         "Groups settled",
@@ -105,7 +101,6 @@ QUEUE = [
         "Groups that die",
         "Share of the groups settled in fifteen minutes. `penstock dead list` has the reasons.",
         {"dead": of_run("penstock:groups_dead:ratio_rate15m")},
-        unit="percentunit",
         limits={limits.DEAD: "red"},
     ),
     states(
@@ -139,14 +134,12 @@ PRODUCERS = [
             "lag bound": last("penstock_lag_bound_steps"),
         },
         unit="suffix: steps",
-        colours={"lag bound": "red"},
-        dashed=["lag bound"],
+        bound="lag bound",
     ),
     timeseries(
         "Paused",
         "Share of the time in which a producer samples nothing because it takes new weights.",
         {"{{producer}}": of_run("penstock:producer_paused:ratio_rate5m")},
-        unit="percentunit",
         limits={limits.PAUSED: "red"},
     ),
     timeseries(
@@ -170,17 +163,14 @@ WEIGHTS = [
         "Share of the policy's elements whose bits the last update has changed. It grows with the learning rate. Above "
         "a third a delta is hardly smaller than the whole policy.",
         {"changed": last("penstock_weight_changed_frac")},
-        unit="percentunit",
         limits={limits.DENSE: "orange"},
         maximum=1,
-        width=6,
     ),
     timeseries(
         "Bytes of an update",
         "What each producer's host fetches for it: the chunks of the last update, compressed.",
         {"chunks": last("penstock_weight_chunk_bytes")},
         unit="bytes",
-        width=6,
     ),
     timeseries(
         "Training held up",
@@ -189,7 +179,6 @@ WEIGHTS = [
         {"held up": last("penstock_publish_blocked_seconds")},
         unit="s",
         limits={limits.HELD_UP_S: "orange"},
-        width=6,
     ),
     timeseries(
         "Age of the policy held",
@@ -197,7 +186,6 @@ WEIGHTS = [
         "fetch what they can.",
         {"{{producer}}": last("penstock_producer_policy_age_seconds", by="producer")},
         unit="s",
-        width=6,
     ),
     timeseries(
         "Chain",
@@ -208,7 +196,6 @@ WEIGHTS = [
             "read by {{producer}}": last("penstock_weight_chain", by="producer"),
         },
         unit="suffix: policies",
-        width=6,
     ),
     timeseries(
         "Copies rebuilt",
@@ -217,14 +204,12 @@ WEIGHTS = [
         {"{{producer}}": of_run("penstock:weight_copies_rebuilt:increase15m")},
         unit="suffix: copies",
         limits={limits.COPIES_REBUILT: "red"},
-        width=6,
     ),
     timeseries(
         "The host's copy brought up to date",
         "Time in which chunks are fetched and applied, while the engine samples on.",
         quantiles("penstock_weight_prefetch_seconds", "99 of 100 are shorter"),
         unit="s",
-        width=6,
     ),
     timeseries(
         "Chunks in Redis",
@@ -232,9 +217,7 @@ WEIGHTS = [
         "`weights.keep_versions` says.",
         {"chunks": last("penstock_weight_redis_bytes"), "limit": last("penstock_weight_redis_limit_bytes")},
         unit="bytes",
-        colours={"limit": "red"},
-        dashed=["limit"],
-        width=6,
+        bound="limit",
     ),
 ]
 TRAINER = [
@@ -247,11 +230,9 @@ TRAINER = [
                 '() (sum(rate(penstock_step_seconds_sum{run="$run"}[$__rate_interval])) > 0)'
             )
         },
-        unit="percentunit",
         maximum=1,
         stacked=True,
         colours={"wait": "orange", "step": "green", "publish": "blue"},
-        width=6,
     ),
     timeseries(
         "Tokens: generated, trained, masked",
@@ -262,14 +243,12 @@ TRAINER = [
             "masked: {{reason}}": rate("penstock_tokens_masked_total", by="reason"),
         },
         unit="suffix: tokens/s",
-        width=6,
     ),
     timeseries(
         "Updates",
         "Batches consumed.",
         {"updates": rate("penstock_updates_total")},
         unit="suffix: updates/s",
-        width=6,
     ),
     timeseries(
         "A checkpoint",
@@ -282,7 +261,6 @@ TRAINER = [
         },
         unit="s",
         limits={limits.CHECKPOINT_S / 2: "orange", limits.CHECKPOINT_S: "red"},
-        width=6,
     ),
 ]
 REDIS = [
@@ -295,15 +273,13 @@ REDIS = [
             "limit": "min(redis_memory_max_bytes > 0)",
         },
         unit="bytes",
-        colours={"limit": "red"},
-        dashed=["limit"],
+        bound="limit",
     ),
     timeseries(
         "Memory, of the limit",
         "Share of Redis' maxmemory. From 70 % on the trainer commits early, which makes room; above 85 % that has "
         "not helped.",
         {"{{instance}}": "max by (instance) (redis_memory_used_bytes / (redis_memory_max_bytes > 0))"},
-        unit="percentunit",
         limits={limits.EARLY_COMMIT: "orange", limits.MEMORY_NEARLY_FULL: "red"},
         maximum=1,
     ),
@@ -330,11 +306,11 @@ DASHBOARD = dashboard(
     "Penstock / Flow",
     "Who waits for whom: producers, queue, trainer, Redis.",
     {
-        "At a glance": GLANCE,
-        "Queue and credit": QUEUE,
-        "Each producer": PRODUCERS,
-        "Weights": WEIGHTS,
-        "Trainer": TRAINER,
-        "Redis": REDIS,
+        "At a glance": Row(GLANCE, (4,)),
+        "Queue and credit": Row(QUEUE, (12, 12, 8)),
+        "Each producer": Row(PRODUCERS),
+        "Weights": Row(WEIGHTS, (6,)),
+        "Trainer": Row(TRAINER, (6,)),
+        "Redis": Row(REDIS),
     },
 )

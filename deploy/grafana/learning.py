@@ -1,7 +1,7 @@
 """Learning: does it learn, and is it healthy?"""
 
 from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.panels import dashboard, last, rate, timeseries
+from penstock.deploy.grafana.panels import Row, dashboard, last, rate, timeseries
 
 OUTCOME = [
     timeseries(
@@ -11,7 +11,6 @@ OUTCOME = [
         {"reward": last("penstock_reward"), "held-out": last("penstock_evaluation_reward")},
         unit="short",
         minimum=None,
-        width=12,
     ),
     timeseries(
         "Parts of the reward",
@@ -22,7 +21,6 @@ OUTCOME = [
         },
         unit="short",
         minimum=None,
-        width=12,
     ),
     timeseries(
         "Spread of the reward",
@@ -30,7 +28,6 @@ OUTCOME = [
         "nothing is left to learn from.",
         {"spread": last("penstock_reward_std")},
         unit="short",
-        width=6,
     ),
     timeseries(
         "Groups without variance",
@@ -42,26 +39,21 @@ OUTCOME = [
                 '(sum(rate(penstock_groups_settled_total{run="$run"}[1m])) > 0)'
             )
         },
-        unit="percentunit",
         limits={0.8: "red"},
         maximum=1,
-        width=6,
     ),
     timeseries(
         "Completion length",
         "Sampled tokens of a rollout, mean over a batch. A steady rise is a reward that pays for length.",
         {"tokens": last("penstock_completion_tokens")},
         unit="suffix: tokens",
-        width=6,
     ),
     timeseries(
         "Truncated completions",
         "Share of the rollouts that ended at the token limit: answers that would have been right are scored as wrong.",
         {"truncated": last("penstock_truncated_frac")},
-        unit="percentunit",
         limits={0.2: "red"},
         maximum=1,
-        width=6,
     ),
 ]
 POLICY = [
@@ -71,7 +63,6 @@ POLICY = [
         "a policy that has stopped to explore.",
         {"entropy": last("penstock_entropy_nats")},
         unit="suffix: nats",
-        width=6,
     ),
     timeseries(
         "KL to the policies that sampled",
@@ -81,7 +72,6 @@ POLICY = [
         unit="suffix: nats",
         minimum=None,
         limits={limits.KL_JUMP: "orange", limits.KL_NOISE: "red"},
-        width=6,
     ),
     timeseries(
         "KL to the reference model and a teacher",
@@ -89,7 +79,6 @@ POLICY = [
         "without reward is a policy gone astray. To a teacher it falls while the policy learns.",
         {"reference model": last("penstock_reference_kl_nats"), "teacher": last("penstock_teacher_kl_nats")},
         unit="suffix: nats",
-        width=6,
     ),
     timeseries(
         "Clip fraction",
@@ -100,9 +89,7 @@ POLICY = [
             "above the range": last("penstock_policy_ratio_clipped_high_frac"),
             "below the range": last("penstock_policy_ratio_clipped_low_frac"),
         },
-        unit="percentunit",
         limits={0.1: "red"},
-        width=6,
     ),
 ]
 OPTIMIZER = [
@@ -132,7 +119,6 @@ OPTIMIZER = [
         "Steps taken per second.",
         {"taken": rate("penstock_optimizer_steps_total")},
         unit="suffix: steps/s",
-        width=12,
     ),
     timeseries(
         "Steps not taken",
@@ -140,7 +126,6 @@ OPTIMIZER = [
         {"{{reason}}": 'sum by (reason) (penstock_steps_skipped_total{run="$run"})'},
         unit="suffix: steps",
         limits={1: "red"},
-        width=12,
     ),
 ]
 
@@ -148,5 +133,5 @@ DASHBOARD = dashboard(
     "penstock-learning",
     "Penstock / Learning",
     "Does it learn, and is it healthy? Values are those of the batch that the trainer has consumed last.",
-    {"Outcome": OUTCOME, "Policy": POLICY, "Optimizer": OPTIMIZER},
+    {"Outcome": Row(OUTCOME, (12, 12, 6)), "Policy": Row(POLICY, (6,)), "Optimizer": Row(OPTIMIZER, (8, 8, 8, 12))},
 )

@@ -1,4 +1,4 @@
-"""Limits of the panels, beyond which a value is bad. A limit with an alert is the alert's; a test compares them."""
+"""Limits of the panels, beyond which a value is bad. A limit that has an alert equals it; a test compares them."""
 
 from penstock.consumers.stream.commit_schedule import MEMORY_HIGH
 from penstock.schemas.config import TrainerConfig
@@ -8,11 +8,11 @@ BEYOND_BOUND = 0.1
 """Share of the sampled tokens past the lag bound."""
 LOW_ESS = 0.3
 CHI2_JUMP = 0.1
-"""Below it four times as much is no jump."""
+"""Below this a fourfold increase is no jump."""
 CHI2_NOISE = 1.0
 """More noise than signal."""
 KL_JUMP, KL_NOISE = 0.05, 0.35
-"""In nats: ln(1 + χ²) / 2 of the two above, which it is where ratios are log-normal."""
+"""In nats: ln(1 + χ²) / 2 of the two above, as for log-normal ratios."""
 PAUSE_S = 2
 DEAD = 0.01
 """Share of the groups settled."""
@@ -28,7 +28,7 @@ COPIES_REBUILT = 3
 PAUSED = 0.3
 """Share of a producer's time above which weight updates are the bottleneck."""
 WAITING = 0.2
-"""Share of the trainer's time above which it is held up."""
+"""Share of the trainer's time spent waiting above which it is held up."""
 CHECKPOINT_S = 120
 """`penstock run` and the containers end a trainer that takes longer to stop, and its last checkpoint with it."""
 GRADIENT_NORM = TrainerConfig().max_grad_norm

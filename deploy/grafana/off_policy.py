@@ -1,7 +1,7 @@
 """Off-policy: how old the data are, and what that and the engine do to them."""
 
 from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.panels import by_lag, dashboard, heatmap, last, of_run, quantiles, rate, timeseries
+from penstock.deploy.grafana.panels import Row, by_lag, dashboard, heatmap, last, of_run, quantiles, rate, timeseries
 
 LAG = [
     heatmap(
@@ -11,25 +11,20 @@ LAG = [
         {"{{le}}": 'sum by (le) (increase(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval]))'},
         unit="short",
         axis="lag, at most",
-        width=12,
     ),
     timeseries(
         "Lag",
         "Of the tokens consumed, with the bound beyond which they are masked.",
         {**quantiles("penstock_token_lag_steps", "99 of 100 are younger"), "bound": last("penstock_lag_bound_steps")},
         unit="suffix: steps",
-        colours={"bound": "red"},
-        dashed=["bound"],
-        width=6,
+        bound="bound",
         height=10,
     ),
     timeseries(
         "Tokens beyond the bound",
         "Share of the sampled tokens that were masked for their lag, over five minutes: work thrown away.",
         {"masked for lag": of_run("penstock:tokens_beyond_bound:ratio_rate5m")},
-        unit="percentunit",
         limits={limits.BEYOND_BOUND: "red"},
-        width=6,
         height=10,
     ),
 ]
@@ -44,16 +39,12 @@ LOST = [
         },
         unit="suffix: tokens",
         log_scale=True,
-        minimum=None,
-        width=12,
     ),
     timeseries(
         "Groups lost, by length",
         "Share of the groups that were stale, dead or mostly masked for their lag, in the last full window of 256: of "
         "the longest quarter, and of the others. A difference that is no chance raises the alert.",
         {"{{length}}": last("penstock_lost_by_length_frac", by="length")},
-        unit="percentunit",
-        width=12,
     ),
     timeseries(
         "Rollouts, by outcome and end",
@@ -61,7 +52,6 @@ LOST = [
         "what is trained is not what was sampled.",
         {"{{outcome}}, {{finish_reason}}": rate("penstock_rollouts_total", by="outcome, finish_reason")},
         unit="suffix: rollouts/s",
-        width=12,
     ),
     timeseries(
         "Reward, by what became of the rollout",
@@ -72,7 +62,6 @@ LOST = [
         },
         unit="short",
         minimum=None,
-        width=12,
     ),
 ]
 WHOLE = [
@@ -81,7 +70,6 @@ WHOLE = [
         "Share of the tokens that still count, by the ratios as they are and by the weights applied. What lies "
         "between the two is what truncation hides. A slide comes before a collapse.",
         {"before truncation": last("penstock_ess_fraction"), "applied": last("penstock_applied_ess_fraction")},
-        unit="percentunit",
         maximum=1,
         limits={limits.LOW_ESS: "green"},
         base="red",
@@ -101,10 +89,8 @@ WHOLE = [
         "batches that had some: the engine alone, no drift. Above the band there is an alert.",
         {"gap": last("penstock_mismatch_lag0_mean_nats"), "band": last("penstock_mismatch_lag0_band_nats")},
         unit="sci",
-        minimum=None,
         log_scale=True,
-        colours={"band": "red"},
-        dashed=["band"],
+        bound="band",
     ),
 ]
 BY_PRODUCER = [
@@ -117,11 +103,8 @@ BY_PRODUCER = [
             "band": last("penstock_mismatch_lag0_band_nats"),
         },
         unit="sci",
-        minimum=None,
         log_scale=True,
-        colours={"band": "red"},
-        dashed=["band"],
-        width=12,
+        bound="band",
     ),
     timeseries(
         "Producers in quarantine",
@@ -129,7 +112,6 @@ BY_PRODUCER = [
         {"{{producer}}: {{cause}}": last("penstock_producer_quarantined", by="producer, cause")},
         unit="short",
         limits={1: "red"},
-        width=12,
     ),
 ]
 BY_LAG = [
@@ -137,7 +119,6 @@ BY_LAG = [
         "Effective sample size by lag",
         "Which ages of data have stopped to count. Alerts below 30 %.",
         "penstock_ess_fraction_by_lag",
-        unit="percentunit",
         maximum=1,
         limits={limits.LOW_ESS: "green"},
         base="red",
@@ -171,14 +152,12 @@ BY_LAG = [
         "Masked by lag",
         "Share of the tokens within the bound that the correction rejects. None under truncation.",
         "penstock_masked_frac_by_lag",
-        unit="percentunit",
         limits={0.5: "red"},
     ),
     by_lag(
         "Corrected by lag",
         "Share of the tokens that the correction rejects or bounds. Near 100 % the data are too old for it.",
         "penstock_corrected_frac_by_lag",
-        unit="percentunit",
         limits={0.5: "red"},
     ),
     by_lag(
@@ -187,16 +166,13 @@ BY_LAG = [
         "penstock_num_tokens_by_lag",
         unit="short",
         stacked=True,
-        width=12,
     ),
     timeseries(
         "Masked by the sign of the advantage",
         "Share of the tokens of either sign that the correction rejects. A difference tilts what is learned: with "
         "only good answers let through, entropy falls.",
         {"good answers": last("penstock_masked_frac_positive"), "bad answers": last("penstock_masked_frac_negative")},
-        unit="percentunit",
         limits={0.5: "red"},
-        width=12,
     ),
 ]
 
@@ -205,10 +181,10 @@ DASHBOARD = dashboard(
     "Penstock / Off-policy",
     "How old the tokens are when they are trained, and what age and engine do to them. Lag is in optimizer steps.",
     {
-        "How old the tokens are": LAG,
-        "What is lost": LOST,
-        "The whole batch": WHOLE,
-        "By producer": BY_PRODUCER,
-        "By lag: bucket 0 is the engine, what grows from there is drift": BY_LAG,
+        "How old the tokens are": Row(LAG, (12, 6)),
+        "What is lost": Row(LOST, (12,)),
+        "The whole batch": Row(WHOLE),
+        "By producer": Row(BY_PRODUCER, (12,)),
+        "By lag: bucket 0 is the engine, what grows from there is drift": Row(BY_LAG, (8, 8, 8, 8, 8, 8, 12)),
     },
 )

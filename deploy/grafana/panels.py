@@ -1,8 +1,9 @@
-"""Queries, panels and dashboards in one look, made by Grafana's own builders (the development dependency
+"""Queries, panels and dashboards of one style, made by Grafana's own builders (the development dependency
 grafana-foundation-sdk)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from itertools import chain, repeat
+from typing import Any, NamedTuple, TypeVar
 
 from grafana_foundation_sdk.builders import common as builders
 from grafana_foundation_sdk.builders import dashboard as dashboards
@@ -23,11 +24,23 @@ Kind = TypeVar("Kind", bound=Panel)
 Queries = Mapping[str, str]
 """PromQL by legend. An expression has `$run` and `$__rate_interval`; a legend names labels as `{{producer}}`."""
 Limits = Mapping[float, str]
-"""The colour of a panel from a value on, ascending."""
+"""The panel's colour from each value on, ascending."""
 
+SHARE = "percentunit"
+"""The unit of a fraction, shown in per cent."""
 DATASOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 LAG_COLOURS = dict(zip(LAG_LABELS, drawing.LAG_COLOURS, strict=True))
 """Cold to warm, as in the report."""
+
+
+class Row(NamedTuple):
+    """Panels from left to right, wrapped at the right edge; those of one line should be of one height.
+
+    widths: of the panels in order, of 24 in all; the last one is that of the panels that follow.
+    """
+
+    panels: Sequence[Panel]
+    widths: tuple[int, ...] = (8,)
 
 
 def of_run(metric: str) -> str:
@@ -35,17 +48,17 @@ def of_run(metric: str) -> str:
 
 
 def last(metric: str, by: str = "") -> str:
-    """The metric's last value, or one for each value of the label `by`."""
+    """Returns a query for the metric's last value, or one per value of the label `by`."""
     return f"max{_by(by)}({of_run(metric)})"
 
 
 def rate(metric: str, by: str = "") -> str:
-    """The increase per second of a counter, or one for each value of the label `by`."""
+    """Returns a query for a counter's increase per second, or one per value of the label `by`."""
     return f"sum{_by(by)}(rate({of_run(metric)}[$__rate_interval]))"
 
 
 def quantiles(histogram: str, p99: str) -> Queries:
-    """Median and 99th percentile of a histogram. p99: the legend of the latter."""
+    """Returns queries for median and 99th percentile of a histogram. p99: the legend of the latter."""
     buckets = f"sum by (le) (rate({of_run(f'{histogram}_bucket')}[$__rate_interval]))"
     return {"median": f"histogram_quantile(0.5, {buckets})", p99: f"histogram_quantile(0.99, {buckets})"}
 
@@ -59,7 +72,7 @@ def timeseries(
     description: str,
     queries: Queries,
     *,
-    unit: str,
+    unit: str = SHARE,
     limits: Limits | None = None,
     base: str = "green",
     minimum: float | None = 0,
@@ -67,14 +80,14 @@ def timeseries(
     stacked: bool = False,
     log_scale: bool = False,
     colours: Mapping[str, str] | None = None,
-    dashed: Sequence[str] = (),
-    width: int = 8,
+    bound: str | None = None,
     height: int = 8,
 ) -> Panel:
-    """Lines over time. `limits` are drawn as lines; `colours` are by legend; `dashed` are legends of bounds."""
+    """Makes a panel of lines over time. `limits` are drawn as lines; `colours` are by legend; `bound` is the legend of
+    a line that is itself a limit."""
     legend = builders.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.TABLE)
     panel = (
-        _filled(timelines.Panel(), title, description, queries, unit, limits, base, width, height)
+        _filled(timelines.Panel(), title, description, queries, unit, limits, base, height)
         .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC))
         .line_width(2)
         .point_size(4)
@@ -87,23 +100,23 @@ def timeseries(
         panel.scale_distribution(builders.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10))
     if limits:
         panel.thresholds_style(builders.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED))
-    if minimum is not None:
+    if minimum is not None and not log_scale:
         panel.min(minimum)
     if maximum is not None:
         panel.max(maximum)
-    for name, colour in (colours or {}).items():
+    for name, colour in (colours or ({} if bound is None else {bound: "red"})).items():
         panel.override_by_name(name, [model.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": colour})])
-    for name in dashed:
+    if bound is not None:
         line = common.LineStyle(fill="dash", dash=[8, 6])
-        panel.override_by_name(name, [model.DynamicConfigValue("custom.lineStyle", line)])
+        panel.override_by_name(bound, [model.DynamicConfigValue("custom.lineStyle", line)])
     return panel
 
 
-def by_lag(title: str, description: str, metric: str, *, unit: str, **options: Any) -> Panel:
-    """One line for each lag bucket of `metric`, in the bucket's colour."""
+def by_lag(title: str, description: str, metric: str, **options: Any) -> Panel:
+    """Makes a panel with a line per lag bucket of `metric`, in the bucket's colour."""
     colours = {f"lag {label}": colour for label, colour in LAG_COLOURS.items()}
     queries = {"lag {{lag}}": last(metric, by="lag")}
-    return timeseries(title, description, queries, unit=unit, colours=colours, **options)
+    return timeseries(title, description, queries, colours=colours, **options)
 
 
 def stat(
@@ -111,15 +124,15 @@ def stat(
     description: str,
     queries: Queries,
     *,
-    unit: str,
+    unit: str = SHARE,
     limits: Limits | None = None,
     base: str = "green",
     name_only: bool = False,
     no_value: str = "-",
 ) -> Panel:
-    """The last value in large type; with `name_only`, the legend."""
+    """Makes a panel of the last value in large type; with `name_only`, of the legend."""
     return (
-        _filled(stats.Panel(), title, description, queries, unit, limits, base, width=4, height=5, instant=True)
+        _filled(stats.Panel(), title, description, queries, unit, limits, base, height=5, instant=True)
         .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
         .no_value(no_value)
         .reduce_options(builders.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
@@ -131,14 +144,14 @@ def stat(
 
 
 def states(title: str, description: str, queries: Queries, *, on: str) -> Panel:
-    """A band for each series, coloured and reading `on` while it is 1."""
+    """Makes a panel with a band per series, coloured and labelled `on` while it is 1."""
     results = {
         "0": model.ValueMappingResult(text=" ", color="transparent", index=0),
         "1": model.ValueMappingResult(text=on, color="orange", index=1),
     }
     base = "transparent"
     return (
-        _filled(statetimeline.Panel(), title, description, queries, "none", {1: "orange"}, base, width=8, height=8)
+        _filled(statetimeline.Panel(), title, description, queries, "none", {1: "orange"}, base, height=8)
         .min(0)
         .max(1)
         .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
@@ -151,14 +164,13 @@ def states(title: str, description: str, queries: Queries, *, on: str) -> Panel:
     )
 
 
-def heatmap(title: str, description: str, queries: Queries, *, unit: str, axis: str, width: int) -> Panel:
-    """A Prometheus histogram over time: the query gives its buckets by `le`, `unit` is that of a bucket's count."""
+def heatmap(title: str, description: str, queries: Queries, *, unit: str, axis: str) -> Panel:
+    """Makes a panel of a Prometheus histogram over time. The query gives its buckets by `le`; `unit` is that of a
+    bucket's count."""
     colours = heatmaps.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Blues").fill("dark-blue")
-    panel = _filled(
-        heatmaps.Panel(), title, description, queries, unit, None, "green", width, height=10, as_heatmap=True
-    )
     return (
-        panel.min(0)
+        _filled(heatmaps.Panel(), title, description, queries, unit, None, "green", height=10, as_heatmap=True)
+        .min(0)
         .color(colours.scale(HeatmapColorScale.EXPONENTIAL).exponent(0.5).steps(64))
         .cell_gap(1)
         .cell_values(heatmaps.CellValues().unit(unit))
@@ -179,19 +191,18 @@ def _filled(
     unit: str,
     limits: Limits | None,
     base: str,
-    width: int,
     height: int,
     *,
     instant: bool = False,
     as_heatmap: bool = False,
 ) -> Kind:
-    """Gives a panel what every kind of panel has."""
+    """Sets the properties that every kind of panel has; returns the panel."""
     any_panel: Any = panel  # the SDK has no common type
     steps = [
         model.Threshold(value=None, color=base),
         *(model.Threshold(value, colour) for value, colour in (limits or {}).items()),
     ]
-    any_panel.title(title).description(description).datasource(DATASOURCE).span(width).height(height).unit(unit)
+    any_panel.title(title).description(description).datasource(DATASOURCE).height(height).unit(unit)
     any_panel.thresholds(dashboards.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
     for number, (legend, expr) in enumerate(queries.items()):
         query = prometheus.Dataquery().ref_id(chr(ord("A") + number)).datasource(DATASOURCE)
@@ -201,8 +212,7 @@ def _filled(
     return panel
 
 
-def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Panel]]) -> model.Dashboard:
-    """Panels go from left to right and wrap at the right edge; those of one line should be of one height."""
+def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Row]) -> model.Dashboard:
     link = dashboards.DashboardLink("Penstock").type(model.DashboardLinkType.DASHBOARDS).tags(["penstock"])
     run = (
         dashboards.QueryVariable("run")
@@ -225,10 +235,11 @@ def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Sequenc
         .with_variable(run)
         .link(link.include_vars(True).keep_time(True).icon("external link"))
     )
-    for row, panels in rows.items():
-        builder.with_row(dashboards.Row(row))
-        for panel in panels:
-            builder.with_panel(panel)
+    for title_of_row, row in rows.items():
+        builder.with_row(dashboards.Row(title_of_row))
+        widths = chain(row.widths, repeat(row.widths[-1]))
+        for panel, width in zip(row.panels, widths, strict=False):
+            builder.with_panel(panel.span(width))
     made: model.Dashboard = builder.build()
     for number, each in enumerate(made.panels or (), 1):
         each.id_val = number

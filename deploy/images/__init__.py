@@ -1,4 +1,4 @@
 """The container images of producers and trainer, and what is installed in them.
 
-`hand_out` and `healthy` are programs of their own. Imported by nothing.
+`hand_out` and `healthy` are separate programs. Imported by nothing.
 """

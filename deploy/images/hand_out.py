@@ -1,10 +1,10 @@
 """`python -m penstock.deploy.images.hand_out RUN`: makes the passwords of a run once and gives each part its own.
 
-Every part mounts one folder of `--to`, and so sees no password but its own:
+Every part mounts one folder of `--to`, and so sees only its own password:
 
     redis/users.acl                               hashes of all, see docs/security.md
     producer/, trainer/, observer/, operator/     username, password
-    observer/exporter.json                        the observer's password once more, as redis_exporter reads it
+    observer/exporter.json                        the observer's password again, in redis_exporter's format
 """
 
 import argparse
@@ -14,10 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.deploy.security.acl import acl_file, user_name, user_names
-from penstock.deploy.security.passwords import read_or_make
-
-PARTS = ("producer", "trainer", "observer", "operator")
+from penstock.deploy.security.acl import ROLES, acl_file, password_in, user_name, user_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,9 +45,9 @@ def hand_out(run: str, passwords: Path, to: Path, redis: str) -> None:
         OSError: a folder cannot be made or written.
         ValueError: not a run name, or an empty password file.
     """
-    found = {name: read_or_make(passwords / name) for name in user_names([run])}
-    _write(to / "redis" / "users.acl", acl_file([run], found), 0o644)  # hashes; Redis is another user
-    for part in PARTS:
+    found = {name: password_in(passwords / name) for name in user_names([run])}
+    _write(to / "redis" / "users.acl", acl_file([run], found), 0o644)  # hashes; Redis runs as another user
+    for part in ROLES:
         _write(to / part / "username", user_name(run, part), 0o444)
         _write(to / part / "password", found[user_name(run, part)], 0o400)
     user = user_name(run, "observer")
@@ -59,7 +56,7 @@ def hand_out(run: str, passwords: Path, to: Path, redis: str) -> None:
 
 
 def _write(file: Path, text: str, mode: int) -> None:
-    """As `penstock.schemas.process.files.write_whole`, which the image of this program lacks: it needs msgspec."""
+    """Writes as `penstock.schemas.process.files.write_whole` does, which needs msgspec, absent from this image."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Exit status 0 if the process of this container answers at its metrics port."""
+"""Exits with 0 if this container's process answers at its metrics port."""
 
 import sys
 import urllib.request

@@ -147,7 +147,7 @@ def check_objective(config: RunConfig) -> None:
 def _check_engine(config: RunConfig) -> None:
     """Checks the settings that a producer would refuse only after the engine has started."""
     try:
-        engine_arguments(config, config.seed, cpu=not read_machine().needs_gpu, backend="", extension="")
+        engine_arguments(config, config.seed, cpu=not read_machine().needs_gpu)
     except EngineError as error:
         raise ConfigError(str(error)) from None
 

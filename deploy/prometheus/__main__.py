@@ -1,4 +1,4 @@
-"""Writes what is made of other files: the rules as objects of the Prometheus operator, and the reference of metrics.
+"""Writes generated files: the rules as objects of the Prometheus operator, and the metrics reference.
 
 Tests compare both with their sources.
 """
@@ -13,7 +13,7 @@ FILE = HERE.parent / "kubernetes" / "base" / "rules.yaml"
 
 
 def as_objects(folder: Path) -> str:
-    """A PrometheusRule for each rule file, whose text is its `spec`."""
+    """Returns a PrometheusRule per rule file, with the file's text as its `spec`."""
     objects = [
         "# Made of deploy/prometheus/rules by `python -m penstock.deploy.prometheus`.\n",
         *(

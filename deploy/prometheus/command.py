@@ -30,12 +30,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_prometheus_config(run_folder: Path, redis_exporter: str | None = None) -> Path:
-    """Writes `<run>/prometheus.yml`, which finds the run's processes by the files in `<run>/metrics/`.
+    """Writes `<run>/prometheus.yml`, which finds the run's processes through the files in `<run>/metrics/`.
 
     redis_exporter: `host:port` of the exporter for its Redis; None leaves Redis out.
 
     Raises:
-        ConfigError: not an address, or a folder whose name Prometheus takes for a pattern.
+        ConfigError: not an address, or a folder name that Prometheus takes for a pattern.
     """
     if redis_exporter is not None and not re.fullmatch(r"(\[[0-9a-f:]+\]|[\w.-]+):\d+", redis_exporter):
         raise ConfigError(f"--redis-exporter {redis_exporter!r}: expected HOST:PORT, as in 127.0.0.1:9121")
@@ -53,7 +53,7 @@ def write_prometheus_config(run_folder: Path, redis_exporter: str | None = None)
 
 
 def exporter_command(run_folder: Path, address: str) -> str | None:
-    """The shell command that serves the metrics of the run's own Redis at `address`; None if no such server runs.
+    """Returns the shell command that serves the metrics of the run's own Redis at `address`; None if it is not running.
 
     The command reads the password, which changes at each start, from the connection file.
     """
@@ -81,7 +81,7 @@ def _prometheus(arguments: argparse.Namespace) -> int:
     if arguments.redis_exporter is not None:
         command = exporter_command(file.parent, arguments.redis_exporter)
         if command is None:
-            print("\nno Redis of the run's own is running, so its redis_exporter has no command")
+            print("\nthe run's own Redis is not running, so there is no command for redis_exporter")
         else:
             print(f"\nand redis_exporter, for as long as this Redis runs:\n\n{command}")
     return 0

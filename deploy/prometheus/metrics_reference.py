@@ -1,4 +1,4 @@
-"""The reference of metrics in docs/metrics.md, made of the definitions and what the processes serve."""
+"""The metrics reference in docs/metrics.md, generated from the definitions and from what the processes serve."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,14 +26,14 @@ SHARES = ("frac", "fraction", "ess")
 
 
 class Exported(NamedTuple):
-    """A metric and the type that a scrape shows."""
+    """A metric and its type in a scrape."""
 
     metric: Metric
     type: str
 
 
 def exported(registry: CollectorRegistry, definitions: Iterable[Metric]) -> list[Exported]:
-    """The metrics that `registry` serves, by name.
+    """Returns the metrics that `registry` serves, by name.
 
     Raises:
         KeyError: it serves a metric that has no definition.
@@ -57,7 +57,7 @@ def producer_metrics() -> list[Exported]:
 
 
 def unit_of(metric: Metric) -> str:
-    """The unit by the last word of the name before `_total`, as is Prometheus' convention, else by the definition.
+    """Returns the unit from the name's last word before `_total`, by Prometheus' convention, else from the definition.
 
     Raises:
         ValueError: neither names one, or both do.
@@ -65,12 +65,12 @@ def unit_of(metric: Metric) -> str:
     last = metric.name.removesuffix("_total").removesuffix("_by_lag").rpartition("_")[2]
     named = "share" if last in SHARES else UNITS.get(last, "")
     if bool(named) == bool(metric.unit):
-        raise ValueError(f"{metric.name}: unit {metric.unit!r} beside {named!r} by its name, expected one of the two")
+        raise ValueError(f"{metric.name}: unit {metric.unit!r} and {named!r} in its name, expected one of the two")
     return named or metric.unit
 
 
 def reference() -> str:
-    """The tables in Markdown."""
+    """Returns the tables in Markdown."""
     parts = [f"{BEGIN}\n"]
     for title, found in (("The trainer", trainer_metrics()), ("A producer", producer_metrics())):
         parts.append(f"### {title}\n\n| name | type | labels | unit | help |\n|---|---|---|---|---|")
@@ -80,7 +80,7 @@ def reference() -> str:
 
 
 def with_reference(page: str) -> str:
-    """The page with a new reference."""
+    """Returns the page with the reference replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{reference()}{after}"

@@ -1,3 +1,4 @@
-"""`penstock record export`: a run's record as a Parquet file. Imported through `command`; from Python
-through `reading`.
+"""`penstock record export`: a run's record as a Parquet file.
+
+Imported through `command`; from Python through `reading`.
 """

@@ -48,11 +48,11 @@ COLUMNS = pa.schema(
         "kept": pa.list_(pa.bool_()),
     }
 )
-"""`token_ids` are all tokens of a segment; the lists behind it have one value per sampled token, at `positions`."""
+"""`token_ids` are all tokens of a segment; the lists after it have one value per sampled token, at `positions`."""
 
 
 def tables(record: Record) -> Iterator[pa.Table]:
-    """Yields a table of each batch. Raises RecordReadError for one that cannot be read."""
+    """Yields a table per batch. Raises RecordReadError for one that cannot be read."""
     for at in record.batches:
         yield pa.Table.from_pylist(list(_rows(record, at)), COLUMNS)
 

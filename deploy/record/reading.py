@@ -1,6 +1,8 @@
 """A run's record as a table in memory, or as a Parquet file."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,23 +17,18 @@ if TYPE_CHECKING:
 
 
 def load_record(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> "pa.Table":
-    """The record of the run of this name in `runs`, or in the folder `run`: a row per segment of a rollout, with the
-    columns that docs/record.md lists, in memory as a whole. Prints what is missing or undone.
+    """Loads the record of the run of this name in `runs`, or in the folder `run`, as a whole: a row per segment of a
+    rollout, with the columns that docs/record.md lists. Prints what is missing or undone.
 
     Raises:
         ConfigError: no such run, it has no record or one that cannot be read, or pyarrow is not installed.
     """
-    record = _open(run, runs)
-    import pyarrow as pa
+    with _record(run, runs) as record:
+        import pyarrow as pa
 
-    from penstock.deploy.record.parquet import COLUMNS, tables
+        from penstock.deploy.record.parquet import COLUMNS, tables
 
-    try:
-        table = pa.concat_tables([COLUMNS.empty_table(), *tables(record)])
-    except RecordReadError as error:
-        raise ConfigError(str(error)) from None
-    _print_notes(record)
-    return table
+        return pa.concat_tables([COLUMNS.empty_table(), *tables(record)])
 
 
 def export_record(run: str | Path, file: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> int:
@@ -43,30 +40,30 @@ def export_record(run: str | Path, file: str | Path, *, runs: str | Path = DEFAU
     file = Path(file)
     if file.suffix != ".parquet":
         raise ConfigError(f"{file}: expected a file name that ends in .parquet")
-    record = _open(run, runs)
-    from penstock.deploy.record.parquet import write_parquet
+    with _record(run, runs) as record:
+        from penstock.deploy.record.parquet import write_parquet
 
-    try:
-        num_rows = write_parquet(record, file)
-    except RecordReadError as error:
-        raise ConfigError(str(error)) from None
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be written: {error}") from None
-    _print_notes(record)
-    return num_rows
+        try:
+            return write_parquet(record, file)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be written: {error}") from None
 
 
-def _open(run: str | Path, runs: str | Path) -> Record:
+@contextmanager
+def _record(run: str | Path, runs: str | Path) -> Iterator[Record]:
+    """Opens a run's record; prints its notes at the end.
+
+    Raises:
+        ConfigError: see `load_record`.
+    """
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
             "record export: pyarrow is not installed; expected the extra: pip install 'penstock[parquet]'"
         )
     try:
-        return Record(find_run_folder(str(run), Path(runs)))
+        record = Record(find_run_folder(str(run), Path(runs)))
+        yield record
     except RecordReadError as error:
         raise ConfigError(str(error)) from None
-
-
-def _print_notes(record: Record) -> None:
     for note in record.notes:
         print(f"record: {note}")

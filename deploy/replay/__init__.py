@@ -1,4 +1,4 @@
-"""`penstock replay`: a run's recorded rollouts through the trainer's code again, under other settings.
+"""`penstock replay`: trains on a run's recorded rollouts again, under other settings.
 
 Imported through `command`.
 """

@@ -1,8 +1,8 @@
 """`penstock replay`: trains variants on a run's record, writes their numbers, prints the comparison."""
 
 import argparse
+import itertools
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +40,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("NAME", "FIELD=VALUE"),
         help="a variant with settings of its own; may be repeated",
     )
-    parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="begin there (default: the base model)")
+    parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="start there (default: the base model)")
     parser.add_argument("--updates", type=int, metavar="N", help="at most N updates (default: all)")
     parser.add_argument("--name", help=f"results go to <run>/{FOLDER}/NAME (default: the next free number)")
     add_runs(parser)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    """Status 0; 1 if the run's own settings do not reproduce its recorded losses."""
+    """Returns 0, or 1 if the run's own settings do not reproduce its recorded losses."""
     from penstock.deploy.replay.variants import variants_of
 
     if arguments.updates is not None and arguments.updates < 1:
@@ -67,7 +67,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _start(
     arguments: argparse.Namespace, run_folder: Path, record: Record, configs: "dict[ReplayVariant, RunConfig]"
 ) -> int:
-    """Plays on as many ranks as the run had, of which this process is one if torchrun has started it."""
+    """Replays on as many ranks as the run had; this process is one of them if torchrun has started it."""
     from penstock.consumers.learning.ranks import Ranks
     from penstock.deploy.replay.player import batches_from, find_start, num_ranks, ranks_of
     from penstock.deploy.replay.variants import RANKS
@@ -183,14 +183,13 @@ def _about(
 
 
 def _results_folder(run_folder: Path, name: str | None) -> Path:
-    """Raises ConfigError for a name that is unusable, or taken."""
+    """Returns the folder of the results. Raises ConfigError for a name that is unusable, or taken."""
     folder = run_folder / FOLDER
     if name is None:
-        number = 1
-        while (folder / str(number)).exists():
-            number += 1
-        return folder / str(number)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        return next(free for number in itertools.count(1) if not (free := folder / str(number)).exists())
+    from penstock.deploy.replay.variants import NAME
+
+    if not NAME.fullmatch(name):
         raise ConfigError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
     if (folder / name).exists():
         raise ConfigError(f"--name {name}: {folder / name} exists already; choose another name")

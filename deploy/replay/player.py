@@ -1,4 +1,4 @@
-"""Recorded batches through the learner, in their order: without Redis, engine or randomness."""
+"""Trains on recorded batches in their order, without Redis, engine or randomness."""
 
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_start(record: Record, run_folder: Path, checkpoint: str | None) -> Start:
-    """The base model, or a checkpoint of the run by its name or folder.
+    """Returns the base model's start, or that of a checkpoint of the run by its name or folder.
 
     Raises:
         ConfigError: no such checkpoint, or one that is not on the record's line.
@@ -59,12 +59,12 @@ def find_start(record: Record, run_folder: Path, checkpoint: str | None) -> Star
     newest = record.header
     end = newest.line.get(epoch, -1) if epoch != newest.epoch else position
     if position > end or any(newest.line.get(e) != cut for e, cut in taken.items() if e != epoch):
-        raise ConfigError(f"--from {checkpoint}: the run was rolled back behind it; expected a checkpoint on its line")
+        raise ConfigError(f"--from {checkpoint}: the run was rolled back before it; expected a checkpoint on its line")
     return Start(position, folder)
 
 
 def batches_from(record: Record, start: Start, num_updates: int | None) -> list[BatchAt]:
-    """The batches to be played: those that made an update, at most `num_updates`.
+    """Returns the batches to replay: those that made an update, at most `num_updates`.
 
     Raises:
         ConfigError: some of them are missing, or there are none.
@@ -73,11 +73,10 @@ def batches_from(record: Record, start: Start, num_updates: int | None) -> list[
     if not batches:
         raise ConfigError(f"{record.folder}: no batch from position {start.position} on; nothing to replay")
     first = batches[0]
-    begins_late = first.position > start.position or (start.checkpoint is None and first.update > first.counts)
-    if begins_late:
+    if first.position > start.position or (start.checkpoint is None and first.update > first.counts):
         raise ConfigError(
             f"{record.folder}: its first batch is of update {first.update}: the oldest were dropped for their size "
-            "(recording.max_mb) or never recorded; expected --from a checkpoint of the run at or behind that update"
+            "(recording.max_mb) or never recorded; expected --from a checkpoint of the run at or after that update"
         )
     played: list[BatchAt] = []
     position = start.position
@@ -114,10 +113,10 @@ def check_model(record: Record, config: RunConfig) -> None:
 
 
 def num_ranks(record: Record, batches: list[BatchAt], variants: Iterable[ReplayVariant]) -> int:
-    """The ranks to play on: as many as trained the batches, unless the variants say otherwise.
+    """Returns the number of ranks to replay on: that of the training, unless the variants set it.
 
     Raises:
-        ConfigError: it is not one number.
+        ConfigError: it is not the same for all.
     """
     headers = {at.file.path: at.file.header for at in batches}.values()
     found = {v.config(each.config, record.folder).trainer.num_processes for v in variants for each in headers}
@@ -130,14 +129,14 @@ def num_ranks(record: Record, batches: list[BatchAt], variants: Iterable[ReplayV
 
 
 def ranks_of(batches: list[BatchAt]) -> set[int]:
-    """The numbers of ranks that trained them."""
+    """Returns the numbers of ranks that trained the batches."""
     return {at.file.header.config["trainer"].get("num_processes", 1) for at in batches}
 
 
 def play(
     record: Record, batches: list[BatchAt], start: Start, variant: ReplayVariant, ranks: Ranks
 ) -> Iterator[Played]:
-    """Trains one variant on the recorded batches. ranks: this one is their lead, and the others follow.
+    """Trains one variant on the recorded batches. ranks: this process leads them.
 
     If the run was continued with other settings, so is the replay, from the same batch on.
 
@@ -165,7 +164,7 @@ def play(
 
 
 def recorded_updates(record: Record, batches: list[BatchAt]) -> list[Played]:
-    """The run's own findings."""
+    """Returns the run's own numbers."""
     return [_played(RECORDED, head, head) for head in map(record.head, batches)]
 
 
@@ -192,7 +191,7 @@ def _load(checkpoint: Path, learner: Learner) -> None:
 
 
 def _resumed(learner: Learner, config: RunConfig) -> Learner:
-    """A learner with other settings, as after a trainer's resume from a checkpoint."""
+    """Returns a learner with other settings, as after a trainer's resume from a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         learner.begin_checkpoint(Path(folder)).result()
         fresh = _opened(config, learner.ranks)

@@ -29,13 +29,12 @@ MEASURES = {
     "grad_norm": "grad norm",
     "entropy": "entropy",
 }
-"""Columns of the tables by their names in updates.jsonl. KL and ESS hold the variant's own policy against those that
+"""Columns of the tables by their names in updates.jsonl. KL and ESS compare the variant's own policy with those that
 sampled; `corrected` is the share of tokens whose weight the correction bounded, `clipped` of those whose policy ratio
 the objective clipped."""
-MAX_LINES_DRAWN = len(SERIES)
 ALLOWED = {"float32": 1e-4, "bfloat16": 5e-2}
-"""How far a loss or a gradient norm may be off on another number of ranks, whose sums are of another order; by
-`model.dtype`."""
+"""By `model.dtype`, how far a loss or gradient norm may be off on another number of ranks, which sum in another
+order."""
 
 
 def append_lines(folder: Path, played: Iterable[Played]) -> None:
@@ -61,7 +60,7 @@ def write_comparison(folder: Path, about: dict[str, Any], played: Sequence[Playe
 
 
 def table_by_update(played: Sequence[Played]) -> str:
-    """A Markdown table for each measure: a row per update, a column per variant."""
+    """Returns a Markdown table per measure: a row per update, a column per variant."""
     parts = []
     names = list(dict.fromkeys(line.variant for line in played))
     for measure, title in MEASURES.items():
@@ -75,7 +74,7 @@ def table_by_update(played: Sequence[Played]) -> str:
 
 
 def print_table(played: Sequence[Played], console: Console) -> None:
-    """The mean of each measure over the updates: a column per variant."""
+    """Prints the mean of each measure over the updates, a column per variant."""
     by_variant: dict[str, list[Played]] = {}
     for line in played:
         by_variant.setdefault(line.variant, []).append(line)
@@ -90,13 +89,12 @@ def print_table(played: Sequence[Played], console: Console) -> None:
 
 
 def differing(one: Iterable[Played], other: Iterable[Played], allowed: float) -> list[int]:
-    """The updates whose loss or gradient norm differ by more than `allowed`, relative to the larger one and to 1."""
-    found = []
-    for a, b in zip(one, other, strict=True):
-        pairs = ((a.metrics.get(name), b.metrics.get(name)) for name in ("loss", "grad_norm"))
-        if not all(_alike(x, y, allowed) for x, y in pairs):
-            found.append(a.update)
-    return found
+    """Returns the updates whose loss or gradient norm differs by more than `allowed`, relative to the larger or 1."""
+    return [
+        a.update
+        for a, b in zip(one, other, strict=True)
+        if not all(_alike(a.metrics.get(name), b.metrics.get(name), allowed) for name in ("loss", "grad_norm"))
+    ]
 
 
 def _alike(x: float | None, y: float | None, allowed: float) -> bool:
@@ -107,7 +105,7 @@ def _alike(x: float | None, y: float | None, allowed: float) -> bool:
 
 
 def figure(played: Sequence[Played]) -> Figure:
-    """One panel for each measure that some variant has, a line per variant."""
+    """Draws a panel per measure that any variant has, a line per variant."""
     measures = [m for m in MEASURES if any(m in line.metrics for line in played)]
     drawn = Figure(figsize=(WIDTH_IN, 1.7 * len(measures)), layout="constrained")
     axes = drawn.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
@@ -120,7 +118,7 @@ def figure(played: Sequence[Played]) -> Figure:
             ax.plot(
                 [line.update for line in own],
                 np.where(np.isfinite(values), values, np.nan),
-                color=INK if is_recorded else SERIES[(number - 1) % MAX_LINES_DRAWN],
+                color=INK if is_recorded else SERIES[(number - 1) % len(SERIES)],
                 linestyle=":" if is_recorded else "-",
                 label=name,
             )

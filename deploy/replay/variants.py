@@ -1,4 +1,4 @@
-"""The variants of a replay: the run's own settings, with overrides."""
+"""The variants of a replay: the run's own settings with overrides."""
 
 import copy
 import re
@@ -16,10 +16,8 @@ SECTIONS = (*_TABLES, "mode", "max_lag", "num_updates", "seed")
 split into mini-batches reads `seed`."""
 OWN = "own"
 RECORDED = "recorded"
-"""The name of the run's own numbers, beside the variants."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
+"""The name of the run's own numbers, next to the variants."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RANKS = "trainer.num_processes"
 
 
@@ -31,11 +29,11 @@ class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes_sums_alone(self) -> bool:
-        """Whether it has the run's own settings, but perhaps for the number of ranks."""
+        """True if it has the run's own settings, except perhaps the number of ranks."""
         return all(_field(setting) == RANKS for setting in self.settings)
 
     def config(self, recorded: dict[str, Any], source: Path) -> RunConfig:
-        """The settings of a recorded run with this variant's overrides; `source` is named in errors.
+        """Returns the settings of a recorded run with this variant's overrides; `source` is named in errors.
 
         Raises:
             ConfigError: a setting that does not fit.
@@ -44,7 +42,7 @@ class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
         for field, path in (setting.split("=", 1) for setting in self.settings if "=" in setting):
             plug = field.strip().removesuffix(".path")
             if plug in ("objective", "advantage") and document[plug]["path"] != path:
-                document[plug]["kwargs"] = {}  # they are for another one
+                document[plug]["kwargs"] = {}  # these are of another one
         document["record"] = False
         return config_of(document, source, self.settings)
 
@@ -52,9 +50,9 @@ class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
 def variants_of(
     objectives: Sequence[str], settings: Sequence[str], named: Sequence[Sequence[str]]
 ) -> tuple[ReplayVariant, ...]:
-    """The variants that a command line asks for: one per objective, one per `--variant NAME SETTING ...`, else one.
+    """Returns the variants of a command line: one per objective, one per `--variant NAME SETTING ...`, else one.
 
-    `settings` hold for all of them.
+    `settings` apply to all of them.
 
     Raises:
         ConfigError: two variants of one name, an unusable name, or a setting that no step reads.
@@ -67,11 +65,11 @@ def variants_of(
     if not variants:
         variants = [ReplayVariant(name="set" if settings else OWN, settings=tuple(settings))]
     for variant in variants:
-        if not _NAME.fullmatch(variant.name):
+        if not NAME.fullmatch(variant.name):
             raise ConfigError(f"variant {variant.name!r}: expected a name of letters, digits, '.', '_' and '-'")
         if variant.name.lower() == RECORDED:
             raise ConfigError(
-                f"variant {variant.name!r}: the name of what the run itself found; expected another one, as in "
+                f"variant {variant.name!r}: the name of the run's own numbers; expected another one, as in "
                 "--variant NAME SETTING ..."
             )
         if [other.name for other in variants].count(variant.name) > 1:
@@ -82,7 +80,7 @@ def variants_of(
 
 
 def steps_alike(one: RunConfig, other: RunConfig) -> bool:
-    """Whether two configurations make the same steps of the same batches."""
+    """Returns whether two configurations make the same steps from the same batches."""
     return all(getattr(one, name) == getattr(other, name) for name in SECTIONS)
 
 

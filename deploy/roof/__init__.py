@@ -1,4 +1,4 @@
-"""What the `penstock` command does, as functions; docs/tutorials/python.md shows them at work.
+"""The commands of `penstock` as Python functions; docs/tutorials/python.md shows how to use them.
 
 Arguments are named like the command's options: where a message says `--resume`, Python has `resume=True`. Nothing is
 imported before it is used.

@@ -1,1 +1,1 @@
-"""ACL users of a shared Redis, one for each part of a run. Imported through `acl` and `passwords`."""
+"""ACL users of a shared Redis, one for each part of a run. Imported through `acl`."""

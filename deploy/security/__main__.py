@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.deploy.security.acl import acl_file, user_names
-from penstock.deploy.security.passwords import read_or_make
+from penstock.deploy.security.acl import acl_file, password_in, user_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
-        passwords = {name: read_or_make(arguments.passwords / name) for name in user_names(arguments.runs)}
+        passwords = {name: password_in(arguments.passwords / name) for name in user_names(arguments.runs)}
         print(acl_file(arguments.runs, passwords), end="")
     except (OSError, ValueError) as error:
         print(f"penstock.deploy.security: {error}", file=sys.stderr)

@@ -1,11 +1,14 @@
-"""ACL users of a run, with the least rights that its parts need.
+"""ACL users of a run, with the least rights that its parts need, and their password files.
 
 A user's rights are selectors: each names keys and the commands that may touch them. A command is allowed if one
 selector allows all of it. The commands of a script are checked one by one.
 """
 
 import hashlib
+import os
+import secrets
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from penstock.schemas.keys import Keys
@@ -22,7 +25,7 @@ class Right(NamedTuple):
     read_only: bool = False
 
 
-# What every client sends around its commands. None of them touches a key.
+# Sent by every client around its commands. None of them touches a key.
 _CONNECTION = "ping select echo multi exec discard time"
 
 _PRODUCER = (
@@ -34,7 +37,7 @@ _PRODUCER = (
     Right("chunks commit parity", "hget", read_only=True),
     Right("parity", "hmget", read_only=True),
     Right("producers:* progress:*", "get set del"),
-    # Of conversations.
+    # Progress of conversations.
     Right("progress:*", "hset hget hgetall hdel expire"),
 )
 
@@ -42,7 +45,7 @@ _READING = "hget hgetall hmget hkeys hlen hexists xlen xrange xrevrange xread xp
 _TRAINER = (
     Right("*", _READING, read_only=True),
     Right("*", "evalsha"),
-    # Whoever may write what a run says of itself names the modules that its producers import.
+    # Whoever may write the run's description chooses the modules that its producers import.
     Right("commit dead_index run anchors chunks tasks parity", "hset hdel"),
     Right("prompts evaluations policy dead", "xadd"),
     Right("rollouts evaluation_results policy", "xtrim"),
@@ -51,7 +54,7 @@ _TRAINER = (
     Right("prompts", "xinfo|groups", read_only=True),
 )
 _OBSERVER = (
-    # EVAL_RO (in `penstock audit`) may call the commands of its user that read.
+    # EVAL_RO (in `penstock audit`) may call the reading commands of its user.
     Right("*", f"{_READING} xinfo|stream xinfo|groups xinfo|consumers eval_ro", read_only=True),
 )
 _OPERATOR = (*_PRODUCER, *_TRAINER, *_OBSERVER, Right("requeued", "hset"))
@@ -70,7 +73,7 @@ def user_name(run: str, role: str) -> str:
 
 
 def user_line(run: str, role: str, password: str) -> str:
-    """The line of an ACL file that makes this user; without its first word, the arguments of `ACL SETUSER`.
+    """Returns the ACL file's line for this user; without its first word, the arguments of `ACL SETUSER`.
 
     Raises:
         ValueError: not a run name.
@@ -86,9 +89,8 @@ def user_line(run: str, role: str, password: str) -> str:
 
 
 def acl_file(runs: Iterable[str], passwords: Mapping[str, str]) -> str:
-    """The ACL file of a server for these runs: an administrator, four users a run, no user without a password.
-
-    It holds only hashes of the passwords.
+    """Returns the ACL file of a server for these runs: an administrator, four users per run, and no user without a
+    password. It holds only hashes of the passwords.
 
     Args:
         passwords: by user name; `ADMIN` and every `user_name(run, role)`.
@@ -103,6 +105,27 @@ def acl_file(runs: Iterable[str], passwords: Mapping[str, str]) -> str:
 
 def user_names(runs: Iterable[str]) -> list[str]:
     return [ADMIN, *(user_name(run, role) for run in runs for role in ROLES)]
+
+
+def password_in(file: Path) -> str:
+    """Reads the password in `file`, or writes a random one of 256 bits if there is no such file.
+
+    Raises:
+        OSError: it cannot be read or written.
+        ValueError: it is empty.
+    """
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        password = file.read_text().rstrip("\r\n")
+        if not password:
+            raise ValueError(f"{file}: the file is empty, expected a password") from None
+        return password
+    password = secrets.token_urlsafe(32)
+    with os.fdopen(descriptor, "w") as opened:
+        opened.write(password)
+    return password
 
 
 def _hash(password: str) -> str:

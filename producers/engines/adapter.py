@@ -1,4 +1,4 @@
-"""The policy's adapter in vLLM's own LoRA layers, loaded in vLLM's processes: one adapter, which every request has."""
+"""Puts the policy's adapter into vLLM's own LoRA layers, in vLLM's processes: one adapter, which every request uses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,13 @@ _MOST_NAMED = 3
 
 
 def load_adapter(model: Any, tensors: Mapping[str, Tensor], scaling: float) -> None:
-    """Writes an adapter, by peft's names of tensors, into the buffers that `model` computes with; no tensors at all
-    are the base. Nothing may be sampled meanwhile.
+    """Writes an adapter into the buffers that `model` computes with. Nothing may be sampled meanwhile.
+
+    tensors: by peft's names; none leave the base model alone.
 
     Raises:
-        ValueError: the adapter has layers that vLLM's model has not, or not as LoRA layers; or half of a layer. The
-            buffers are as before.
+        ValueError: the adapter has half of a layer, or layers that vLLM's model lacks or does not adapt. The buffers
+            are unchanged.
     """
     manager = model.lora_manager
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -39,7 +40,7 @@ def load_adapter(model: Any, tensors: Mapping[str, Tensor], scaling: float) -> N
     if halves := [module for module, both in factors.items() if len(both) != 2]:
         raise ValueError(f"adapter: one factor alone of {halves[:_MOST_NAMED]}, expected lora_A and lora_B")
     layers = {
-        # vLLM keeps them, and the file that they are mapped from will change.
+        # Clones: vLLM keeps them, and the file that they are mapped from will change.
         module: LoRALayerWeights(module, len(both[True]), 1, both[True].clone(), both[False] * scaling, scaling=1)
         for module, both in factors.items()
     }
@@ -49,4 +50,4 @@ def load_adapter(model: Any, tensors: Mapping[str, Tensor], scaling: float) -> N
 def _replace(manager: Any, adapter: LoRAModel) -> None:
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
-    manager.activate_adapter(ADAPTER_ID)  # copied into the one slot there is, in place
+    manager.activate_adapter(ADAPTER_ID)  # copied into the only slot, in place

@@ -1,4 +1,4 @@
-"""vLLM's own parsers of reasoning and tool calls, applied to what the engine has sampled."""
+"""Applies vLLM's own parsers of reasoning and tool calls to sampled answers."""
 
 import logging
 from typing import Any
@@ -10,7 +10,7 @@ from penstock.producers.endpoint.chat.answers import ParsedAnswer
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.schemas.config import ConfigError, EndpointConfig
 
-# A policy that learns to call tools writes malformed calls at first, and each would be logged with its traceback.
+# A policy that learns to call tools first writes malformed calls, and each would be logged with its traceback.
 logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
 
@@ -22,7 +22,7 @@ class VllmAnswerParser:
     def __init__(self, tokenizer: Any, config: EndpointConfig) -> None:
         """
         Raises:
-            ConfigError: vLLM has no parser of such a name, or it does not fit the model's tokenizer.
+            ConfigError: vLLM has no parser of this name, or it does not fit the model's tokenizer.
         """
         self._tokenizer = tokenizer
         names = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
@@ -33,7 +33,7 @@ class VllmAnswerParser:
                 enable_auto_tools=True,
                 tokenizer=tokenizer,
             )
-        except Exception as error:  # vLLM's and each parser's own
+        except Exception as error:  # vLLM and each parser raise their own types
             asked = ", ".join(f"endpoint.{name} = {value!r}" for name, value in names.items() if value is not None)
             raise ConfigError(f"{asked}: {error}; expected names of vLLM's parsers for this model") from error
         if parser is None:
@@ -41,7 +41,7 @@ class VllmAnswerParser:
         self._parser: type[Parser] = parser
 
     def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
-        # Parsers read only the tools of a request; validating the whole conversation again would be wasted.
+        # Parsers read only a request's tools; validating the whole conversation again would be a waste.
         fields: dict[str, Any] = {"messages": [{"role": "user", "content": ""}], "tool_choice": "none"}
         if request.use_tools:
             fields |= {"tools": request.tools, "tool_choice": "auto"}

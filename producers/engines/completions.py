@@ -10,7 +10,7 @@ from penstock.schemas.rollout import VersionSpan, pack_floats, pack_ids
 def pack(output: Any, request_id: str, *, masked: bool) -> Completion:
     """Packs one finished sibling, a vLLM `CompletionOutput` with flat logprobs of the sampled tokens alone.
 
-    masked: the engine tells the ids that each token was sampled from.
+    masked: the engine reports the ids that each token was sampled from.
 
     Raises:
         EngineError: its parts are inconsistent.
@@ -20,11 +20,10 @@ def pack(output: Any, request_id: str, *, masked: bool) -> Completion:
 
 
 def pack_unfinished(state: Any, request_id: str, *, masked: bool) -> Completion:
-    """Packs a sibling as far as it is sampled, vLLM's `RequestState`, as one that is aborted. `masked` and the errors
-    as in `pack`."""
+    """Packs a sibling as far as it is sampled, vLLM's `RequestState`, as an aborted one; otherwise as `pack`."""
     output = state._new_completion_output([], None, None)
     output.finish_reason, output.weight_versions = "abort", state._weight_version_spans()
-    # Of an output that vLLM takes for finished it makes a list per position, which takes twenty times as long.
+    # For a finished output vLLM makes a list per position, which takes twenty times as long.
     kept: list[bytes] = []
     for chunk in state.sampling_mask_chunks:  # `SamplingMaskLists`, int32; without offsets of one position
         ids = chunk.token_ids.tobytes()

@@ -1,4 +1,4 @@
-"""vLLM's engine process: its environment, its boot and its end."""
+"""vLLM's engine process: environment, start and shutdown."""
 
 import asyncio
 import logging
@@ -31,11 +31,11 @@ def set_environment(config: RunConfig) -> None:
     os.environ[BIND_VARIABLE] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Output that bypasses every logger: warnings of C++, and the resource tracker's about a killed engine's semaphores.
+    # These bypass every logger: C++ warnings, and the resource tracker's about a killed engine's semaphores.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     if config.lora is not None:
-        # It warns of each adapter that a tokenizer of its own would not be used.
+        # It warns about every adapter that its own tokenizer would not be used.
         logging.getLogger("vllm.v1.engine.input_processor").setLevel(logging.ERROR)
     os.environ.update(engine_environment(config, cpu=current_platform.is_cpu()))
     if current_platform.is_cpu():
@@ -45,10 +45,10 @@ def set_environment(config: RunConfig) -> None:
 
 
 async def boot(arguments: dict[str, Any]) -> AsyncLLM:
-    """Builds the engine in a thread, so that signals are handled meanwhile; cancelling kills the processes it started.
+    """Builds the engine in a thread, so that signals are handled meanwhile. Cancelling kills the processes it started.
 
     Raises:
-        EngineError: vLLM refuses.
+        EngineError: vLLM does not start.
     """
     is_alone = arguments["tensor_parallel_size"] == 1 and not MULTIPROCESS_ARGUMENTS & set(arguments)
     if current_platform.is_cpu() and is_alone:
@@ -67,7 +67,7 @@ async def boot(arguments: dict[str, Any]) -> AsyncLLM:
     Thread(target=build, name="vllm-boot", daemon=True).start()
     try:
         wrapped = asyncio.wrap_future(booting)
-        # After a cancelled boot nobody retrieves its exception.
+        # Marks the exception of a cancelled boot as retrieved.
         wrapped.add_done_callback(lambda future: future.cancelled() or future.exception())
         return await asyncio.shield(wrapped)
     except asyncio.CancelledError:
@@ -89,7 +89,7 @@ async def shut_down(llm: AsyncLLM) -> None:
     if llm.output_handler is not None:
         llm.output_handler.cancel()
     llm.output_processor.propagate_error(EngineDeadError())
-    # They warn that a process had to be killed, which is intended.
+    # They warn about a process that had to be killed, which is intended.
     for name in ("vllm.v1.utils", "vllm.utils.system_utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
     resources: Any = llm.engine_core.resources

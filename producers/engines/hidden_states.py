@@ -1,4 +1,4 @@
-"""Hidden states of one sequence in a running vLLM engine, recorded by hooks in its workers."""
+"""Records the hidden states of one sequence in a running vLLM engine by hooks in its workers."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from penstock.schemas import hidden_states as names
 
 LOGITS_CHUNK_TOKENS = 64
-"""Tokens whose logits exist at once."""
+"""Tokens whose logits are in memory at once."""
 
 
 class HiddenStateCapture:
-    """Mixed into vLLM's worker. `begin`, replay the sequence; `as_served`, replay it again; `end`.
+    """Mixed into vLLM's worker. Usage: `begin`, replay the sequence, `as_served`, replay it again, `end`.
 
-    The first replay runs without vLLM's compiled graph and CUDA graphs, in which hooks do not fire; the second runs
+    The first replay runs without vLLM's compiled graph and CUDA graphs, in which hooks do not fire. The second runs
     like any request, so that the two can be compared.
     """
 
@@ -23,7 +23,7 @@ class HiddenStateCapture:
         """Begins to record the model's hidden states for `token_ids`.
 
         Raises:
-            RuntimeError: the model lacks the modules that are recorded, or they are on several pipeline ranks.
+            RuntimeError: the model lacks the recorded modules, or they are on several pipeline ranks.
         """
         worker: Any = self
         self.penstock_end_capture(None, 0)
@@ -59,9 +59,9 @@ class HiddenStateCapture:
 
 
 class _Recorder:
-    """Hooks on one model and what they recorded of the sequence `token_ids`, [N] int64.
+    """Hooks on one model, and their recordings of the sequence `token_ids`, [N] int64.
 
-    A forward pass of the engine holds a part of the sequence followed by padding: `_step` finds out how much.
+    A forward pass of the engine computes a part of the sequence followed by padding: `_step` finds how much.
     """
 
     def __init__(self, model: Any, token_ids: list[int]) -> None:
@@ -112,7 +112,7 @@ class _Recorder:
 
     @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
-        """Everything recorded, by the names of `penstock.schemas.hidden_states`. Must be called on every rank."""
+        """Returns all recordings by the names of `penstock.schemas.hidden_states`. Must be called on every rank."""
         num_tokens = len(self._token_ids)
         found = {name: torch.cat(parts) for name, parts in self._parts.items()}
         wrong = {name: len(tensor) for name, tensor in found.items() if len(tensor) != num_tokens}
@@ -129,7 +129,7 @@ class _Recorder:
         return {name: tensor.contiguous() for name, tensor in found.items()}
 
     def _logprobs(self, norm: Tensor) -> Tensor:
-        """[N - 1] float32, by the engine's own head."""
+        """Computes logprobs, [N - 1] float32, with the engine's own head."""
         device = next(self._model.parameters()).device
         found = []
         for start in range(0, len(norm) - 1, LOGITS_CHUNK_TOKENS):
@@ -149,7 +149,7 @@ class _Recorder:
         hook(layer.mlp.register_forward_hook(self._keep_output(names.layer(index, names.MLP))))
 
     def _step(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        """A forward pass begins: its first rows are the sequence's next tokens, the others are padding."""
+        """Begins a forward pass: its first rows are the sequence's next tokens, the others are padding."""
         ids = arguments[0].detach().cpu()[: len(self._token_ids) - self._seen]
         differing = (ids != self._token_ids[self._seen : self._seen + len(ids)]).nonzero()
         self._num_rows = int(differing[0]) if len(differing) else len(ids)
@@ -166,7 +166,7 @@ class _Recorder:
         return hook
 
     def _keep_sum(self, name: str) -> Any:
-        """The residual stream before a module; vLLM passes it as two summands."""
+        """Returns a hook that records the residual stream before a module; vLLM passes it as two summands."""
 
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any] | None = None) -> None:
             given = [value for value in (*arguments, *(keywords or {}).values()) if _is_states(value)]

@@ -1,8 +1,8 @@
 """A parent-death signal for child processes: each is killed when the process that started it ends.
 
-A child of multiprocessing outlives a parent that is killed, and one that is still booting would wait for it for ever.
-Linux's own signal, `prctl(PR_SET_PDEATHSIG)`, is sent when the *thread* that created the child ends, which may be long
-before its process does. So each child watches its parent from its first moment on.
+A multiprocessing child outlives a killed parent, and one that is still booting would wait for it for ever. Linux's own
+signal, `prctl(PR_SET_PDEATHSIG)`, is sent when the *thread* that created the child ends, which may be long before its
+process does. So each child watches its parent from the beginning.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from typing import Any
 from penstock.schemas.process import logs
 
 CHECK_S = 0.25
-"""How often a child looks for its parent."""
+"""How often a child checks for its parent."""
 
 
 class BoundSpawnProcess(SpawnProcess):
     def __reduce__(self) -> tuple[Any, ...]:
-        # In the child, `_rebuild` runs before the rest is unpickled, which imports vLLM and takes seconds. What comes
-        # still earlier, the import of the main module, ends by itself.
+        # In the child, `_rebuild` runs before the rest is unpickled, which imports vLLM and takes seconds. Only the
+        # import of the main module comes earlier, and it ends by itself.
         return _rebuild, (os.getpid(), type(self)), self.__dict__
 
 
@@ -39,9 +39,9 @@ _BOUND: dict[str, type[BaseProcess]] = {"spawn": BoundSpawnProcess, "fork": Boun
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """From now on this process and what it starts in its group are killed when the process `parent` ends.
+    """Kills this process, and what it starts in its group, when the process `parent` ends.
 
-    A session of its own leaves a Ctrl-C at the terminal to the parent, which ends its children in order.
+    The process gets its own session, so that Ctrl-C reaches the parent alone, which ends its children in order.
     """
     if os.getpgrp() != os.getpid():
         os.setsid()
@@ -66,7 +66,7 @@ def children_bound() -> Iterator[None]:
 
 
 def _watch(parent: int) -> None:
-    """Waits for the parent to end, which makes this process the child of another."""
+    """Waits for the parent to end, which gives this process another parent; then kills the group."""
     while os.getppid() == parent:
         time.sleep(CHECK_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Files of weights that a GPU reads by itself: mapped and page-locked, once, before the first of many loads."""
+"""Weight files that a GPU reads directly: mapped and page-locked once, before the first of many loads."""
 
 import json
 import mmap
@@ -15,19 +15,19 @@ from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 from penstock.producers.engines.weight_files import DTYPES
 
 RELEASE_S = 1.0
-"""After so long a file that has been removed or replaced is let go of."""
+"""A file that was removed or replaced is released after this long."""
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class PinnedFile:
-    """A safetensors file. Its pages are mapped, not copied: who patches the file patches what is read here.
+    """A safetensors file. Its pages are mapped, not copied: changes to the file are visible here.
 
-    Where the driver refuses to lock them, which vLLM logs, they are read as any other memory.
+    If the driver refuses to lock them, which vLLM logs, they are read like any other memory.
     """
 
     def __init__(self, path: str) -> None:
-        with open(path, "r+b") as file:  # it locks writable pages only
+        with open(path, "r+b") as file:  # the driver locks writable pages only
             self._file = os.fstat(file.fileno())
             self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         self._is_locked = host_register(self._bytes.data_ptr(), len(self._bytes))
@@ -40,7 +40,7 @@ class PinnedFile:
         return os.path.samestat(self._file, there) and there.st_size == len(self._bytes)
 
     def tensors(self) -> Tensors:
-        """In file order."""
+        """Yields names and tensors in file order."""
         start = 8 + int.from_bytes(self._bytes[:8].numpy().tobytes(), "little")
         header = json.loads(self._bytes[8:start].numpy().tobytes())
         header.pop("__metadata__", None)
@@ -57,10 +57,10 @@ class PinnedFile:
 class PinnedFiles:
     """The files of the last load, kept for the next one.
 
-    They take no memory but their own. One that has been removed or replaced lives on for `RELEASE_S` at most, and not
-    beyond the next load: there may be no room for two policies.
+    They take no further memory. A removed or replaced file is kept for `RELEASE_S` at most, and not beyond the next
+    load: there may be no room for two policies.
 
-    read: the tensors of files that this process may not write to.
+    read: reads the tensors of files that this process may not write to.
     """
 
     def __init__(self, read: Callable[[list[str]], Tensors]) -> None:
@@ -71,7 +71,7 @@ class PinnedFiles:
 
     @contextmanager
     def reading(self, paths: list[str]) -> Iterator[Tensors]:
-        """The tensors of the files, in order; nothing is let go of meanwhile.
+        """Yields the tensors of the files, in order; no file is released meanwhile.
 
         Raises:
             OSError: a file cannot be opened.

@@ -1,4 +1,4 @@
-"""The run file's settings as vLLM's arguments, verified against the running engine's report, without importing vLLM."""
+"""Turns the run file's settings into vLLM's arguments and verifies the running engine's report; imports no vLLM."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,49 +31,47 @@ FIELDS = {
     "max_lora_rank": "lora.rank",
     "lora_target_modules": "lora.targets",
 }
-"""vLLM's name of a setting to the run file's field for it."""
+"""The run file's field for each of vLLM's settings, by vLLM's name."""
 OWN = ("weight_transfer_config", "worker_extension_cls")
-"""Engine arguments that the weight updates depend on."""
+"""Engine arguments that weight updates depend on."""
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
 completion only."""
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM has room for; a smaller one is filled up with zeros."""
+"""The LoRA ranks that vLLM supports; a smaller one is padded with zeros."""
 
 WHOLE_DEVICE = 0.9
-"""Share of a GPU's memory for an engine that has it to itself."""
+"""Share of a GPU's memory for an engine that has the GPU to itself."""
 
 MATMUL_PRECISION = "highest"
-"""The float32 matmul precision that the trainer computes with: no TF32."""
+"""The trainer's float32 matmul precision: no TF32."""
 
 
-def engine_arguments(
-    config: RunConfig, seed: int, *, cpu: bool, backend: str, extension: str, num_gpus: int | None = None
-) -> dict[str, Any]:
-    """Arguments for vLLM's AsyncEngineArgs.
+def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int | None = None) -> dict[str, Any]:
+    """Returns arguments for vLLM's AsyncEngineArgs, without those of `OWN`.
 
-    num_gpus: those that this process can use; None leaves them uncounted.
+    num_gpus: the GPUs that this process can use; None skips the check.
 
     Raises:
         EngineError: `engine.args` sets something that has its own field in the run file, vLLM cannot sample groups at
-            this temperature or cannot tell what it sampled from, or `engine.tensor_parallel_size` does not divide the
-            model or exceeds `num_gpus`.
+            this temperature or cannot report what it sampled from, or `engine.tensor_parallel_size` does not divide
+            the model or exceeds `num_gpus`.
     """
     engine, allowed = config.engine, f"{LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
     if not LOWEST_TEMPERATURE <= (temperature := config.sampling.temperature) <= HIGHEST_TEMPERATURE:
-        raise EngineError(f"sampling.temperature = {temperature}: vLLM does not sample groups so; expected {allowed}")
+        raise EngineError(f"sampling.temperature = {temperature}: vLLM cannot sample groups there; expected {allowed}")
     for name, how in config.held_out.items():
         if how.temperature and not LOWEST_TEMPERATURE <= how.temperature <= HIGHEST_TEMPERATURE:
             raise EngineError(
-                f"evaluation.temperature = {how.temperature} of environment {name!r}: vLLM does not sample so; "
+                f"evaluation.temperature = {how.temperature} of environment {name!r}: vLLM cannot sample there; "
                 f"expected 0, or {allowed}"
             )
     if cpu and config.sampling.is_truncated:
         raise EngineError(
             f"sampling.top_k = {config.sampling.top_k}, sampling.top_p = {config.sampling.top_p}: vLLM's CPU build "
-            "does not tell which ids it kept, and without them the trainer cannot reproduce the logprobs; expected "
+            "does not report which ids it kept, and without them the trainer cannot reproduce the logprobs; expected "
             "top_k = 0 and top_p = 1.0, or a GPU"
         )
     if engine.tensor_parallel_size > 1:
@@ -91,8 +89,6 @@ def engine_arguments(
         "async_scheduling": engine.async_scheduling,
         "max_num_seqs": engine.max_num_seqs,
         "tensor_parallel_size": engine.tensor_parallel_size,
-        "weight_transfer_config": {"backend": backend},
-        "worker_extension_cls": extension,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -114,11 +110,11 @@ def engine_arguments(
     if cpu:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
         if config.mode == "synchronous":
-            # Between the chunks of a prompt vLLM winds a request's generator back, which torch's cannot on CPU.
+            # Between the chunks of a prompt vLLM rewinds the request's generator, which torch cannot do on CPU.
             if engine.args.get("enable_chunked_prefill"):
                 raise EngineError(
-                    "engine.args.enable_chunked_prefill = True with mode = 'synchronous': the requests have seeds of "
-                    "their own, with which vLLM cannot compute a prompt in chunks; expected it to be left out"
+                    "engine.args.enable_chunked_prefill = True with mode = 'synchronous': every request has its "
+                    "own seed, with which vLLM cannot compute a prompt in chunks; expected it to be left out"
                 )
             arguments["enable_chunked_prefill"] = False
     else:
@@ -152,14 +148,14 @@ def _check_divides(size: int, model: Path) -> None:
 
 
 def engine_environment(config: RunConfig, *, cpu: bool) -> dict[str, str]:
-    """Environment variables that decide how vLLM starts its engine process and what that computes with."""
+    """Returns the environment variables that decide how vLLM starts its engine process and how that computes."""
     if cpu:
         # vLLM would bind every engine of a machine to the same cores.
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.producers.num_threads)}
     # vLLM would fork this process, whose other threads may hold locks.
     variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if config.model.dtype == "float32":
-        # Its attention for float32 is Triton's, which multiplies in TF32 unless told otherwise.
+        # Its float32 attention is Triton's, which multiplies in TF32 by default.
         variables["TRITON_F32_DEFAULT"] = "ieee"
     return variables
 
@@ -191,7 +187,7 @@ def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Ma
 
 
 def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> EngineFingerprint:
-    """The engine as it reports itself; `other` holds `engine.args` and Penstock's settings off their defaults."""
+    """Returns the engine as it reports itself; `other` holds `engine.args` and Penstock's non-default settings."""
     other = {name: json.dumps(value, sort_keys=True, default=str) for name, value in config.engine.args.items()}
     for name, usual in (("update", "in_flight"), ("cache_salt", "version"), ("tensor_parallel_size", 1)):
         if (value := getattr(config.engine, name)) != usual:

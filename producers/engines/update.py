@@ -1,7 +1,7 @@
-"""vLLM plug-in, loaded in every engine process: an update of the weights in flight as one call of the engine core.
+"""vLLM plug-in, loaded in every engine process: updates the weights in flight by one call of the engine core.
 
-Pause, load, label and resume are five calls of vLLM's own, and between any two of them nothing is sampled while a busy
-machine gets round to the next.
+vLLM's own API needs five calls to pause, load, label and resume, and on a busy machine nothing is sampled while each
+waits for its turn.
 """
 
 import time
@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCore
 
 UPDATE = "penstock_update"
 TRY = "penstock_try"
-"""The worker's method that calls another one and returns what it raises."""
+"""The worker's method that calls another one and returns its error instead of raising it."""
 
 
 def install() -> None:
@@ -31,8 +31,7 @@ def _update(core: Any, paths: list[str], version: str, forget_prefixes: bool, dr
     failure sampling stays paused, with a mixture of weights, until another load succeeds.
 
     Returns:
-        The future of the seconds during which no token was sampled, without the wait for requests to end, and of the
-        number of prompts that begin anew.
+        The future of the seconds during which no token was sampled, without the wait for requests to end.
     """
     done: Future[Any] = Future()
     load = partial(_load, core, paths, version, forget_prefixes, drained, done)
@@ -56,18 +55,19 @@ def _update(core: Any, paths: list[str], version: str, forget_prefixes: bool, dr
 def _load(core: Any, paths: list[str], version: str, forget_prefixes: bool, drained: bool, done: Future[Any]) -> None:
     began = time.perf_counter()
     try:
-        restarted = 0 if drained else _drop_stale_kv(core, forget_prefixes)
+        if not drained:
+            _drop_stale_kv(core.scheduler, forget_prefixes)
         results_of(core.model_executor.collective_rpc(TRY, args=("penstock_load", paths)))
         core.set_weight_version(version)
         core.resume_scheduler()
     except Exception as error:
         done.set_exception(error)
     else:
-        done.set_result((time.perf_counter() - began, restarted))
+        done.set_result(time.perf_counter() - began)
 
 
 def results_of(replies: Sequence[tuple[Any, str | None]]) -> list[Any]:
-    """What every rank returned of a call through `TRY`.
+    """Returns the result of every rank of a call through `TRY`.
 
     Raises:
         RuntimeError: names the ranks that failed, and with what.
@@ -79,9 +79,8 @@ def results_of(replies: Sequence[tuple[Any, str | None]]) -> list[Any]:
     return [result for result, _ in replies]
 
 
-def _drop_stale_kv(core: Any, forget_prefixes: bool) -> int:
-    """Drops KV that would be used under the new label; returns the number of restarted prompts. Requests that have
-    sampled keep theirs.
+def _drop_stale_kv(scheduler: Any, forget_prefixes: bool) -> None:
+    """Drops KV that would be used under the new label. Requests that have sampled keep theirs.
 
     A prompt of which only some chunks are computed is restarted: all its tokens would bear the new policy's label, with
     a part of their context computed by the old one. With `forget_prefixes`, no later request finds KV that was computed
@@ -89,18 +88,13 @@ def _drop_stale_kv(core: Any, forget_prefixes: bool) -> int:
     salted before an update and is prefilled after it would find the older policy's KV.
     """
     if forget_prefixes:
-        _forget_prefixes(core.scheduler.kv_cache_manager.block_pool)
-    return _restart_prefills(core.scheduler)
-
-
-def _restart_prefills(scheduler: Any) -> int:
+        _forget_prefixes(scheduler.kv_cache_manager.block_pool)
     unfinished = [request for request in scheduler.running if request.is_prefill_chunk]
     for request in reversed(unfinished):  # each goes to the front of the waiting queue
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         # As vLLM's own reset does: a worker keeps its state of a request unless that was absent for a step.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-    return len(unfinished)
 
 
 def _forget_prefixes(pool: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -54,23 +55,22 @@ class VllmEngine:
         self._drained = config.engine.update == "drained"
         self._lora = config.lora
         self._adapter = None if config.lora is None else LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
-        """Of every request; its path is never read, as the adapter is loaded already."""
+        """Sent with every request; its path is never read, because the adapter is already loaded."""
         self._files = base.files if config.lora is None else []
-        self._params: dict[tuple[SamplingSettings, int, tuple[str, ...], int | None], SamplingParams] = {}
         self._loading = asyncio.Lock()
 
     @classmethod
     async def start(cls, config: RunConfig, *, seed: int | None = None) -> "VllmEngine":
-        """Boots an engine on `config.model.path`, labelled version 0, verified and warm; on random weights if none are
-        there.
+        """Boots an engine on `config.model.path`, labelled version 0, verified and warm; without weights there it
+        starts on random ones.
 
         Args:
             seed: random seed of the engine's sampling; engines with the same one sample the same noise. None takes
                 config.seed.
 
         Raises:
-            EngineError: vLLM finds no device, refuses the model or a setting, or reports another value than the one
-                asked for.
+            EngineError: vLLM finds no device, refuses the model or a setting, or reports a value that was not
+                requested.
         """
         if current_platform.is_unspecified():
             raise EngineError(
@@ -79,14 +79,10 @@ class VllmEngine:
             )
         base = BaseModel(config.model.path)
         cpu = current_platform.is_cpu()
-        arguments = engine_arguments(
-            config,
-            config.seed if seed is None else seed,
-            cpu=cpu,
-            backend=BACKEND,
-            extension=f"{EngineReport.__module__}.{EngineReport.__qualname__}",
-            num_gpus=None if cpu else current_platform.device_count(),
-        )
+        num_gpus = None if cpu else current_platform.device_count()
+        arguments = engine_arguments(config, config.seed if seed is None else seed, cpu=cpu, num_gpus=num_gpus)
+        arguments["weight_transfer_config"] = {"backend": BACKEND}
+        arguments["worker_extension_cls"] = f"{EngineReport.__module__}.{EngineReport.__qualname__}"
         if not base.files:  # nothing is served before an announced policy is loaded
             if config.lora is not None:
                 raise EngineError(
@@ -127,18 +123,17 @@ class VllmEngine:
 
         Raises:
             ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
-            EngineError: the engine serves no longer.
+            EngineError: the engine has stopped.
         """
         # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
-        params = self._sampling_params(sampling, num_siblings, tuple(stop), seed)
+        params = sampling_params(sampling, num_siblings, masked=self._masked, stop=tuple(stop), seed=seed)
         return await self._run(prompt_token_ids, params, request_id, salt)
 
     def sampled(self, request_id: str) -> list[Completion]:
-        """The siblings of a running request as far as they are sampled; see `penstock.producers.interfaces.Engine`.
-
-        Read from what vLLM collects in this process for the final answer: the engine's process is not asked.
-        """
+        """Returns the siblings of a running request as far as they are sampled; see
+        `penstock.producers.interfaces.Engine`. Reads what vLLM collects in this process for the final answer, without a
+        call to the engine's process."""
         processor = self._llm.output_processor
         states = [processor.request_states[name] for name in processor.external_req_ids.get(request_id, ())]
         if not states:
@@ -153,7 +148,7 @@ class VllmEngine:
     async def _run(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, salt: str | None
     ) -> list[Completion]:
-        """`generate`, on cached KV of requests with the same `salt` only."""
+        """Samples as `generate` does, reusing only KV cached under the same `salt`."""
         self._check_prompt(prompt_token_ids, request_id)
         prompt = tokens_input(prompt_token_ids, cache_salt=salt)
         final: RequestOutput | None = None
@@ -167,23 +162,23 @@ class VllmEngine:
         except EngineGenerateError as error:
             raise EngineError(f"request {request_id}: {error.__cause__!r}") from error
         if final is None or final.prompt_token_ids != prompt_token_ids:
-            raise EngineError(f"request {request_id}: the engine answers another prompt than the one sent")
+            raise EngineError(f"request {request_id}: the engine has answered a different prompt")
         return [pack(output, request_id, masked=self._masked) for output in final.outputs]
 
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
-        """Replaces the weights in flight by those in the verified safetensors file at `path`; see
+        """Replaces the weights in flight with those of the safetensors file at `path`, which is verified; see
         `penstock.producers.interfaces.Engine`.
 
         Requests in flight keep their KV and continue with the new weights; requests that arrive meanwhile wait. With
         engine.update = "drained" the load waits for those in flight to end, and clears the cache. Cancelling the call
-        does not interrupt the load: the call returns once the file is read no longer.
+        does not interrupt the load: the call returns once the file is no longer read.
 
         Returns:
             The seconds during which no token was sampled, without the wait for requests to end.
 
         Raises:
-            WeightLoadError: the old version still serves, labelled so.
-            EngineError: the old version could not be brought back; nothing is sampled any more.
+            WeightLoadError: the old version still serves, under its own label.
+            EngineError: the old version could not be restored; nothing is sampled any more.
         """
         replacing = asyncio.ensure_future(self._replace_weights(manifest, path, restore))
         try:
@@ -200,7 +195,7 @@ class VllmEngine:
         Raises:
             ValueError: vLLM refuses the sequence.
             CaptureError: the engine is not idle, or vLLM's model has an architecture that cannot be recorded.
-            EngineError: the engine serves no longer.
+            EngineError: the engine has stopped.
         """
         async with self._loading:
             if running := self._llm.get_num_unfinished_requests():
@@ -226,10 +221,10 @@ class VllmEngine:
         results_of(await self._answered(self._llm.collective_rpc(TRY, args=(method, *arguments))))
 
     async def _replay(self, token_ids: list[int]) -> None:
-        """Has the engine compute a sequence anew, bypassing its prefix cache."""
+        """Computes a sequence again, bypassing the prefix cache."""
         name = f"replay-{uuid.uuid4()}"
         salt = name if self.fingerprint.prefix_caching else None
-        params = self._sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1)
+        params = sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1, masked=self._masked)
         await self._run(token_ids, params, name, salt)
 
     async def close(self) -> None:
@@ -266,18 +261,17 @@ class VllmEngine:
         """Loads `paths` and labels them; returns the seconds during which no token was sampled."""
         # One call in place of pause_generation(), update_weights() and their like, each a round trip.
         call = self._llm.engine_core.call_utility_async
-        pause_s, _ = await self._answered(call(UPDATE, paths, str(version), self._salted, self._drained))
-        return float(pause_s)
+        return float(await self._answered(call(UPDATE, paths, str(version), self._salted, self._drained)))
 
     async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The answer of the engine's process, for which vLLM waits for ever if that dies.
+        """Returns the answer of the engine's process; vLLM alone would wait for ever for one that has died.
 
         Raises:
             EngineDeadError: it has died.
         """
         calling, watch = asyncio.ensure_future(call), self._llm.output_handler
         try:
-            # It ends with the process.
+            # The output handler ends with the process.
             await asyncio.wait({calling} if watch is None else {calling, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
                 raise EngineDeadError()
@@ -292,7 +286,7 @@ class VllmEngine:
             await self.generate([0] * min(4, self.max_model_len - 1), sampling, num_siblings, f"warm-up-{num_siblings}")
 
     def _check_prompt(self, ids: list[int], request_id: str) -> None:
-        """Raises ValueError for a prompt that vLLM fails on; an id outside the vocabulary would crash the engine."""
+        """Raises ValueError for a prompt that vLLM cannot take; an id outside the vocabulary would crash the engine."""
         if not 0 < len(ids) < self.max_model_len:
             raise ValueError(f"request {request_id} refused: {len(ids)} tokens, expected 1 to {self.max_model_len - 1}")
         if min(ids) < 0 or max(ids) >= self._vocabulary:
@@ -301,29 +295,27 @@ class VllmEngine:
                 f"{self._vocabulary - 1}"
             )
 
-    def _sampling_params(
-        self, sampling: SamplingSettings, num_siblings: int, stop: tuple[str, ...] = (), seed: int | None = None
-    ) -> SamplingParams:
-        key = (sampling, num_siblings, stop, seed)
-        if self._masked and sampling.temperature == 0:
-            # vLLM tells no mask at a temperature of 0, and refuses the request; this has the same tokens.
-            sampling = msgspec.structs.replace(sampling, temperature=1.0, top_k=1)
-        if key not in self._params:
-            if len(self._params) == PARAMS_KEPT:
-                self._params.clear()
-            self._params[key] = SamplingParams(
-                n=num_siblings,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                seed=seed,
-                stop_token_ids=list(sampling.stop_token_ids),
-                logprobs=0,
-                flat_logprobs=True,
-                stop=list(stop),
-                detokenize=bool(stop),
-                skip_special_tokens=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-        return self._params[key]
+
+@functools.lru_cache(PARAMS_KEPT)
+def sampling_params(
+    sampling: SamplingSettings, num_siblings: int, *, masked: bool, stop: tuple[str, ...] = (), seed: int | None = None
+) -> SamplingParams:
+    """Returns vLLM's parameters of a request. masked: the engine reports the ids that each token was sampled from."""
+    if masked and sampling.temperature == 0:
+        # vLLM reports no mask at a temperature of 0, and refuses the request; this samples the same tokens.
+        sampling = msgspec.structs.replace(sampling, temperature=1.0, top_k=1)
+    return SamplingParams(
+        n=num_siblings,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        seed=seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        stop=list(stop),
+        detokenize=bool(stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

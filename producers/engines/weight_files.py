@@ -1,4 +1,4 @@
-"""Safetensors files: headers are checked before the engine loads them."""
+"""Safetensors files: reads them, and checks their headers before the engine loads them."""
 
 import json
 import os
@@ -28,11 +28,11 @@ class HeaderError(ValueError):
 
 
 def read_header(path: str | Path) -> dict[str, TensorSpec]:
-    """The tensors of a safetensors file by name, from its header; also checks the file's length against the header.
+    """Reads the tensors of a safetensors file by name from its header; checks the file's length against the header.
 
     Raises:
         OSError: the file cannot be read.
-        HeaderError: it is no safetensors file, or it is truncated.
+        HeaderError: it is not a safetensors file, or it is truncated.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -59,10 +59,10 @@ class BaseModel:
 
     files: its safetensors files; none in a folder that came from Redis, without weights.
     shapes: every parameter's shape by its name in the checkpoint; empty without files.
-    optional: names that a published policy may leave out or hold (the head that is tied to the embedding).
+    optional: names that a published policy may or may not hold (a head that is tied to the embedding).
 
     Raises:
-        EngineError: the folder does not exist or is no transformers model.
+        EngineError: the folder does not exist or is not a transformers model.
     """
 
     def __init__(self, folder: str) -> None:
@@ -85,7 +85,7 @@ class BaseModel:
 
 
 def _checkpoint_files(folder: Path) -> list[str]:
-    """A sharded checkpoint's files by its index, else the one file, else every safetensors file there is."""
+    """Returns a sharded checkpoint's files by its index, else the single file, else every safetensors file."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return sorted({str(folder / name) for name in json.loads(index.read_text())["weight_map"].values()})
@@ -94,7 +94,7 @@ def _checkpoint_files(folder: Path) -> list[str]:
 
 
 def read_tensors(paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Every tensor of the files in file order, memory-mapped."""
+    """Yields every tensor of the files in file order, memory-mapped."""
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.offset_keys():
@@ -103,7 +103,7 @@ def read_tensors(paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora: LoraConfig | None = None) -> None:
     """Checks that the file at `path` is the announced one and fits the model in names, shapes and dtype; with `lora`,
-    as an adapter to it.
+    that it fits as an adapter.
 
     Raises:
         WeightLoadError: names the tensor, what was expected and what was found.
@@ -138,8 +138,8 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora
 
 
 def _of_adapter(found: Shapes, base: BaseModel, lora: LoraConfig) -> Shapes:
-    """The shapes that the tensors of an adapter among `found` should have. Those of layers that the checkpoint has by
-    another name are left to the engine, which knows it."""
+    """Returns the expected shapes of the adapter's tensors among `found`. The engine checks those of layers that have
+    another name in the checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in found.items():
         if (parsed := parse_name(name)) is None:

@@ -1,4 +1,4 @@
-"""vLLM plug-in, loaded in every engine process: weights from safetensors files, and children that end with it."""
+"""vLLM plug-in, loaded in every engine process: loads weights from safetensors files; children end with the process."""
 
 import logging
 import multiprocessing
@@ -27,7 +27,7 @@ from penstock.producers.engines.weight_files import read_tensors
 
 BACKEND = "penstock_safetensors"
 BIND_VARIABLE = "PENSTOCK_BIND_ENGINE"
-"""Environment variable: the children of this process's engine processes get a parent-death signal."""
+"""Environment variable that gives the children of this process's engine processes a parent-death signal."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SafetensorsInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
-    """paths: files that together hold every parameter, in the checkpoint's own names and shapes."""
+    """paths: files that together hold every parameter, by the checkpoint's names and shapes."""
 
     paths: list[str]
 
@@ -45,14 +45,14 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
 class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):
     """Loads a checkpoint from a file system that this process sees into the running model.
 
-    A load that fails leaves a mixture of old and new weights, ready for another load; nothing may be sampled before it.
+    A failed load leaves a mixture of old and new weights; nothing may be sampled until another load succeeds.
     """
 
     init_info_cls = SafetensorsInitInfo
     update_info_cls = SafetensorsUpdateInfo
 
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
-        # At every update it warns about layers that have nothing to load: rotary embeddings, tied heads.
+        # It warns at every update about layers that have nothing to load: rotary embeddings, tied heads.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._files = PinnedFiles(read_tensors) if self.device.type == "cuda" else None
 
@@ -108,13 +108,13 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
 
 
 class EngineReport(HiddenStateCapture):
-    """Mixed into vLLM's worker: what Penstock calls on every rank of the running engine."""
+    """Mixed into vLLM's worker: the methods that Penstock calls on every rank of the running engine."""
 
     def penstock_try(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
-        """Calls a method of this worker; returns what it returns and None, or None and what it raises.
+        """Calls a method of this worker; returns its result and None, or None and its error.
 
-        vLLM raises at the first rank that does, while those after it still work, and leaves their replies unread for
-        the next call to take for its own.
+        vLLM itself raises the first rank's error while later ranks still work, and the next call would take their
+        unread replies for its own.
         """
         try:
             return getattr(self, method)(*arguments), None
@@ -122,14 +122,14 @@ class EngineReport(HiddenStateCapture):
             return None, f"{type(error).__name__}: {error}"
 
     def penstock_unlink_memory(self) -> None:
-        """Removes the names of the memory that the CPU build's ranks share, which processes that are killed would leave
-        behind in /dev/shm. To be called once all ranks have it."""
+        """Unlinks the memory that the CPU build's ranks share, which killed processes would leave in /dev/shm. Call it
+        once all ranks have opened the memory."""
         if ranks := os.environ.get("VLLM_DIST_IDENT"):
             for shared in Path("/dev/shm").glob(f"{ranks}-*"):
                 shared.unlink(missing_ok=True)
 
     def penstock_adapt(self, scaling: float) -> None:
-        """Has every policy be an adapter from now on, whose product has this factor; the first one is none."""
+        """Makes every policy an adapter from now on, with this scaling factor; the first one is empty."""
         worker: Any = self
         worker._penstock_scaling = scaling
         self.penstock_load([])
@@ -139,7 +139,7 @@ class EngineReport(HiddenStateCapture):
         worker: Any = self
         scaling: float | None = getattr(worker, "_penstock_scaling", None)
         if scaling is not None:
-            # An update session of vLLM's own would drop the adapter at its end, for that of another base.
+            # vLLM's own update session would drop the adapter at its end, as one of another base model.
             load_adapter(worker.get_model(), dict(read_tensors(paths)), scaling)
             if worker.device.type != "cpu":
                 torch.accelerator.synchronize(worker.device)
@@ -149,7 +149,7 @@ class EngineReport(HiddenStateCapture):
         worker.finish_weight_update()
 
     def penstock_report(self) -> dict[str, Any]:
-        """Plain settings of this process under vLLM's names, and the types that model and sampler compute with."""
+        """Returns the plain settings of this process by vLLM's names, and the dtypes of model and sampler."""
         worker: Any = self
         config = worker.vllm_config
         report: dict[str, Any] = {}

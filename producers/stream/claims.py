@@ -21,17 +21,17 @@ Fields = dict[bytes, bytes]
 
 IDS_PER_COMMAND = 512
 SHOWN_BYTES = 50
-"""The part of an invalid field that a message quotes; whoever may append can make it any size."""
+"""How much of an invalid field a message quotes; a field may be of any size."""
 FREE_AT_ONCE_MS = 10**9
-"""The idle time given to a claim that is free for takeover at once."""
+"""The idle time that frees a claim for takeover at once."""
 
 
 class Claims:
     """Takes prompts from the two streams of one run into the in-flight table, and keeps them claimed.
 
     Each claim is an entry pending in the consumer group under this producer's id. A producer that finds an entry idle
-    for `claim_idle_s` may take it over; that counts as another attempt, unless the group's progress grew for as long
-    before: a group that ends its producers does so at once, or at the token where another one has stopped.
+    for `claim_idle_s` may take it over. That counts as another attempt, unless the group's progress grew for as long
+    before: a group that kills its producers does so at once, or at the token where the last one stopped.
 
     streams: the streams to take from; None takes from both. `keep` and `hand_back` apply to the whole table.
     one_at_a_time: takes a single new prompt if one is there, without waiting in the server.
@@ -55,7 +55,7 @@ class Claims:
         self._streams = streams or (keys.evaluations, keys.prompts)
         self._one_at_a_time = one_at_a_time
         self._accepted: list[Claim] = []
-        """In the table, and not yet returned by `take`."""
+        """Claims in the table that `take` has not returned yet."""
         self._more_waiting = True
         self._reply_lost = False
         self._recoveries_seen = 0
@@ -69,8 +69,8 @@ class Claims:
     async def take(self) -> list[Claim]:
         """Adds claims to the table and returns them: lost ones found again, one taken over, or new ones.
 
-        Waits in the server for at most `BLOCK_MS`; empty if nothing came. New ones are evaluations up to the free room
-        and prompts up to a share of it.
+        Waits in the server for at most `BLOCK_MS`; returns none if nothing came. New ones are evaluations up to the
+        free room and prompts up to a share of it.
         """
         return await self._connection.retrying(self._take)
 
@@ -93,7 +93,7 @@ class Claims:
     async def hand_back(self) -> int:
         """Makes every claim of this id available to the other producers at once; returns how many there were.
 
-        To be called once nothing claims or runs any more.
+        Call it only once nothing claims or runs any more.
         """
         await self.find_lost()
         claims = list(self._table)
@@ -102,7 +102,7 @@ class Claims:
         return len(claims)
 
     async def find_lost(self) -> None:
-        """Adds claims of this id whose reply was lost to the table: the last one may have been cancelled after the
+        """Adds claims of this id whose reply was lost to the table: the last read may have been cancelled after the
         server executed it."""
         await self._connection.retrying(self._adopt_lost)
 
@@ -144,11 +144,10 @@ class Claims:
                     return
             if time.monotonic() >= self._takeover_from:
                 for stream in self._streams:
-                    taken_over = await self.take_over(stream)
-                    if taken_over is not None:
+                    if await self.take_over(stream) is not None:
                         return
                 self._takeover_from = time.monotonic() + self._config.claim_refresh_s
-            # Between sending the command and receiving its reply, entries may be ours without our knowing.
+            # Between sending the command and receiving its reply, entries may be ours unknown to us.
             self._reply_lost = True
             await self._read_new()
             self._reply_lost = False
@@ -158,7 +157,7 @@ class Claims:
             await self._create_groups()
 
     def _observe_recovery(self) -> None:
-        # While Redis was away nobody could refresh a claim: give every live producer the time to do so.
+        # While Redis was away no claim could be refreshed: give every live producer time to do so.
         self._recoveries_seen = self._connection.num_recoveries
         self._takeover_from = time.monotonic() + self._config.claim_idle_s
         self._reply_lost = True
@@ -166,7 +165,7 @@ class Claims:
     async def _read_new(self) -> None:
         table, streams = self._table, self._streams
         num_prompts = 1 if self._one_at_a_time else table.most_prompts
-        counts = [num_prompts for _ in streams]
+        counts = [num_prompts] * len(streams)
         if self._more_waiting or self._one_at_a_time:
             if self._keys.evaluations in streams:
                 counts[streams.index(self._keys.evaluations)] = table.most_evaluations
@@ -188,10 +187,10 @@ class Claims:
         return "XREADGROUP", "GROUP", PRODUCERS_GROUP, self._consumer
 
     async def _accept(self, stream: str, entry_id: bytes, fields: Fields, num_deliveries: int) -> Claim | None:
-        """The claim of an entry, now in the table; None if there is nothing to start.
+        """Adds an entry's claim to the table and returns it; None if there is nothing to start.
 
-        An entry that names no task is removed: the trainer's reconciliation releases the index it was meant for. An
-        entry is in the table already if Redis has lost the claim but not the entry, or received the entry again.
+        An entry that names no task is removed: the trainer's reconciliation releases its index again. An entry is
+        already in the table if Redis has lost the claim but not the entry, or received the entry again.
         """
         if (stream, entry_id) in self._table:
             return None
@@ -225,12 +224,12 @@ class Claims:
         return claim
 
     async def take_over(self, stream: str) -> Claim | None:
-        """One entry whose producer has not refreshed it for `claim_idle_s`, or None.
+        """Takes over one entry that was not refreshed for `claim_idle_s`; returns None if there is none.
 
         One at a time: it may have to run alone, and the other producers take the next ones meanwhile.
         """
         redis, idle_ms = self._connection.commands, int(self._config.claim_idle_s * 1000)
-        # Idle entries of our own are groups past their deadline, about to be settled here.
+        # Our own idle entries are groups past their deadline, about to be settled here.
         num_rows = len(self._table) + 1
         pending: Any = await redis.xpending_range(stream, PRODUCERS_GROUP, "-", "+", num_rows, idle=idle_ms)
         row = next((row for row in pending if (stream, row["message_id"]) not in self._table), None)
@@ -263,7 +262,7 @@ class Claims:
             log.warning("found %d claims of this producer whose reply was lost", num_adopted)
 
     async def _own_pending(self) -> list[tuple[str, bytes, int]]:
-        """(stream, entry id, number of deliveries) of everything claimed under this id."""
+        """Returns (stream, entry id, number of deliveries) of everything claimed under this id."""
         found: list[tuple[str, bytes, int]] = []
         for stream in self._streams:
             start = "-"
@@ -290,8 +289,8 @@ class Claims:
                     raise
 
     async def _free_former_claims(self) -> None:
-        # A process of this id died holding these. They count as one attempt and are free for every producer, so that
-        # a restarted one does not begin with those that have to run alone, one after another.
+        # An earlier process of this id died holding these. That counts as an attempt, and they are free for every
+        # producer, so that a restarted one does not begin with those that have to run alone, one after another.
         pipeline = self._connection.commands.pipeline(transaction=False)
         former = await self._own_pending()
         for stream, entry_id, _ in former:
@@ -304,7 +303,7 @@ class Claims:
             log.warning("an earlier process of this id left %d claims: free for takeover", len(former))
 
     def to_be_kept(self) -> dict[tuple[str, bool], list[bytes]]:
-        """Entry ids by stream and whether their attempts begin to count anew."""
+        """Returns entry ids by stream and by whether their count of attempts is reset."""
         oldest = time.monotonic() - self._config.generation_deadline_s
         kept: dict[tuple[str, bool], list[bytes]] = {}
         for claim in self._table:
@@ -313,7 +312,7 @@ class Claims:
         return kept
 
     async def refresh(self, kept: dict[tuple[str, bool], list[bytes]]) -> None:
-        """Tells Redis that these claims are alive; see `to_be_kept`."""
+        """Tells Redis that these claims are alive; `kept` is what `to_be_kept` returns."""
         pipeline = self._connection.commands.pipeline(transaction=False)
         for (stream, have_proved), ids in kept.items():
             count = 0 if have_proved else None
@@ -326,10 +325,10 @@ class Claims:
             _raise_unless_no_group(error)  # the next claim creates it again
 
     async def _hand_back(self, claims: list[Claim]) -> None:
-        """Releases a new entry in place of each claimed prompt: a claimed entry cannot be returned to its stream, and a
-        new one reaches a waiting producer without a search for idle claims. The id of an evaluation says what it is and
-        cannot be used twice, so its claim is marked idle for the next producer that looks; so is that of conversations
-        that can be gone on with, for which agents wait: behind new prompts they might wait for each other."""
+        """Adds a new entry in place of each claimed prompt: a claimed entry cannot be returned to its stream, and a new
+        one reaches a waiting producer without a search for idle claims. An evaluation's id names it and cannot be used
+        twice, so its claim is marked idle for the next producer that looks. So is the claim of conversations that can
+        be continued: agents wait for them, and behind new prompts they might wait for each other."""
         pipeline = self._connection.commands.pipeline(transaction=True)
         for claim in claims:
             before, stream, entry_id = claim.num_attempts_before, claim.stream, claim.entry_id
@@ -346,16 +345,14 @@ class Claims:
                 pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)
                 pipeline.execute_command("XDEL", stream, entry_id)
             else:
-                whose = self._consumer
                 ids: Any = [entry_id]
-                num = max(0, before - claim.attempt_released)  # the entry stays; what it was released with counts again
-                pipeline.xclaim(
-                    stream, PRODUCERS_GROUP, whose, 0, ids, idle=FREE_AT_ONCE_MS, retrycount=num, justid=True
-                )
+                num = max(0, before - claim.attempt_released)  # the entry keeps the attempts it was released with
+                own = self._consumer
+                pipeline.xclaim(stream, PRODUCERS_GROUP, own, 0, ids, idle=FREE_AT_ONCE_MS, retrycount=num, justid=True)
         try:
             await pipeline.execute()
         except ResponseError as error:
-            _raise_unless_no_group(error)  # an emptied Redis: the trainer asks for its evaluations again
+            _raise_unless_no_group(error)  # an emptied Redis: the trainer requests its evaluations again
         for claim in claims:
             self._table.remove(claim)
 
@@ -369,6 +366,6 @@ def _number(name: bytes, field: bytes | None) -> int:
 
 
 def _raise_unless_no_group(error: ResponseError) -> None:
-    """Raises `error` again unless it says that the consumer group is missing."""
+    """Raises `error` again unless it is that the consumer group is missing."""
     if not says(error, "NOGROUP"):
         raise error

@@ -25,20 +25,20 @@ T = TypeVar("T")
 BLOCK_MS = 2000
 """The longest that one blocking read waits in the server."""
 ANSWER_S = BLOCK_MS / 1000 + 8.0
-"""A command unanswered for so long has failed. Above BLOCK with a margin: a read that merely waits is not given up."""
+"""A command without an answer for this long has failed. Well above BLOCK_MS: a read that merely waits does not fail."""
 SLOWEST_BYTES_PER_S = 65536
-"""Extends the timeout by the size of what is sent: to a minute for the entry cap of 4 MiB."""
+"""Extends the timeout by the size of what is sent: by a minute for the entry cap of 4 MiB."""
 FORGET_S = 60.0
-"""A timeout that was raised falls back after so long without a late answer."""
+"""A raised timeout falls back after this long without a late answer."""
 
 
 class AdaptiveTimeout:
     """The time that a command may take, adapted to answers that came too late.
 
-    After a command has timed out, each gets twice that time in proportion, until for `FORGET_S` none has needed more
-    than usual. A disk or a link that is slower than expected would otherwise be asked the same for ever.
+    After a command has timed out, every command gets twice the time in proportion, until for `FORGET_S` none has needed
+    more than usual. Otherwise a slow disk or link would be sent the same command for ever.
 
-    longest_s: no command gets more, unless it does so usually.
+    longest_s: no command gets more, unless its usual time is more.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -61,7 +61,7 @@ class AdaptiveTimeout:
 
 
 class ProducerConnection:
-    """The clients of one server, and the state of the link to it.
+    """The clients of one Redis server, and the state of the link to it.
 
     place: the server's address and database, without user and password.
     """
@@ -80,7 +80,7 @@ class ProducerConnection:
         self.place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self.commands = commands
         self.blocking = blocking
-        """For reads with BLOCK; each occupies a connection of its own while it waits."""
+        """For reads with BLOCK, each of which occupies a connection while it waits."""
         self._threads = threads
         self._metrics = metrics
         self._outage = OutageTracker(url, outage_s)
@@ -97,23 +97,23 @@ class ProducerConnection:
 
     @property
     def is_full(self) -> bool:
-        """The server is at its memory limit, and a command waits for the trainer to free some."""
+        """True while the server is at its memory limit and a command waits for the trainer to free some."""
         return self._full_since is not None
 
     @property
     def num_recoveries(self) -> int:
-        """Outages that have ended; see `OutageTracker.num_ended`."""
+        """The outages that have ended; see `OutageTracker.num_ended`."""
         return self._outage.num_ended
 
     async def retrying(
         self, command: Callable[[], Awaitable[T]], *, wait_at_memory_limit: bool = True, num_bytes: int = 0
     ) -> T:
-        """Awaits `command()` again and again, with jittered pauses, until the server has answered it. A command that
-        may come to send nothing does not belong here: its success would be taken for an answer.
+        """Repeats `command()`, with jittered pauses, until the server has answered it. The command must send something:
+        its success is taken for an answer.
 
         Waits for Redis to be reachable (at most `outage_s`) or, at its memory limit, for the trainer to free some. A
-        command whose reply was lost may have been executed: what goes through here is harmless when it happens twice.
-        One that times out gets more time when it is repeated: see `AdaptiveTimeout`.
+        command whose reply was lost may have been executed, so it must be harmless when executed twice. One that times
+        out gets more time when it is repeated: see `AdaptiveTimeout`.
 
         Args:
             num_bytes: the size of what the command sends, if that is large.
@@ -148,7 +148,7 @@ class ProducerConnection:
                 if limit.expired():
                     self._timeout.exceeded(usual_s, limit_s)
                 if isinstance(error, exceptions.ResponseError):
-                    # The address may lead to another server by now, and this connection to one that was demoted.
+                    # The address may lead to another server by now, and this connection to a demoted one.
                     await self.commands.connection_pool.disconnect(inuse_connections=False)
                     await self.blocking.connection_pool.disconnect(inuse_connections=False)
             else:
@@ -162,7 +162,7 @@ class ProducerConnection:
             await asyncio.sleep(pause_s(num_failures))
 
     def call(self, command: Callable[[Any], T]) -> T:
-        """`command(client)` with a synchronous client, once; for threads, which repeat their work as a whole.
+        """Returns `command(client)`, called once with a synchronous client; threads repeat their work as a whole.
 
         Raises:
             redis.RedisError: Redis is away, or refuses the command.
@@ -195,7 +195,7 @@ class ProducerConnection:
             self._full_since = None
 
     def _note_slow(self, error: Exception, limit_s: float, num_bytes: int) -> None:
-        """Redis answers, but not this command: what is sent, or what it takes there, is too much for the time given."""
+        """Notes that Redis answers, but not this command in the time given."""
         self._metrics.stream_errors.labels("timeout").inc()
         what = f"{num_bytes:,} bytes" if num_bytes else "a command"
         where, outage_s = self._outage.where, self._outage.outage_s
@@ -228,8 +228,8 @@ async def _awaited(command: Callable[[], Awaitable[T]]) -> T:
 
 
 class _Abrupt:
-    """Drops what a failed connection has not sent yet. redis-py would go on sending it beside the next attempt, which a
-    slow link has no room for."""
+    """Drops what a failed connection has not sent yet. redis-py would keep sending it alongside the next attempt, for
+    which a slow link has no room."""
 
     _writer: asyncio.StreamWriter | None
 
@@ -240,9 +240,9 @@ class _Abrupt:
 
 
 def _client(url: str) -> Redis:
-    # redis-py's own retries would repeat commands unseen, inside a MULTI too. Its socket_timeout puts every send under
-    # asyncio.wait_for, which on Python 3.11 can swallow a cancellation, and a task told to stop goes on; `retrying` has
-    # a timeout of its own in its place.
+    # redis-py's own retries would repeat commands unseen, inside a MULTI too. Its socket_timeout wraps every send in
+    # asyncio.wait_for, which on Python 3.11 can swallow a cancellation, so that a cancelled task continues; `retrying`
+    # has a timeout of its own instead.
     client = open_client(Redis, url, decode_responses=False, retry=Retry(NoBackoff(), 0), socket_timeout=None)
     pool = client.connection_pool
     pool.connection_class = type("AbruptConnection", (_Abrupt, pool.connection_class), {})

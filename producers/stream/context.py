@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.producers.observe.event_log import EventLog
@@ -15,33 +16,25 @@ Teacher = Callable[[RolloutGroup], Awaitable[RolloutGroup]]
 """Adds a teacher's logprobs to a finished group, or raises TeacherError."""
 
 
+@dataclass(eq=False)
 class ProducerContext:
-    """One producer of one run: its settings and its id, its connection to Redis, and where it reports to.
-
-    instance: of this start of the producer, see `penstock.schemas.heartbeat.Heartbeat`.
+    """One producer of one run: its settings and id, its connection to Redis, and where it reports.
 
     runs: the folder of all runs' folders; this run's may be missing on this host.
     metrics_port: of this process; 0 if nothing serves its metrics.
     teacher: None in a run without a teacher's server.
+    instance: of this start of the producer, see `penstock.schemas.heartbeat.Heartbeat`.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        runs: Path,
-        producer_id: str,
-        connection: ProducerConnection,
-        metrics: ProducerMetrics,
-        metrics_port: int = 0,
-        teacher: Teacher | None = None,
-    ) -> None:
-        self.config = config
-        self.producer_id = producer_id
-        self.instance = uuid.uuid4().hex[:12]
-        self.keys = Keys(config.name)
-        self.connection = connection
-        self.metrics = metrics
-        self.metrics_port = metrics_port
-        self.teacher = teacher
-        self.events = EventLog(config.folder(runs), producer_id)
+    config: RunConfig
+    runs: Path
+    producer_id: str
+    connection: ProducerConnection
+    metrics: ProducerMetrics
+    metrics_port: int = 0
+    teacher: Teacher | None = None
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def __post_init__(self) -> None:
+        self.keys = Keys(self.config.name)
+        self.events = EventLog(self.config.folder(self.runs), self.producer_id)

@@ -27,11 +27,11 @@ class ProducerIdTakenError(RuntimeError):
 
 
 async def check_id_is_free(connection: ProducerConnection, keys: Keys, producer_id: str) -> bytes | None:
-    """Returns once no live producer has this id: the heartbeat that a dead one has left, or None.
+    """Waits until it is certain that no live producer has this id; returns the heartbeat that a dead one left, or None.
 
-    Two producers of one id would mistake each other's claims for lost replies of their own, so the second does not
-    start. It is not renamed either: starting `producer-0` twice is a mistake that a suffix would hide. A heartbeat left
-    by a dead process does not count: one of this host whose process is gone, or one that is not renewed.
+    Two producers of one id would mistake each other's claims for their own lost replies, so the second does not start.
+    It is not renamed: starting `producer-0` twice is a mistake that a suffix would hide. A heartbeat of a
+    dead process does not count: that process was on this host, or does not renew it.
 
     Raises:
         ProducerIdTakenError: a heartbeat is being renewed under this id.
@@ -68,7 +68,7 @@ def _taken(by: Heartbeat, keys: Keys, producer_id: str) -> ProducerIdTakenError:
 
 
 def _is_dead(heartbeat: Heartbeat) -> bool:
-    """True for a process of this host that has ended (or had this process id: a restarted container)."""
+    """Returns True for a process of this host that has ended, or had this process id (a restarted container)."""
     if heartbeat.host != socket.gethostname():
         return False
     if heartbeat.pid == os.getpid():
@@ -78,7 +78,7 @@ def _is_dead(heartbeat: Heartbeat) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        return False
+        pass  # alive, another user's
     return False
 
 
@@ -86,8 +86,8 @@ class HeartbeatSender:
     """Sends the heartbeat that `describe` returns every `HEARTBEAT_S`, and reads whether the run is finished and
     whether this producer is quarantined.
 
-    Of two producers that start under one id at the same moment, or after one was suspended for longer than a heartbeat
-    lives, the one that finds the other's heartbeat in place of its own ends; the one that wrote last goes on.
+    If two producers start under one id at the same moment, or one was suspended for longer than a heartbeat lives, the
+    one that finds the other's heartbeat in place of its own ends; the one that wrote last continues.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class HeartbeatSender:
         self._epoch = -1
         """The newest trainer epoch seen."""
         self.clock_ahead_s: float | None = None
-        """This host's clock against Redis', as of the last heartbeat; None before the first."""
+        """Seconds by which this host's clock is ahead of Redis', at the last heartbeat; None before the first."""
 
     async def claim_id(self) -> None:
         """Sends the first heartbeat.
@@ -132,7 +132,7 @@ class HeartbeatSender:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def stop(self) -> None:
-        """Deletes the heartbeat: the id is free at once."""
+        """Deletes the heartbeat, which frees the id at once."""
         await self._connection.retrying(lambda: self._connection.commands.delete(self._key))
 
     async def _send(self) -> None:
@@ -161,7 +161,7 @@ class HeartbeatSender:
         if held is not None and held != self._left_by_another:
             self._check_own(held, own)
         await self._connection.commands.set(self._key, encode_heartbeat(own), ex=HEARTBEAT_TTL_S)
-        # The flag of an older epoch, in a Redis that fell back to an older state, is of a run that was continued since.
+        # In a Redis that fell back to an older state, an older epoch's flag is of a run that was continued since.
         is_newest, self._epoch = int(epoch or -1) >= self._epoch, max(int(epoch or -1), self._epoch)
         return finished == b"1" and is_newest
 

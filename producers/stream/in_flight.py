@@ -1,4 +1,4 @@
-"""The in-flight table: every claim from its claiming to its append, and the room they leave."""
+"""The in-flight table: every claim until its group is appended, and the room that is left."""
 
 import asyncio
 import math
@@ -10,15 +10,15 @@ from typing import NamedTuple
 from penstock.schemas.rollout import RolloutGroup
 
 SHARE = 4
-"""A read claims at most one in so many of the free groups, so that several idle producers share the prompts."""
+"""A read claims at most one in `SHARE` of the free groups, so that several idle producers share the prompts."""
 
 
 class ProgressPart(NamedTuple):
     """A part of a conversation group's progress that has changed.
 
-    mark: what it is known by the next time.
+    mark: identifies this state of it when changes are looked for the next time.
     num_tokens: sampled tokens in it.
-    encode: None for a part that is no more.
+    encode: None for a part that was removed.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Claim:
 
     stream: name of the stream it was claimed from.
     index: the task index; of an evaluation, the number of the held-out prompt.
-    environment, task: the name of the environment and the number of its task; without a name the first one.
+    environment, task: the name of the environment (the first one if empty) and the number of its task.
     version: the policy version announced when it was released.
-    attempt: how often it was delivered, this time included; being handed back is no attempt, nor is what came before a
-        holder that had it for long and whose progress grew.
+    attempt: how often it was delivered, this time included. Being handed back is no attempt, and deliveries before a
+        holder whose progress grew for long do not count.
     num_handed_back: how often it was handed back by a producer that had begun to sample.
-    attempt_released: `attempt` of the claim that this entry took the place of, less one; 0 for a first entry.
+    attempt_released: `attempt` of the claim that this entry replaced, less one; 0 for a first entry.
     evaluation_id: `<version>-<n>`; None for a training prompt.
     """
 
@@ -56,38 +56,38 @@ class Claim:
     generating_since: float | None = None
     """Monotonic seconds; None while it waits for its turn or for weights."""
     found: RolloutGroup | None = None
-    """The group as far as an earlier holder of this prompt came with it."""
+    """The group as far as an earlier holder of this prompt sampled it."""
     so_far: Callable[[], RolloutGroup | None] = lambda: None
-    """The group as far as its siblings are sampled; None while nothing is, or it cannot be said."""
+    """Returns the group as far as its siblings are sampled; None while nothing is, or it is unknown."""
     converses: bool = False
     """Its siblings are conversations; their progress is kept in parts."""
     parts: Callable[[Mapping[str, Hashable], bool], Iterable[ProgressPart]] | None = None
-    """The parts of its progress that have changed since these marks by name, those of running calls if True; None where
-    there is nothing to be said of them."""
+    """Returns the parts of its progress that have changed since these marks by name, with True those of running calls
+    too; None if it has no parts."""
     has_progress: bool = False
-    """Redis may hold its progress, which goes with the claim."""
+    """Redis may hold its progress, which is dropped with the claim."""
     num_lost_before: int | None = None
-    """Tries lost before this holder's, or before the one that it goes on from; None: as attempts and returns say."""
+    """Tries lost before this holder's, or before the one that it continues; None: counted from attempts and returns."""
     grows_since: float | None = None
     """Monotonic seconds; None until Redis has more of its progress than at first."""
     has_proved: bool = False
-    """Its progress has grown for so long that it is not what ends its producers: no attempt so far counts any more."""
+    """Its progress has grown for so long that it cannot be what kills producers: no attempt so far counts any more."""
     has_begun: bool = False
-    """Something was sampled for it, perhaps."""
+    """Something may have been sampled for it."""
     has_moved: bool = False
-    """Of conversations: another producer goes on with it, or will."""
+    """Of conversations: another producer continues it, or will."""
 
     def __post_init__(self) -> None:
         self.task = self.task or self.index
 
     @property
     def num_attempts_before(self) -> int:
-        """Those that count, this one not included."""
+        """The attempts that count, without this one."""
         return 0 if self.has_proved else self.attempt - 1
 
     @property
     def num_tries_lost(self) -> int:
-        """Earlier tries that ended with their producer and were not gone on from."""
+        """Earlier tries that ended with their producer and were not continued."""
         return self.attempt - 1 + self.num_handed_back if self.num_lost_before is None else self.num_lost_before
 
     def __str__(self) -> str:
@@ -95,10 +95,10 @@ class Claim:
 
 
 class Dead(NamedTuple):
-    """The outcome of a claim without a group, and the reason.
+    """The outcome of a claim whose group failed, and the reason.
 
-    error: that a user's code raised, with its traceback.
-    group: as far as it came: it may lack rollouts, and their rewards are NaN.
+    error: raised by a user's code, with its traceback.
+    group: as far as it was sampled: it may lack rollouts, and their rewards are NaN.
     """
 
     reason: str
@@ -107,7 +107,7 @@ class Dead(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, error: BaseException, group: RolloutGroup | None = None) -> "Dead":
-        """Dead of what a user's code raised. kind: the part that did, as in `prompt: KeyError: 'a'`."""
+        """Returns the outcome for an error of a user's code. kind: its source, as in `prompt: KeyError: 'a'`."""
         return cls(f"{kind}: {type(error).__name__}: {error}", error, group)
 
 
@@ -133,7 +133,7 @@ class InFlightTable:
         self._sequences_free = num_groups * group_size
         self._changed = asyncio.Event()
         self.marking = asyncio.Lock()
-        """Held while Redis is told whose claims are alive or free: a refresh that comes in behind the hand-back of the
+        """Held while Redis is told which claims are alive or free: a refresh that arrives after the hand-back of the
         same claim would undo it."""
 
     def __len__(self) -> int:
@@ -150,10 +150,6 @@ class InFlightTable:
         return max(0, self._sequences_free)
 
     @property
-    def evaluations_free(self) -> int:
-        return self.sequences_free // self._num_samples
-
-    @property
     def groups_free(self) -> int:
         return self.sequences_free // self._group_size
 
@@ -165,20 +161,20 @@ class InFlightTable:
     @property
     def most_evaluations(self) -> int:
         """The most held-out prompts that one read claims."""
-        return max(1, self.evaluations_free)
+        return max(1, self.sequences_free // self._num_samples)
 
     def add(self, claim: Claim) -> None:
         self._claims[claim.stream, claim.entry_id] = claim
         self._sequences_free -= self._sequences(claim)
 
     def remove(self, claim: Claim) -> None:
-        claim.parts = None  # whoever keeps the claim must not keep its conversations
+        claim.parts = None  # a claim that is kept must not keep its conversations alive
         if self._claims.pop((claim.stream, claim.entry_id), None) is not None:
             self._sequences_free += self._sequences(claim)
             self._changed.set()
 
     async def wait_for_room(self, num_groups: int = 1) -> None:
-        """Waits until so many more groups fit; an append unblocks it."""
+        """Waits until `num_groups` more fit; an append unblocks it."""
         while self.groups_free < num_groups:
             self._changed.clear()
             await self._changed.wait()

@@ -1,4 +1,4 @@
-"""The progress of rollouts in flight, kept in Redis for whoever takes their claims over."""
+"""The progress of rollouts in flight, kept in Redis for the producer that takes their claims over."""
 
 import asyncio
 import contextlib
@@ -25,28 +25,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LARGEST_SHARE = 0.008
-"""Of a processor's time that the steps of saving may take: with what the event loop sends for them it is below 1%."""
+"""The share of a processor's time that saving may take: below 1% together with what the event loop sends for it."""
 SHORTEST_TTL_S = 3600.0
-"""Progress that nobody has taken over, renewed or dropped with its claim is gone after this long."""
+"""Progress that is not taken over, renewed or dropped with its claim expires after this long."""
 BATCH_BYTES = 1024 * 1024
-"""Groups are written together until they have so many: a write of its own costs more than the encoding of a short
-one."""
+"""Groups are written together up to this size: one write costs more than encoding a short group."""
 FULL_PAUSE_S = 60.0
-"""Nothing is saved for so long after Redis was at its memory limit."""
-
-
+"""Nothing is saved for this long after Redis was at its memory limit."""
 LARGEST_PARTS = 4 * MAX_ENTRY_BYTES
-"""The most bytes of one group's parts that are read: calls take up to twice an entry, and as much again in text."""
+"""The most bytes of one group's parts that are read: calls take up to twice an entry, and their text as much again."""
 
 
 @dataclass(slots=True, eq=False)
 class _KeptParts:
-    """What Redis has of a group that is kept in parts.
+    """The parts of a conversation group that Redis has.
 
     marks: by the part's name. sizes: its tokens and bytes; their sums are `num_tokens` and `num_bytes`.
-    num_recoveries: outages of Redis before it was written; a later one may have lost it.
-    has_begun: it was written, and named this producer as its holder.
-    is_given_up: there was no room for it.
+    num_recoveries: outages of Redis before the parts were written; a later one may have lost them.
+    has_begun: parts were written, with this producer as their holder.
+    is_given_up: there was no room for them.
     """
 
     marks: dict[str, Hashable] = field(default_factory=dict)
@@ -63,12 +60,14 @@ class _KeptParts:
 
 
 class RolloutProgress:
-    """Saves what the groups in flight have sampled and finds what others have saved: one string per index, written as a
-    whole, so that the last writer's is whole whoever else writes. Of a group that converses one hash in its place, of
-    which only the parts that have changed are written: their names begin with their writer's instance, and a field
-    names the one that counts, the last to begin. One that was taken for dead finds another's there, and lets go.
+    """Saves what the groups in flight have sampled and finds what others have saved.
 
-    A hint and never an acknowledgement: no write is repeated, and none that fails ends anything. A group's append
+    A group's progress is one string under its index, written as a whole: concurrent writers leave the last one's. A
+    group that converses has a hash instead, of which only changed parts are written. Their names begin with the
+    writer's instance, and a field names the instance that counts: the last to begin. A producer that was taken for dead
+    finds another's instance there and gives the group up.
+
+    Progress is a hint, never an acknowledgement: no write is repeated, and a failed one ends nothing. A group's append
     drops its progress in the same MULTI. At the memory limit all that this producer has saved is dropped at once.
     """
 
@@ -91,20 +90,20 @@ class RolloutProgress:
         self._instance = instance
         self._ttl_s = int(max(SHORTEST_TTL_S, 2 * config.generation_deadline_s))
         self._saved: dict[Claim, tuple[int, int]] = {}
-        """Of this table's claims the tokens that Redis has, and the bytes that it has or is to have."""
+        """Per claim of this table: the tokens that Redis has, and the bytes that it has or will have."""
         self._kept: dict[Claim, _KeptParts] = {}
         self._saving = asyncio.Lock()
         self._full_until = 0.0
         self._failing: set[str] = set()
-        """The reasons that were logged; `size` once, the others again after a write."""
+        """The reasons logged so far; all but `size` are logged again after a successful write."""
 
     async def run(self) -> None:
         """Waits half of `progress_s`, or longer if saving would take more than its share of the processor's time, and
-        saves; runs until cancelled. What is saved is written as a whole: without the wait the cost of long rollouts
-        would grow with the square of their length.
+        saves; runs until cancelled. Groups are written as a whole: without the wait the cost of long rollouts would
+        grow with the square of their length.
 
-        What a group loses with its producer is what it has sampled since its last turn: half of `progress_s`, half of
-        that if it was too young for one saving, and what lies between its turns in two of them.
+        A group loses with its producer what it has sampled since it was last saved: half of `progress_s`, half of that
+        if it was too young for one saving, and the time between its turns in two of them.
         """
         saving_s, pause_s = 0.0, self._config.progress_s / 2
         while pause_s:
@@ -116,7 +115,7 @@ class RolloutProgress:
     async def save(self, min_age_s: float = 0.0) -> None:
         """Saves what has grown, the oldest groups first.
 
-        min_age_s: younger groups are left out: most short ones are done before the next time.
+        min_age_s: younger groups are left out: most short ones are done before the next saving.
         """
         if not self._config.progress_s:
             return
@@ -131,7 +130,7 @@ class RolloutProgress:
             for claim in self._table:
                 if time.monotonic() < self._full_until:
                     break
-                # The key is that of the prompt of an evaluation's index, which is asked for again as a whole.
+                # An evaluation is asked for again as a whole, and its index is another prompt's key.
                 if claim.evaluation_id is not None or time.monotonic() - (claim.generating_since or 0.0) < min_age_s:
                     continue
                 if claim.converses:
@@ -147,9 +146,9 @@ class RolloutProgress:
 
     async def save_parts(self, claim: Claim, *, running: bool = True) -> None:
         """Saves the parts of one group that have changed, all of them the first time. Without room for all of them none
-        is kept: the rest would not be the group.
+        is kept: the group could not be continued from some.
 
-        running: also what calls that are still answered have come to.
+        running: also saves what unfinished calls have sampled.
         """
         if claim.parts is None or not self._config.progress_s:
             return
@@ -214,7 +213,7 @@ class RolloutProgress:
             await self._has_written(claim, num_tokens, num_bytes, sum(len(data or b"") for _, data in parts))
 
     async def find_moved(self, claims: Iterable[Claim] | None = None) -> None:
-        """Asks of claims, by default all that converse, whether another producer has begun to go on with them."""
+        """Checks which claims, by default all that converse, another producer has begun to continue."""
         claims = [claim for claim in claims or self._table if claim in self._kept and self._kept[claim].has_begun]
         if not claims:
             return
@@ -227,23 +226,11 @@ class RolloutProgress:
                 claim.has_moved |= instance not in (None, self._instance.encode())
 
     async def find_parts(self, claim: Claim) -> dict[str, bytes]:
-        """The parts that the last holder of a claim has saved, by name; none where nothing can be gone on from.
+        """Returns the parts that a claim's last holder saved, by name; none if there is nothing to continue from.
 
-        Repeated until Redis answers: to begin anew would drop what agents were told.
+        Repeated until Redis answers: to begin again would drop what agents were told.
         """
-        if not self._config.progress_s:
-            return {}
-        key = self._keys.progress(claim.index)
-        try:
-            fields: Any = await self._connection.retrying(lambda: self._connection.commands.hgetall(key))
-        except ResponseError as error:
-            self._unreadable(claim, error)
-            return {}
-        if not fields:
-            return {}
-        claim.has_progress = True
-        if 1 < claim.attempt >= self._config.max_attempts:
-            log.warning("%s begins anew at its last attempt", claim)
+        if (fields := await self._left_by_others(claim, self._connection.commands.hgetall)) is None:
             return {}
         prefix = fields.get(Field.INSTANCE, b"") + b"/"
         parts = {
@@ -257,7 +244,7 @@ class RolloutProgress:
         return parts
 
     async def forget(self, claim: Claim) -> None:
-        """Drops what is saved of one claim, by whomever."""
+        """Drops one claim's progress, whoever saved it."""
         self._saved.pop(claim, None)
         if claim in self._kept:
             self._kept[claim].clear()
@@ -277,24 +264,13 @@ class RolloutProgress:
             await self._delete(*claims)
 
     async def find(self, claim: Claim) -> RolloutGroup | None:
-        """The group of a claim as far as an earlier holder of it came, if that was saved and can be read.
+        """Returns a claim's group as far as an earlier holder sampled it, if that was saved and can be read.
 
-        Repeated until Redis answers: to begin anew would drop it. The last attempt begins anew: what the others went on
-        from may be what ended them.
+        Repeated until Redis answers: to begin again would drop it.
         """
-        if not self._config.progress_s or claim.evaluation_id is not None:
+        if claim.evaluation_id is not None:
             return None
-        key = self._keys.progress(claim.index)
-        try:
-            payload: Any = await self._connection.retrying(lambda: self._connection.commands.get(key))
-        except ResponseError as error:
-            self._unreadable(claim, error)
-            return None
-        if payload is None:
-            return None
-        claim.has_progress = True
-        if 1 < claim.attempt >= self._config.max_attempts:
-            log.warning("%s begins anew at its last attempt", claim)
+        if (payload := await self._left_by_others(claim, self._connection.commands.get)) is None:
             return None
         try:
             found = _decoded(claim, payload)
@@ -303,9 +279,30 @@ class RolloutProgress:
             return None
         return None if await self.is_quarantined(claim, found) else found
 
+    async def _left_by_others(self, claim: Claim, read: Callable[[str], Awaitable[Any]]) -> Any:
+        """Reads a claim's progress by the command `read`; returns None if there is none, or none to continue from.
+
+        The last attempt begins again: what the others continued from may be what ended them.
+        """
+        if not self._config.progress_s:
+            return None
+        key = self._keys.progress(claim.index)
+        try:
+            found = await self._connection.retrying(lambda: read(key))
+        except ResponseError as error:
+            self._unreadable(claim, error)
+            return None
+        if found is None or found == {}:
+            return None
+        claim.has_progress = True
+        if 1 < claim.attempt >= self._config.max_attempts:
+            log.warning("%s begins again at its last attempt", claim)
+            return None
+        return found
+
     async def left_by_the_dead(self, claim: Claim) -> RolloutGroup | None:
-        """The group of a claim that nobody goes on with, as far as it came; None if that is not known, or if it
-        converses. It goes with the claim: it may be what ends its producers."""
+        """Returns the unfinished group of a claim that no producer continues; None if it is unknown, or converses. Its
+        progress is dropped with the claim: it may be what ends its producers."""
         if claim.evaluation_id is not None:
             return None
         claim.has_progress = True
@@ -315,21 +312,22 @@ class RolloutProgress:
         return None
 
     async def is_quarantined(self, claim: Claim, found: RolloutGroup) -> bool:
-        """Whether a quarantined producer has sampled some of what was found; logs it."""
+        """Returns whether a quarantined producer has sampled some of what was found, and logs it."""
         samplers = list(found.samplers)
         told: Any = await self._tried(lambda: self._connection.commands.hmget(self._keys.parity, samplers))
         if any(map(quarantine_in, told or ())):
-            log.warning("%s begins anew, its progress is of a quarantined producer: %s", claim, found.producer_id)
+            log.warning("%s begins again, its progress is of a quarantined producer: %s", claim, found.producer_id)
             return True
         return False
 
     def _unreadable(self, claim: Claim, why: object) -> None:
         claim.has_progress = True  # dropped with the claim
         self._metrics.progress_failures.labels("record").inc()
-        log.warning("%s begins anew, its progress cannot be read: %s", claim, why)
+        log.warning("%s begins again, its progress cannot be read: %s", claim, why)
 
     def _payload(self, claim: Claim) -> tuple[int, bytes] | None:
-        """Tokens and encoding of a claim's group, for which room is kept; None if there is nothing new, or no room."""
+        """Returns the tokens and encoding of a claim's group, and reserves its room; None if there is nothing new, or
+        no room."""
         group = claim.so_far()
         if group is None:
             return None
@@ -366,7 +364,7 @@ class RolloutProgress:
         self._failing &= {"size"}
         num_before, _ = self._saved.get(claim, (0, 0))
         self._metrics.progress_tokens.labels("saved").inc(max(0, num_tokens - num_before))
-        if 0 < num_before < num_tokens:  # the first time it may be what an earlier holder came to
+        if 0 < num_before < num_tokens:  # the first time it may be an earlier holder's
             claim.grows_since = claim.grows_since or time.monotonic()
             claim.has_proved |= time.monotonic() - claim.grows_since >= self._config.claim_idle_s
         self._metrics.progress_bytes.inc(num_written)
@@ -375,7 +373,7 @@ class RolloutProgress:
             await self._delete(claim)
 
     def _room(self, claim: Claim) -> float:
-        """The most bytes that a claim's progress may have."""
+        """Returns the most bytes that a claim's progress may take."""
         others = sum(size for other, (_, size) in self._saved.items() if other is not claim)
         return self._config.progress_mb * 1e6 - others
 
@@ -398,7 +396,7 @@ class RolloutProgress:
                 claim.has_progress = False
 
     async def _tried(self, command: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer to a command; None if there is none in time, or another than was asked for."""
+        """Returns the answer to a command; None if it fails or takes too long."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await command()

@@ -1,4 +1,4 @@
-"""The processor time of one coroutine among all that a loop runs."""
+"""The processor time of one coroutine on a shared event loop."""
 
 import time
 from collections.abc import Callable, Coroutine, Generator
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 class TimedSteps(Generic[T]):
-    """Awaits a coroutine, once, and counts in `cpu_s` the processor seconds of its own steps, those of coroutines that
-    it awaits included. What runs while it waits does not count: other tasks, and what they, or the loop, do for it."""
+    """Awaits a coroutine, once, and counts in `cpu_s` the processor seconds of its own steps, including coroutines that
+    it awaits. What runs while it waits does not count: other tasks and the event loop, even on its behalf."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self.cpu_s = 0.0
@@ -28,5 +28,5 @@ class TimedSteps(Generic[T]):
                 self.cpu_s += time.thread_time() - began
             try:
                 step = partial(self._coroutine.send, (yield waits_for))
-            except BaseException as error:  # a cancellation, which is the coroutine's to see
+            except BaseException as error:  # a cancellation, which the coroutine must see
                 step = partial(self._coroutine.throw, error)

@@ -1,4 +1,4 @@
-"""Appends finished groups: the group onto its stream and its prompt off its own, in one MULTI."""
+"""Appends finished groups: adds the group to its stream and removes its prompt, in one MULTI."""
 
 import asyncio
 import contextlib
@@ -18,31 +18,28 @@ from penstock.schemas.rollout import RecordError, RolloutGroup, encode_group, on
 log = logging.getLogger(__name__)
 
 MAX_APPEND_BYTES = 1024 * 1024
-"""Payload of one round trip, unless a single group is larger. Much more leaves the processors' caches on both sides."""
+"""Payload of a round trip, unless a single group is larger. Much more exceeds the processors' caches on both sides."""
 MAX_APPEND_GROUPS = 64
 APPENDS_AT_ONCE = 2
-"""While the server takes one in, the next is packed and sent on a connection of its own."""
+"""While the server processes one, the next is packed and sent on another connection."""
 
 
 class _Entry(NamedTuple):
-    """fields: names and values, one after the other."""
+    """fields: names and values, one after the other. is_letter: of an agent's dead rollout; its claim stays open."""
 
     claim: Claim
     kind: bytes
     fields: tuple[bytes, ...]
+    is_letter: bool = False
 
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.fields))
 
 
-class _Letter(_Entry):
-    """The letter about an agent's rollout that died; its claim stays open."""
-
-
 class Writer:
     """Holds finished groups, encoded, until Redis has them. Until then a group keeps its room in the in-flight table,
-    which bounds what waits while Redis is away or full."""
+    which bounds how many wait while Redis is away or full."""
 
     def __init__(
         self,
@@ -70,8 +67,8 @@ class Writer:
         self.num_groups_appended = 0
 
     def put(self, claim: Claim, outcome: RolloutGroup | Dead) -> bool:
-        """Takes the outcome of a claim. A group that violates the wire format (the entry cap, say) becomes a dead one.
-        Returns whether it is appended as a group."""
+        """Takes the outcome of a claim. A group that violates the wire format (for example the entry cap) becomes a
+        dead one. Returns whether it is appended as a group."""
         if isinstance(outcome, RolloutGroup):
             try:
                 self._put(_Entry(claim, Kind.GROUP, (Field.PAYLOAD, encode_group(outcome.finished_by(self._instance)))))
@@ -79,13 +76,13 @@ class Writer:
             except (RecordError, UnicodeEncodeError) as error:
                 outcome = Dead(f"record: {error}", group=outcome)
         log.error("%s is dead: %s", claim, one_line(outcome.reason), exc_info=outcome.error)
-        came = () if outcome.group is None else (Field.PAYLOAD, _as_far_as_it_came(outcome.group))
-        self._put(_Entry(claim, Kind.DEAD, (*came, *self._why(outcome))))
+        sampled = () if outcome.group is None else (Field.PAYLOAD, _encode_dead(outcome.group))
+        self._put(_Entry(claim, Kind.DEAD, (*sampled, *self._why(outcome))))
         return False
 
     def put_letter(self, claim: Claim, rollout: DeadRollout) -> None:
         """Takes an agent's rollout that is missing from its group."""
-        self._put(_Letter(claim, Kind.DEAD, (Field.ROLLOUT, rollout.id.encode(), *self._why(rollout))))
+        self._put(_Entry(claim, Kind.DEAD, (Field.ROLLOUT, rollout.id.encode(), *self._why(rollout)), is_letter=True))
 
     def _why(self, dead: Dead | DeadRollout) -> tuple[bytes, ...]:
         # Reason and traceback may quote an environment's error, of any length and with any characters.
@@ -124,7 +121,7 @@ class Writer:
             await self._connection.retrying(partial(self._append, batch), num_bytes=num_bytes)
             for number in numbers:
                 entry = self._waiting.pop(number)
-                if not isinstance(entry, _Letter):
+                if not entry.is_letter:
                     self._settle(entry)
             if not self._waiting:
                 self._drained.set()
@@ -144,15 +141,15 @@ class Writer:
         return batch
 
     async def _append(self, batch: list[_Entry]) -> None:
-        """One MULTI. EXEC does not roll back, so no command in it may be refused for its content: ids are automatic."""
+        """Appends in one MULTI. EXEC does not roll back, so no command may be refused for its content: ids are
+        automatic."""
         keys = self._keys
         pipeline = self._connection.commands.pipeline(transaction=True)
         if done := [keys.progress(entry.claim.index) for entry in batch if entry.claim.has_progress]:
             pipeline.execute_command("DEL", *done)
         by_stream: dict[str, list[bytes]] = {}
-        for entry in batch:
-            claim, kind, fields = entry
-            if isinstance(entry, _Letter):
+        for claim, kind, fields, is_letter in batch:
+            if is_letter:
                 kept = ("MAXLEN", "~", DEAD_ROLLOUTS_KEPT)
                 pipeline.execute_command("XADD", keys.dead_rollouts, *kept, "*", Field.INDEX, str(claim.index), *fields)
                 continue
@@ -176,8 +173,8 @@ class Writer:
         self._table.remove(entry.claim)
 
 
-def _as_far_as_it_came(group: RolloutGroup) -> bytes:
-    """A group that died, encoded with its rollouts or else without; empty if neither fits a record."""
+def _encode_dead(group: RolloutGroup) -> bytes:
+    """Returns a dead group's encoding, without its rollouts if they do not fit a record; empty if nothing fits."""
     for found in (group, replace(group, rollouts=())):
         with contextlib.suppress(RecordError, UnicodeEncodeError):
             return encode_group(found, dead=True)

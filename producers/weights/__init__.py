@@ -1,2 +1,2 @@
-"""New weights on their way into the engine. Imported through `follower.WeightFollower`, which follows the policy
-stream, and `host_copy.HostCopy`, the copy that the producers of one host share."""
+"""Brings new weights into the engine. Imported through `follower.WeightFollower`, which follows the policy stream, and
+`host_copy.HostCopy`, the copy that the producers of one host share."""

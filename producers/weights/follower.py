@@ -1,4 +1,4 @@
-"""Follows the policy stream, has the host's copy brought up to date while the engine samples, and loads the newest."""
+"""Follows the policy stream: updates the host's copy while the engine samples, then loads the newest policy."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,8 @@ MANIFESTS_PER_READ = 64
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One successful load. `prefetch_s` counts until the host's copy is up to date, for which this producer fetched
-    `num_bytes`; `load_s` from the call into the engine to its return, `pause_s` the part of it in which no token was
-    sampled."""
+    """One successful load. `prefetch_s` is the time until the host's copy is up to date, for which this producer
+    fetched `num_bytes`; `load_s` the time in the engine, `pause_s` the part of it in which no token was sampled."""
 
     policy_version: int
     pause_s: float
@@ -38,7 +37,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steps_between(held: int, wanted: int) -> float:
-    """The optimizer steps from version `held` to `wanted`; infinite if `wanted` is of a later trainer epoch.
+    """Returns the optimizer steps from version `held` to `wanted`; infinite if `wanted` is of a later trainer epoch.
 
     Zero or less means that `held` is as new. Steps of different epochs do not compare, and the later epoch's first
     weights are always fetched before anything that it released.
@@ -96,12 +95,12 @@ class WeightFollower:
     async def wait_until_current(self, lag_bound: int) -> None:
         """Waits until the engine is at most `lag_bound` steps behind the newest policy."""
         while self.behind > lag_bound:
-            await self._next_change()
+            await self._changed.wait()
 
     async def wait_for(self, version: int, lag_bound: int) -> None:
         """Waits until the engine is at most `lag_bound` steps behind `version`."""
         while not self.loaded or steps_between(self._engine.policy_version, version) > lag_bound:
-            await self._next_change()
+            await self._changed.wait()
 
     async def follow(self) -> None:
         """Waits for manifests on the policy stream; the trainer's announcements unblock it. Runs until cancelled."""
@@ -116,11 +115,11 @@ class WeightFollower:
             self._notify()
 
     async def keep_current(self) -> None:
-        """Waits for a policy newer than the engine's, which `follow` unblocks; has the host's copy brought to it and
-        the engine load that. Runs until cancelled.
+        """Waits for a policy newer than the engine's, which `follow` unblocks; brings the host's copy to it and loads
+        it into the engine. Runs until cancelled.
 
-        Only the newest is ever loaded, so versions announced meanwhile are skipped. After a failure the old version
-        stays in use, and the newest is tried again with growing pauses.
+        Only the newest is loaded: versions announced meanwhile are skipped. After a failure the old version stays in
+        use, and the newest is tried again with growing pauses.
 
         Raises:
             ConfigError: the host's copy cannot be kept where the run file says.
@@ -132,14 +131,14 @@ class WeightFollower:
             while True:
                 manifest = self.newest
                 if manifest is None or (self.loaded and manifest.version == self._engine.policy_version):
-                    await self._next_change()
+                    await self._changed.wait()
                     continue
                 try:
                     await self._load(manifest)
                     retry_s = FIRST_RETRY_S
                 except (WeightLoadError, OSError) as error:
                     if self.newest is not manifest:
-                        # What a way needs may be deleted once a newer policy is announced.
+                        # Once a newer policy is announced, chunks that lead to this one may be deleted.
                         log.info("policy %d was superseded while it was fetched: %s", manifest.version, error)
                         continue
                     self._note_failure(manifest, error)
@@ -149,7 +148,7 @@ class WeightFollower:
             await asyncio.to_thread(self._copy.close)
 
     async def _read(self) -> WeightManifest | None:
-        """The newest manifest not yet seen, or None after `BLOCK_MS`."""
+        """Returns the newest manifest not yet seen, or None after `BLOCK_MS`."""
         if self._recoveries_seen != self._connection.num_recoveries or self._cursor is None:
             # Read the newest entry again, wherever the cursor was: a Redis that came back may hold another stream.
             entries: Any = await self._connection.blocking.xrevrange(self._stream, count=1)
@@ -221,16 +220,13 @@ class WeightFollower:
         log.error("weights not loaded: %s; %s", self.last_error, serving)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleeps until the time is over or a change is noted."""
+        """Waits for a change, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._next_change()
-
-    async def _next_change(self) -> None:
-        await self._changed.wait()
+                await self._changed.wait()
 
     def _notify(self) -> None:
-        """Wakes every task that waits for a change now."""
+        """Wakes every task that is waiting for a change."""
         self._metrics.policy_version.set(self._engine.policy_version)
         if self.behind != float("inf"):
             self._metrics.policy_behind.set(max(0, self.behind))

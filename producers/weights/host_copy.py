@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import redis
@@ -31,11 +31,10 @@ from penstock.schemas.weights.reading import WeightReader, create, layout_of, ve
 log = logging.getLogger(__name__)
 
 SMALL = 0.15
-"""Share of the policy's bytes up to which a change is fetched before any byte is written, and can be taken back."""
+"""A change of up to this share of the policy's bytes is fetched before any byte is written, and can be undone."""
 POLL_S = 0.005
 LONG_WAIT_S = 60.0
 _PREFIX = f"penstock-{os.geteuid()}-"
-_FAULTS = (ChunkError, ConfigError, OSError)
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,43 +45,31 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Undo(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes the copy from one policy (its identity) back to another one. parts: a chunk."""
+    """Restores the policy `to` in a copy that holds the policy with the identity `of`. parts: a chunk."""
 
     of: str
     to: WeightManifest
     parts: bytes
 
 
-_states = msgspec.json.Decoder(_State)
-_undos = msgspec.msgpack.Decoder(_Undo)
-
-
-class _StepError(Exception):
-    """A manifest whose chunks cannot be had."""
+class _UnavailableError(Exception):
+    """A manifest whose chunks are not available."""
 
     def __init__(self, manifest: WeightManifest, reason: Exception) -> None:
         self.manifest, self.reason = manifest, reason
 
 
-class _Step(NamedTuple):
-    """A chunk on the way to a policy, and its parts once they are fetched."""
-
-    manifest: WeightManifest
-    chunk: Chunk
-    parts: list[Part] | None = None
-
-
 def default_folder() -> Path:
-    """/dev/shm; the system's temporary folder where there is none."""
+    """Returns /dev/shm, or the system's temporary folder without one."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def folder_of_copies(host_folder: str | None) -> Path:
-    """The folder that `weights.host_folder` names.
+    """Returns the folder that `weights.host_folder` names.
 
     Raises:
-        ConfigError: it is not there, or cannot be written to.
+        ConfigError: it does not exist, or cannot be written to.
     """
     folder = default_folder() if host_folder is None else Path(host_folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -91,7 +78,7 @@ def folder_of_copies(host_folder: str | None) -> Path:
 
 
 def identity(manifest: WeightManifest) -> str:
-    """Equal for policies with the same tensors of the same bits, whatever chunks they come in."""
+    """Returns a digest that is equal for policies with the same tensors and bits, however they are chunked."""
     pieces = sorted((piece.tensor, piece.start, piece.digest) for chunk in manifest.chunks for piece in chunk.pieces)
     return digest(msgspec.msgpack.encode((manifest.tensors, pieces)))
 
@@ -102,20 +89,19 @@ class HostCopy:
     | file                      | what it is                                                                    |
     |---------------------------|-------------------------------------------------------------------------------|
     | `weights-<n>.safetensors` | the policy, its room reserved; n is the inode of `read`                       |
-    | `state`                   | the manifest of the policy in the copy; not there while bytes are changed     |
-    | `undo`                    | what takes the last change back, if that was small                            |
+    | `state`                   | the manifest of the policy in the copy; absent while bytes are changed        |
+    | `undo`                    | undoes the last change, if that was small                                     |
     | `users`                   | locked by every producer while it lives; the last one removes the folder      |
-    | `patch`                   | locked by the one producer that fetches, and changes bytes                    |
+    | `patch`                   | locked by the one producer that fetches and changes bytes                     |
     | `read`                    | shared while engines load; exclusive while bytes change                       |
 
-    Whoever waits for `patch` waits for another producer to fetch, at most as long as that lives; who waits for `read`
-    to change bytes, for loads to end. One instance serves one producer; its methods are called by one thread at a
-    time, `close` by any.
+    A wait for `patch` ends when another producer has fetched, or dies; a wait for `read` to change bytes, when loads
+    end. One instance serves one producer; its methods are called by one thread at a time, `close` by any.
 
-    Locks hold as long as their files are there. Where those were removed, by somebody who tidies up, new ones are made,
-    and with them another copy: who still loads from the old one finds the old bits, or none.
+    Locks hold as long as their files exist. If somebody removes the files, new ones are made, and with them another
+    copy; an engine that still loads from the old one finds the old bits, or none.
 
-    place: of the Redis server, which tells runs of one name apart.
+    place: of the Redis server, which distinguishes runs of one name.
     num_bytes: fetched so far.
 
     Raises:
@@ -132,7 +118,7 @@ class HostCopy:
         self._locks: dict[str, int] = {}
         self._inode = 0
         self._has_compared = False
-        """Whether this producer has seen that the copy's bits are those that its state names."""
+        """True once this producer has compared the copy's bits with the digests of its state."""
         self._tell_at = 0.0
         self._stopping = False
         self._busy = threading.Lock()
@@ -143,15 +129,15 @@ class HostCopy:
 
     @property
     def path(self) -> Path:
-        """The file to load from; it is another one after `lock_at` has found the locks gone."""
+        """The file to load from; it changes when `lock_at` finds the locks removed."""
         return self.folder / f"weights-{self._inode}.safetensors"
 
     def open(self) -> None:
-        """Takes part in the copy, which is made if it is not there, and removes those that nobody uses any more.
+        """Joins the copy, creating it if it does not exist, and removes copies that no producer uses any more.
 
         Raises:
-            ConfigError: the folder belongs to somebody else, or `weights.host_folder` is gone.
-            OSError: it cannot be made.
+            ConfigError: the folder belongs to another user, or `weights.host_folder` is gone.
+            OSError: it cannot be created.
         """
         self._has_compared = False
         for folder in self._host_folder.glob(f"{_PREFIX}*"):
@@ -171,9 +157,9 @@ class HostCopy:
                         os.close(users)
 
     def lock_at(self, wanted: WeightManifest, *, exactly: bool = False) -> WeightManifest:
-        """Brings the copy to `wanted`, or to what has been announced since; with `exactly`, to `wanted` itself.
+        """Brings the copy to `wanted`, or to a policy announced since; with `exactly`, to `wanted` itself.
 
-        The copy stays so until `release`, for an engine to load it.
+        The copy stays at that policy until `release`, for an engine to load it.
 
         Returns:
             The manifest of the policy in the copy, each piece of which has been compared with its digest.
@@ -188,7 +174,7 @@ class HostCopy:
                 raise WeightLoadError("the host's copy is closed")
             self.release()
             if not self._has_its_locks():
-                log.warning("%s was removed, or files of it: the host's copy is built anew", self.folder)
+                log.warning("%s was removed, or files of it: the host's copy is rebuilt", self.folder)
                 self._leave()
                 self.open()
             patch, read = self._locks["patch"], self._locks["read"]
@@ -209,7 +195,7 @@ class HostCopy:
             fcntl.flock(self._locks["read"], fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Ends a `lock_at` under way, and leaves the copy; the last one to do so removes it."""
+        """Ends a running `lock_at` and leaves the copy; the last producer to leave removes it."""
         self._stopping = True
         with self._busy:
             if self._locks:
@@ -232,16 +218,16 @@ class HostCopy:
         self._locks = {}
 
     def _sweep(self, folder: Path) -> None:
-        """Removes a copy that nobody uses."""
+        """Removes a copy that no producer uses."""
         if not _is_own(folder):
             return
         users = _open(folder / "users")
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Since its lock file was opened another one may have removed it, and a third made a new one.
+                # Since its lock file was opened, another may have removed it and a third created a new one.
                 if os.path.samestat(os.fstat(users), os.stat(folder / "users")):
-                    # Under another name first: who joins now makes a new one, and nothing of that is removed.
+                    # Renamed first: a producer that joins now creates a new one, and nothing of that is removed.
                     gone = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}")
                     folder.rename(gone)
                     shutil.rmtree(gone, ignore_errors=True)
@@ -257,7 +243,7 @@ class HostCopy:
             folder_of_copies(str(self._host_folder))
         if not _is_own(self.folder):
             raise ConfigError(
-                f"weights.host_folder: {self.folder} belongs to somebody else or is open to others; expected a folder "
+                f"weights.host_folder: {self.folder} belongs to another user or is open to others; expected a folder "
                 "of this user, mode 0700"
             )
 
@@ -276,9 +262,9 @@ class HostCopy:
                 time.sleep(POLL_S)
 
     def _held(self) -> WeightManifest | None:
-        """The policy in the copy; None if there is none, or a torn one."""
+        """Returns the policy in the copy; None if there is none, or a torn one."""
         try:
-            state = _states.decode((self.folder / "state").read_bytes())
+            state = msgspec.json.decode((self.folder / "state").read_bytes(), type=_State)
             layout = Layout(state.policy.tensors)
             with self.path.open("rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == layout.num_bytes and state.locks == self._inode
@@ -294,7 +280,7 @@ class HostCopy:
                 verify(held, layout_of(held), _mapped(self.path))
                 self._has_compared = True
             except ChunkError as error:
-                log.warning("the host's copy is built anew: %s", error)
+                log.warning("the host's copy is rebuilt: %s", error)
                 held, reason = None, "wrong"
         if held is not None and identity(held) == identity(wanted):
             if held.version != wanted.version:  # announced again, after a resume
@@ -307,9 +293,7 @@ class HostCopy:
         target, is_next = wanted, not exactly and held is not None and wanted.delta_of == held.version
         found = WeightLog({wanted.version: wanted}, {}) if is_next else self._reader.log()
         if not is_next and not exactly:
-            target = (
-                found.announced[max(found.announced)] if max(found.announced, default=0) > wanted.version else wanted
-            )
+            target = max((wanted, *found.announced.values()), key=lambda manifest: manifest.version)
             if held is not None and identity(held) == identity(target):
                 return target
         failure: Exception | None = None
@@ -324,13 +308,13 @@ class HostCopy:
             is_whole = bool(way) and way[0].delta_of is None
             try:
                 self._apply(way, target, held)
-            except _StepError as error:
+            except _UnavailableError as error:
                 failure, found = error.reason, _without(found, error.manifest)
                 held = None if held is None else self._held()
             except ChunkError as error:
                 if is_whole:
                     raise
-                log.warning("the host's copy is built anew: %s", error)
+                log.warning("the host's copy is rebuilt: %s", error)
                 failure, held, reason = error, None, "wrong"
             else:
                 break
@@ -343,7 +327,7 @@ class HostCopy:
         """Changes the copy from `held` by `way`, and compares it with `target`.
 
         Raises:
-            _StepError: a chunk cannot be had.
+            _UnavailableError: a chunk is not available.
             ChunkError: a chunk does not fit the policy, or the result is not `target`.
         """
         layout = layout_of(target)
@@ -351,40 +335,39 @@ class HostCopy:
         for manifest in way if is_whole or held is None else (held, *way):
             if manifest.tensors != target.tensors:
                 raise ChunkError(f"policy {target.version}: other tensors than those of policy {manifest.version}")
-        steps: Iterable[_Step] = (_Step(manifest, chunk) for manifest in way for chunk in manifest.chunks)
+        fetched: Iterable[list[Part]] = (self._fetch(manifest, chunk) for manifest in way for chunk in manifest.chunks)
         is_small = not is_whole and sum(manifest.chunk_bytes for manifest in way) <= SMALL * layout.tensor_bytes
         if is_small:
-            steps = [step._replace(parts=self._fetch(step)) for step in steps]
+            fetched = list(fetched)
         with self._changing():
             file = self._create(layout) if is_whole else _mapped(self.path)
             undo: list[Part] = []
-            for step in steps:
-                parts = self._fetch(step) if step.parts is None else step.parts
+            for parts in fetched:
                 apply(parts, layout, file, undo if is_small else None)
             verify(target, layout, file)
             if held is not None and is_small and sum(len(part.values) for part in undo) <= SMALL * layout.tensor_bytes:
                 self._keep_undo(_Undo(of=identity(target), to=held, parts=pack(undo[::-1])))
             self._set_state(target)
 
-    def _fetch(self, step: _Step) -> list[Part]:
+    def _fetch(self, manifest: WeightManifest, chunk: Chunk) -> list[Part]:
         if self._stopping:
             raise WeightLoadError("stopped while it fetched weights")
         before = self._reader.num_bytes
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + LONG_WAIT_S
-            number, where = 1 + step.manifest.chunks.index(step.chunk), step.manifest.store
-            num_chunks, version = len(step.manifest.chunks), step.manifest.version
+            number, num_chunks = 1 + manifest.chunks.index(chunk), len(manifest.chunks)
+            where, version = manifest.store, manifest.version
             log.info("still fetching weights: chunk %d of %d of policy %d in %s", number, num_chunks, version, where)
         try:
-            return self._reader.parts(step.manifest, step.chunk)
-        except _FAULTS as error:
-            raise _StepError(step.manifest, error) from error
+            return self._reader.parts(manifest, chunk)
+        except (ChunkError, ConfigError, OSError) as error:
+            raise _UnavailableError(manifest, error) from error
         finally:
             self._metrics.weight_bytes.inc(self._reader.num_bytes - before)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """While no engine loads; from its start on the copy is dirty, until a state is set."""
+        """Waits until no engine loads, and lets none load inside; the copy is dirty until a state is set."""
         read = self._locks["read"]
         self._lock(read, fcntl.LOCK_EX)
         began = time.monotonic()
@@ -409,9 +392,9 @@ class HostCopy:
             ) from error
 
     def _take_back(self, held: WeightManifest, wanted: WeightManifest) -> bool:
-        """Takes the last change back if that leads to `wanted`; False if it does not."""
+        """Undoes the last change if that leads to `wanted`; returns whether it did."""
         try:
-            undo = _undos.decode((self.folder / "undo").read_bytes())
+            undo = msgspec.msgpack.decode((self.folder / "undo").read_bytes(), type=_Undo)
         except (FileNotFoundError, msgspec.DecodeError):
             return False
         if undo.of != identity(held) or identity(undo.to) != identity(wanted):
@@ -429,7 +412,7 @@ class HostCopy:
         return True
 
     def _set_state(self, manifest: WeightManifest) -> None:
-        """Writes which policy the copy holds, once its bits were compared with their digests."""
+        """Records which policy the copy holds, once its bits were compared with their digests."""
         state = _State(policy=manifest, locks=self._inode)
         write_whole(self.folder / "state", msgspec.json.encode(state), mode=0o600)
         self._has_compared = True

@@ -18,9 +18,8 @@ from packaging.requirements import Requirement
 from bench.compose_check.images import STAND_IN, STAND_INS
 from bench.compose_check.lock import BUILD, pins
 from penstock.deploy import cli
-from penstock.deploy.images.hand_out import PARTS
 from penstock.deploy.inspector.command import DEFAULT_HOST, DEFAULT_PORT
-from penstock.deploy.security.acl import user_name
+from penstock.deploy.security.acl import ROLES, user_name
 from penstock.schemas.config import MetricsConfig
 from penstock.schemas.process.prometheus import register_metrics_port, unregister_metrics_port
 from penstock.schemas.process.redis_url import PASSWORD_FILE, URL
@@ -123,9 +122,9 @@ def test_each_part_mounts_its_own_password_and_no_other() -> None:
     ]
     assert with_all == ["setup"]
     handed = [volume for volume in SERVICES["setup"]["volumes"] if ":/handout/" in volume]
-    assert handed == ["redis-acl:/handout/redis", *(f"{part}-secret:/handout/{part}" for part in PARTS)]
+    assert handed == ["redis-acl:/handout/redis", *(f"{part}-secret:/handout/{part}" for part in ROLES)]
     folders = re.findall(r"/handout/(\w+)", (IMAGES / "setup.Dockerfile").read_text())
-    assert folders == ["redis", *PARTS]  # of the image: a new volume takes over their owner
+    assert folders == ["redis", *ROLES]  # of the image: a new volume takes over their owner
 
 
 def test_no_password_stands_in_the_file_or_in_an_image() -> None:

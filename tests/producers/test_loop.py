@@ -476,7 +476,8 @@ async def test_a_quarantined_producer_leaves_its_prompts_to_others_until_it_is_s
     assert len(slow.cancelled) == 2 and saved(one, 1) == saved(one, 2) == [] and one.num_claimed() == 0
     said = [line for line in caplog.messages if "this producer is quarantined" in line]
     assert said == [
-        "this producer is quarantined, it samples nothing more: another temperature. Mend its engine and start it again"
+        "this producer is quarantined, it samples nothing more: another temperature. "
+        "Repair its engine and start it again"
     ]
     one.trainer.release(3, 3)
     one.trainer.evaluate(0, 1)
@@ -503,4 +504,4 @@ async def test_nobody_goes_on_from_what_a_quarantined_producer_has_sampled(run, 
     group = decode_group((await one.read(1))[0][Field.PAYLOAD])
     assert all(len(sampled(rollout)) == 5 for rollout in group.rollouts)
     assert group.sampled_by == (second.context.instance,)
-    assert "group 1 begins anew, its progress is of a quarantined producer: a" in caplog.text
+    assert "group 1 begins again, its progress is of a quarantined producer: a" in caplog.text

@@ -115,7 +115,7 @@ def test_a_set_without_prompts_is_left_out_and_said_so(model, config):
     said: list[str] = []
     found = evaluate(model, config("evaluation.num_prompts=0"), start_engine=scripted()[1], say=said.append)
     assert [each.name for each in found.sets] == ["greedy"]
-    assert said[0] == "letters has no held-out prompts, or none are asked for: it is left out"
+    assert said[0] == "letters has no held-out prompts, or none are requested: it is left out"
 
 
 def test_progress_is_told(model, config):

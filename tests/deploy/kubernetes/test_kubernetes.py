@@ -19,11 +19,10 @@ import kustomize
 from penstock.deploy import cli
 from penstock.deploy.grafana.__main__ import DASHBOARDS, FOLDER
 from penstock.deploy.images import healthy
-from penstock.deploy.images.hand_out import PARTS as hand_out_parts
 from penstock.deploy.images.hand_out import hand_out
 from penstock.deploy.prometheus.__main__ import FILE, as_objects
 from penstock.deploy.prometheus.command import RULES
-from penstock.deploy.security.acl import acl_file, user_name, user_names
+from penstock.deploy.security.acl import ROLES, acl_file, user_name, user_names
 from penstock.producers.loop import GRACE_S, SHUTDOWN_TIMEOUT_S
 from penstock.producers.weights.host_copy import SMALL
 from penstock.schemas.config import MetricsConfig, RunConfig, load_config
@@ -263,7 +262,7 @@ def test_what_manifests_take_from_secrets_is_what_hand_out_writes(objects: Objec
     hand_out(RUN, tmp_path / "passwords", tmp_path / "handout", "redis:6379")
     text = json.dumps(list(objects.values()))
     assert "Secret" not in {kind for kind, _ in objects}  # by reference only
-    for secret, part in (("redis-acl", "redis"), *((part, part) for part in hand_out_parts)):
+    for secret, part in (("redis-acl", "redis"), *((part, part) for part in ROLES)):
         assert f'"secretName": "penstock-{secret}"' in text
         assert list((tmp_path / "handout" / part).iterdir())
     keys = objects["TriggerAuthentication", "redis-observer"]["spec"]["secretTargetRef"]

@@ -279,13 +279,16 @@ def test_each_of_several_environments_is_checked_under_its_own_field(config):
     [
         (
             {"sampling": SamplingConfig(temperature=0.005)},
-            r"temperature = 0.005: vLLM does not sample groups so",
+            r"temperature = 0.005: vLLM cannot sample groups there",
         ),
         (
             {"engine": EngineConfig(args={"logprobs_mode": "raw_logprobs"})},
             r"args.logprobs_mode = .*expected engine",
         ),
-        ({"sampling": SamplingConfig(top_k=20)}, r"sampling.top_k = 20, .* CPU build does not tell which ids it kept"),
+        (
+            {"sampling": SamplingConfig(top_k=20)},
+            r"sampling.top_k = 20, .* CPU build does not report which ids it kept",
+        ),
     ],
 )
 def test_what_the_engine_would_refuse_is_said_before_it_starts(config, fields, message) -> None:

@@ -154,9 +154,9 @@ BAD_INPUT = {
     "an objective that is none": (["--objective", "json:JSONDecoder"], "objective"),
     "two objectives of one name": (["--objective", "a:Grpo", "--objective", "b:Grpo"], "'grpo': two have this name"),
     "two variants of one name": (["--variant", "v", "--variant", "v", "max_lag=1"], "'v': two have this name"),
-    "the record's own name": (["--variant", "recorded", "max_lag=1"], "'recorded': the name of what the run itself"),
-    "that name in capitals": (["--variant", "Recorded"], "'Recorded': the name of what the run itself found; expected"),
-    "an objective of that name": (["--objective", "a:Recorded"], "'recorded': the name of what the run itself found"),
+    "the record's own name": (["--variant", "recorded", "max_lag=1"], "'recorded': the name of the run's own numbers"),
+    "that name in capitals": (["--variant", "Recorded"], "'Recorded': the name of the run's own numbers; expected"),
+    "an objective of that name": (["--objective", "a:Recorded"], "'recorded': the name of the run's own numbers"),
     "an unknown field": (
         ["--set", "correction.mod=none"],
         "correction.mod: unknown field (did you mean mode?), expected one of mode",
@@ -216,7 +216,7 @@ def test_a_checkpoint_behind_which_the_run_was_rolled_back_is_refused(training, 
     undone = training.checkpoints[1]
     training._taken = {0: 4}
     training.train(2)
-    assert f"--from {undone}: the run was rolled back behind it" in refused(capsys, training, "--from", undone)
+    assert f"--from {undone}: the run was rolled back before it" in refused(capsys, training, "--from", undone)
 
 
 def test_a_spoiled_checkpoint_is_refused(training, capsys):

@@ -142,11 +142,12 @@ def test_masks_are_read_from_what_vllm_makes_of_its_sampler_s_output(vllm_engine
 
 
 @pytest.mark.vllm
-def test_a_greedy_request_has_one_id_to_choose_from_where_vllm_tells_masks_and_refuses_a_temperature_of_0(vllm_engine):
-    engine = vllm_engine.__new__(vllm_engine)
+@pytest.mark.usefixtures("vllm_engine")  # which ignores the warnings of its import
+def test_a_greedy_request_has_one_id_to_choose_from_where_vllm_tells_masks_and_refuses_a_temperature_of_0():
+    from penstock.producers.engines.vllm import sampling_params
+
     for masked, greedy in ((True, (1.0, 1)), (False, (0.0, 0))):
-        engine._masked, engine._params = masked, {}
-        params = engine._sampling_params(SamplingSettings(temperature=0.0), 1)
+        params = sampling_params(SamplingSettings(temperature=0.0), 1, masked=masked)
         assert (params.temperature, params.top_k) == greedy
-        params = engine._sampling_params(SamplingSettings(temperature=0.7, top_k=20, top_p=0.9), 4)
+        params = sampling_params(SamplingSettings(temperature=0.7, top_k=20, top_p=0.9), 4, masked=masked)
         assert (params.temperature, params.top_k, params.top_p) == (0.7, 20, 0.9)

@@ -27,7 +27,7 @@ async def test_no_token_is_mislabelled_by_an_engine_that_computes_a_step_ahead(
     follower = host.follower(shared.engine)
 
     async def update() -> None:
-        await follower._load(host.announce(lambda version: telling(base, label_of(version))))
+        await host.load(follower, host.announce(lambda version: telling(base, label_of(version))))
 
     completions: list = []
     try:

@@ -102,7 +102,7 @@ async def test_no_token_is_mislabelled_while_both_ranks_load_from_a_copy_that_ot
     follower, beside = host.follower(parallel_engine.engine), host.follower(ScriptedEngine())
 
     async def update(one) -> None:
-        await one._load(host.announce(lambda version: telling(base, label_of(version))))
+        await host.load(one, host.announce(lambda version: telling(base, label_of(version))))
 
     completions: list = []
     await update(follower)
@@ -126,7 +126,7 @@ async def test_a_load_that_fails_on_one_rank_is_taken_back_on_both(
     host = EngineHost(tmp_path)
     follower = host.follower(parallel_engine.engine)
     serving = host.announce(lambda _: parameters(old))
-    await follower._load(serving)
+    await host.load(follower, serving)
     running = asyncio.create_task(
         parallel_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=120), 8, "running")
     )
@@ -134,12 +134,12 @@ async def test_a_load_that_fails_on_one_rank_is_taken_back_on_both(
         await parallel_engine.engine._llm.collective_rpc("penstock_break_load", args=(rank,))
         wrong = host.announce(lambda _: parameters(new))
         with pytest.raises(WeightLoadError, match=rf"^policy {wrong.version}: [^:]*: rank {rank}: OSError: the f"):
-            await follower._load(wrong)
+            await host.load(follower, wrong)
     assert versions_of(await running) == {serving.version}
     await serves(parallel_engine, old, serving.version, reference)
 
     newer = host.announce(lambda _: parameters(new))
-    await follower._load(newer)
+    await host.load(follower, newer)
     await serves(parallel_engine, new, newer.version, reference)
     host.close()
 

@@ -19,8 +19,8 @@ NUM_UPDATES = 16
 async def load_telling(host, follower, base) -> None:
     """Announces the next version, whose greedy token names its number, and has it or a newer one loaded."""
     manifest = host.announce(lambda version: telling(base, label_of(version)))
-    await follower._load(manifest)
-    assert follower._engine.policy_version >= manifest.version
+    await host.load(follower, manifest)
+    assert follower.version >= manifest.version
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -92,21 +92,21 @@ async def test_a_load_that_fails_half_way_brings_the_old_version_back(
     host = EngineHost(tmp_path)
     follower, beside = host.follower(shared_engine.engine), host.follower(ScriptedEngine())
     serving = host.announce(lambda _: parameters(old))
-    await follower._load(serving)
+    await host.load(follower, serving)
     running = asyncio.create_task(shared_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=300), 8, "running"))
     with monkeypatch.context() as unchecked:
         unchecked.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
         for _ in range(2):
             wrong = host.announce(lambda _: damage(parameters(new), "wrong shape"))
             with pytest.raises(WeightLoadError, match=rf"policy {wrong.version}"):
-                await follower._load(wrong)
+                await host.load(follower, wrong)
             # Another producer has moved the copy on meanwhile.
-            await beside._load(wrong)
+            await host.load(beside, wrong)
     assert {span.version for c in await running for span in c.version_spans} == {serving.version}
     await assert_serves(shared_engine, old, serving.version, reference)
 
     newer = host.announce(lambda _: parameters(new))
-    await follower._load(newer)
+    await host.load(follower, newer)
     await assert_serves(shared_engine, new, newer.version, reference)
     host.close()
 
@@ -118,15 +118,15 @@ async def test_an_engine_whose_old_weights_cannot_be_had_again_serves_no_longer(
     host = EngineHost(tmp_path)
     follower = host.follower(tied_engine.engine)
     serving = host.announce(lambda _: parameters(old))
-    await follower._load(serving)
+    await host.load(follower, serving)
     wrong = host.announce(lambda _: damage(parameters(old), "wrong shape"))
-    host._log.trim(wrong.version)
+    host.trim(wrong.version)
     with monkeypatch.context() as unchecked:
         unchecked.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
         with pytest.raises(EngineError, match=r"could not be loaded .*, nor policy 1 again .*kept no longer"):
-            await follower._load(wrong)
+            await host.load(follower, wrong)
     # Sampling stays paused until a load succeeds.
-    await follower._load(host.announce(lambda _: parameters(old)))
+    await host.load(follower, host.announce(lambda _: parameters(old)))
     await assert_serves(tied_engine, old, wrong.version + 1, reference)
     host.close()
 

@@ -13,6 +13,7 @@ from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys
+from pipelines import intercept
 from waiting import until
 
 KEYS = Keys("test")
@@ -51,6 +52,19 @@ def release(client, *indexes: int) -> None:
 def evaluate(client, last: int) -> None:
     for n in range(1, last + 1):
         client.xadd(KEYS.evaluations, {"n": n}, id=f"3-{n}")
+
+
+def lose_one_reply(connection) -> None:
+    """Has Redis execute the next pipeline without an answer."""
+    losses = [exceptions.ConnectionError("the reply is lost")]
+
+    async def execute_and_lose(execute) -> object:
+        answers = await execute()
+        if losses:
+            raise losses.pop()
+        return answers
+
+    intercept(connection, execute_and_lose)
 
 
 def indexes(claims: list[Claim]) -> list[int]:
@@ -113,19 +127,10 @@ async def test_room_is_given_back_when_a_claim_is_settled(streams) -> None:
     assert holder.table.groups_free == 1
 
 
-async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_attempt(streams, monkeypatch) -> None:
+async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_attempt(streams) -> None:
     holder = await Holder(streams.connection).opened()
     release(streams.client, 1, 2, 3)
-    read_new = holder.claims._read_new
-
-    async def lose_the_reply_once() -> list[Claim]:
-        monkeypatch.setattr(holder.claims, "_read_new", read_new)
-        pipeline = streams.connection.commands.pipeline(transaction=False)
-        pipeline.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=2)
-        await pipeline.execute()
-        raise exceptions.ConnectionError("the reply is lost")
-
-    monkeypatch.setattr(holder.claims, "_read_new", lose_the_reply_once)
+    lose_one_reply(streams.connection)
     claims = await holder.claims.take()
     assert indexes(claims) == [1, 2]
     assert {claim.attempt for claim in claims} == {1}
@@ -136,17 +141,16 @@ async def test_claims_found_before_a_command_failed_are_handed_out_all_the_same(
     holder = await Holder(streams.connection).opened()
     release(streams.client, 1, 2, 3)
     streams.client.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=3)
-    holder.claims._reply_lost = True
-    accept, accepted = holder.claims._accept, []
+    lose_one_reply(streams.connection)
+    xclaim, claimed = streams.connection.commands.xclaim, []
 
     async def fail_after_the_second(*arguments, **keywords):
-        if len(accepted) == 2:
-            accepted.append(None)
+        claimed.append(arguments)
+        if len(claimed) == 3:
             raise exceptions.ConnectionError("cut")
-        accepted.append(await accept(*arguments, **keywords))
-        return accepted[-1]
+        return await xclaim(*arguments, **keywords)
 
-    monkeypatch.setattr(holder.claims, "_accept", fail_after_the_second)
+    monkeypatch.setattr(streams.connection.commands, "xclaim", fail_after_the_second)
     assert indexes(await holder.claims.take()) == [1, 2]
     assert indexes(await holder.claims.take()) == [3]
 

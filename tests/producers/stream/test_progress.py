@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Hashable, Mapping
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +31,7 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
+from pipelines import intercept
 from scripted_engine import FINGERPRINT
 
 KEYS = Keys("test")
@@ -55,19 +55,11 @@ def so_far(index: int, num_tokens: int) -> RolloutGroup:
     )
 
 
-def writing(connection, how):
-    """A connection whose writes are done by `how`, which is given what executes them."""
-
-    class Commands:
-        def __getattr__(self, name):
-            return getattr(connection.commands, name)
-
-        def pipeline(self, **settings):
-            pipeline = connection.commands.pipeline(**settings)
-            pipeline.execute = partial(how, pipeline.execute)
-            return pipeline
-
-    return SimpleNamespace(commands=Commands(), is_full=False)
+async def appended(desk: "Desk") -> None:
+    """Runs the writer of `desk` until Redis has all that was put."""
+    running = asyncio.create_task(desk.writer.run())
+    await asyncio.wait_for(desk.writer.drain(), 60)
+    running.cancel()
 
 
 class Desk:
@@ -107,10 +99,10 @@ class Desk:
         return [n for n in range(1, 10) if self.client.exists(KEYS.progress(n))]
 
     def tokens(self, what: str) -> float:
-        return self.metrics.progress_tokens.labels(what)._value.get()
+        return self.metrics.registry.get_sample_value("penstock_progress_tokens_total", {"what": what})
 
     def failures(self, reason: str) -> float:
-        return self.metrics.progress_failures.labels(reason)._value.get()
+        return self.metrics.registry.get_sample_value("penstock_progress_failures_total", {"reason": reason})
 
 
 @pytest.fixture
@@ -149,7 +141,7 @@ async def test_groups_are_written_together_up_to_a_size(desk, streams) -> None:
         num_keys.append(len(answers))
         return answers
 
-    one.progress._connection = writing(streams.connection, write)
+    intercept(streams.connection, write)
     for n, num_tokens in enumerate((5, 5, 100_000, 100_000, 5), 1):  # 8 bytes a token
         one.claim(n, num_tokens)
     await one.progress.save()
@@ -157,18 +149,20 @@ async def test_groups_are_written_together_up_to_a_size(desk, streams) -> None:
 
 
 async def test_what_a_write_without_an_answer_may_have_left_goes_with_the_append(desk, streams) -> None:
-    one = desk()
+    one, cuts = desk(), [ConnectionError("reset")]
 
     async def cut_off(execute) -> object:
-        await execute()
-        raise ConnectionError("reset")
+        answers = await execute()
+        if cuts:
+            raise cuts.pop()
+        return answers
 
-    one.progress._connection = writing(streams.connection, cut_off)
+    intercept(streams.connection, cut_off)
     claim = one.claim(1, 5)
     await one.progress.save()
     assert one.saved() == [1] and one.tokens("saved") == 0
     one.writer.put(claim, Dead("why"))
-    await one.writer._append([one.writer._waiting[0]])
+    await appended(one)
     assert one.saved() == []
 
 
@@ -179,7 +173,7 @@ async def test_a_claims_progress_goes_with_its_append_whoever_saved_it(desk) -> 
     claim = other.claim(1)
     await other.progress.find(claim)
     other.writer.put(claim, Dead("why"))
-    await other.writer._append([other.writer._waiting[0]])
+    await appended(other)
     assert one.saved() == [2]
 
 
@@ -187,14 +181,12 @@ async def test_progress_written_beside_the_append_does_not_stay(desk, streams) -
     one = desk()
     claim = one.claim(1, 5)
 
-    class Late:
+    async def late(execute) -> object:
         """Redis executes the append while the progress is on its way."""
+        one.table.remove(claim)
+        return await execute()
 
-        def __getattr__(self, name):
-            one.table.remove(claim)
-            return getattr(streams.connection.commands, name)
-
-    one.progress._connection = type("Slow", (), {"commands": Late(), "is_full": False})()
+    intercept(streams.connection, late)
     await one.progress.save()
     assert one.saved() == []
 
@@ -208,13 +200,13 @@ async def test_progress_of_an_index_settled_meanwhile_goes_with_the_late_append_
         claim = other.claim(n)
         await other.progress.find(claim)
         other.writer.put(claim, Dead("why"))
-    await other.writer._append(list(other.writer._waiting.values()))
+    await appended(other)
     assert frozen.saved() == []
     for n in (1, 2):
         claims[n - 1].so_far = lambda n=n: so_far(n, 9)
     await frozen.progress.save()
     frozen.writer.put(claims[0], so_far(1, 9))
-    await frozen.writer._append([frozen.writer._waiting[0]])
+    await appended(frozen)
     assert frozen.saved() == [2] and 0 < frozen.client.ttl(KEYS.progress(2)) <= module.SHORTEST_TTL_S
 
 
@@ -240,7 +232,7 @@ async def test_progress_on_its_way_when_the_run_ends_does_not_stay(desk, streams
         await ended.wait()
         return await execute()
 
-    one.progress._connection = writing(streams.connection, late)
+    intercept(streams.connection, late)
     saving = asyncio.create_task(one.progress.save())
     await begun.wait()
     await one.progress.end()
@@ -269,7 +261,7 @@ async def test_progress_that_cannot_be_read_is_ignored_with_one_warning(desk, ca
     claim = one.claim(3)
     assert await one.progress.find(claim) is None
     (warning,) = caplog.messages
-    assert warning.startswith("group 3 begins anew, its progress cannot be read: ") and message in warning
+    assert warning.startswith("group 3 begins again, its progress cannot be read: ") and message in warning
     assert one.failures("record") == 1 and claim.has_progress  # its append drops it
 
 
@@ -279,7 +271,7 @@ async def test_the_last_attempt_begins_anew(desk, caplog) -> None:
     await one.progress.save()
     assert await one.progress.find(one.claim(1, attempt=2)) is not None
     assert await one.progress.find(one.claim(1, attempt=3)) is None
-    assert caplog.messages == ["group 1 begins anew at its last attempt"]
+    assert caplog.messages == ["group 1 begins again at its last attempt"]
 
 
 async def test_the_only_attempt_goes_on_with_what_was_handed_back(desk) -> None:
@@ -416,7 +408,7 @@ async def test_progress_of_a_conversation_is_no_group_and_goes_with_its_claim(de
     await one.progress.save()
     claim = other.claim(1, attempt=2)
     assert await other.progress.find(claim) is None
-    assert claim.has_progress and "group 1 begins anew, its progress cannot be read: WRONGTYPE" in caplog.text
+    assert claim.has_progress and "group 1 begins again, its progress cannot be read: WRONGTYPE" in caplog.text
 
 
 async def test_parts_that_are_too_much_or_no_parts_are_not_read(desk, monkeypatch, caplog) -> None:
@@ -428,8 +420,8 @@ async def test_parts_that_are_too_much_or_no_parts_are_not_read(desk, monkeypatc
     claims = [other.claim(n, attempt=2) for n in (1, 2)]
     assert [await other.progress.find_parts(claim) for claim in claims] == [{}, {}]
     assert one.failures("record") == 2 and all(claim.has_progress for claim in claims)
-    assert "group 1 begins anew, its progress cannot be read: 8 bytes, expected at most 7" in caplog.text
-    assert "group 2 begins anew, its progress cannot be read: WRONGTYPE" in caplog.text
+    assert "group 1 begins again, its progress cannot be read: 8 bytes, expected at most 7" in caplog.text
+    assert "group 2 begins again, its progress cannot be read: WRONGTYPE" in caplog.text
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["suspended", "cut off"])
@@ -521,7 +513,7 @@ async def test_the_next_saving_waits_until_the_last_was_a_small_share_of_the_tim
         asyncio.get_running_loop().call_soon(takes, 100.0)
         return await execute()
 
-    one.progress._connection = writing(streams.connection, write)
+    intercept(streams.connection, write)
 
     def encoded() -> RolloutGroup:
         takes(0.3)

@@ -31,6 +31,7 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
+from pipelines import intercept
 from scripted_engine import FINGERPRINT
 from slow_link import SlowLink
 
@@ -188,16 +189,16 @@ async def test_an_evaluation_is_answered_on_a_stream_of_its_own(desk: Desk) -> N
     assert desk.client.xlen(KEYS.evaluations) == 0 and desk.client.xlen(KEYS.rollouts) == 0
 
 
-async def test_what_waits_together_is_appended_together(desk: Desk, streams, monkeypatch) -> None:
+async def test_what_waits_together_is_appended_together(desk: Desk, streams) -> None:
     claims = await desk.claim(MAX_APPEND_GROUPS + 6)
     sizes: list[int] = []
-    append = desk.writer._append
 
-    async def counted(batch) -> None:
-        sizes.append(len(batch))
-        await append(batch)
+    async def counted(execute) -> None:
+        answers = await execute()
+        sizes.append(len(answers) - 2)  # XADD for each; one XACK, one XDEL
+        return answers
 
-    monkeypatch.setattr(desk.writer, "_append", counted)
+    intercept(streams.connection, counted)
     for claim in claims:
         desk.writer.put(claim, a_group(claim.index))
     await written(desk)
@@ -206,19 +207,18 @@ async def test_what_waits_together_is_appended_together(desk: Desk, streams, mon
     assert desk.num_open() == (0, 0)
 
 
-async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, monkeypatch) -> None:
+async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, streams) -> None:
     claims = await desk.claim(MAX_APPEND_GROUPS + 1)
     first, second, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    append = desk.writer._append
 
-    async def slow_at_first(batch) -> None:
+    async def slow_at_first(execute) -> None:
         if not first.is_set():
             first.set()
             await answered.wait()
-        await append(batch)
+        await execute()
         second.set()
 
-    monkeypatch.setattr(desk.writer, "_append", slow_at_first)
+    intercept(streams.connection, slow_at_first)
     for claim in claims:
         desk.writer.put(claim, a_group(claim.index))
     running = asyncio.create_task(desk.writer.run())
@@ -233,16 +233,16 @@ async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, monke
     assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
 
 
-async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: Desk, monkeypatch) -> None:
+async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: Desk, streams) -> None:
     (claim,) = await desk.claim(1)
-    append, losses = desk.writer._append, [exceptions.ConnectionError("the reply is lost")]
+    losses = [exceptions.ConnectionError("the reply is lost")]
 
-    async def lose_the_first_reply(batch) -> None:
-        await append(batch)
+    async def lose_the_first_reply(execute) -> None:
+        await execute()
         if losses:
             raise losses.pop()
 
-    monkeypatch.setattr(desk.writer, "_append", lose_the_first_reply)
+    intercept(streams.connection, lose_the_first_reply)
     desk.writer.put(claim, a_group(1))
     await written(desk)
     # The writer cannot know, so the group is there twice: the trainer drops the second by its index.

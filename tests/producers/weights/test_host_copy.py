@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fakeredis
 import msgspec
@@ -63,6 +64,15 @@ def is_policy(found: Policy, expected: Policy) -> bool:
     return found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
 
 
+class ReportingCopy(HostCopy):
+    """A copy, with its reader of the log and its metrics."""
+
+    def __init__(self, folder: Path, client: fakeredis.FakeRedis) -> None:
+        self.log_reader = WeightReader(lambda command: command(client), KEYS)
+        self.reported = ProducerMetrics()
+        super().__init__(str(folder), "test", "redis", self.log_reader, self.reported)
+
+
 class Host:
     """A log, and the producers of one host that read it."""
 
@@ -72,9 +82,8 @@ class Host:
         self.waiting: list[HostCopy] = []
         self.copies: list[HostCopy] = []
 
-    def producer(self) -> HostCopy:
-        reader = WeightReader(lambda command: command(self.client), KEYS)
-        copy = HostCopy(str(self.folder), "test", "redis", reader, ProducerMetrics())
+    def producer(self) -> ReportingCopy:
+        copy = ReportingCopy(self.folder, self.client)
         self.waiting.append(copy)
         copy.open()
         self.copies.append(copy)
@@ -93,11 +102,11 @@ class Host:
         return manifest.version
 
 
-def sample(copy: HostCopy, name: str, **labels: str) -> float:
-    return copy._metrics.registry.get_sample_value(name, labels) or 0.0
+def sample(copy: ReportingCopy, name: str, **labels: str) -> float:
+    return copy.reported.registry.get_sample_value(name, labels) or 0.0
 
 
-def rebuilt(copy: HostCopy, reason: str) -> float:
+def rebuilt(copy: ReportingCopy, reason: str) -> float:
     return sample(copy, "penstock_weight_copies_rebuilt_total", reason=reason)
 
 
@@ -326,15 +335,15 @@ def test_a_chain_trimmed_under_a_reader_is_read_again_from_the_anchor(host: Host
     for _ in range(4):
         newest = host.step(draw)
     host.log.anchor(newest.version)
-    read = copy._reader.log
+    read = copy.log_reader.log
 
     def trimmed_since() -> object:
         found = read()
         host.log.trim(newest.version)
-        copy._reader.log = read
+        copy.log_reader.log = read
         return found
 
-    copy._reader.log = trimmed_since
+    copy.log_reader.log = trimmed_since
     assert host.holds(copy, newest) == newest.version
     assert rebuilt(copy, "behind") == 1
 
@@ -614,10 +623,9 @@ def test_without_room_the_folder_the_bytes_and_the_setting_are_named(host: Host,
     assert re.search(message, (tmp_path / "error").read_text())
 
 
-def test_closing_ends_a_wait_for_another_producer(host: Host) -> None:
+def test_closing_ends_a_wait_for_another_producer(host: Host, monkeypatch) -> None:
     manifest = host.log.whole(0, first_policy())
-    fetching, waiting = host.producer(), host.producer()
-    fcntl.flock(fetching._locks["patch"], fcntl.LOCK_EX)
+    waiting = host.producer()
     errors: list[Exception] = []
 
     def wait() -> None:
@@ -626,19 +634,20 @@ def test_closing_ends_a_wait_for_another_producer(host: Host) -> None:
         except WeightLoadError as error:
             errors.append(error)
 
-    lock, waits = waiting._lock, threading.Event()
+    waits, sleep = threading.Event(), time.sleep
 
-    def lock_and_tell(descriptor: int, kind: int) -> None:
-        if descriptor == waiting._locks["patch"]:
-            waits.set()
-        lock(descriptor, kind)
+    def sleep_and_tell(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
 
-    waiting._lock = lock_and_tell  # type: ignore[method-assign]
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waits.wait(60)
-    waiting.close()
-    thread.join()
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep_and_tell, monotonic=time.monotonic))
+    with (waiting.folder / "patch").open() as held_by_another:
+        fcntl.flock(held_by_another, fcntl.LOCK_EX)
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert waits.wait(60)
+        waiting.close()
+        thread.join()
     assert "stopped while it waited" in str(errors[0])
 
 
