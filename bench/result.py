@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.machine import first_value, load_average, processor_name, usable_cores
 from penstock.deploy.launch.server_binary import find_server, inspect
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.files import write_whole
@@ -174,11 +175,11 @@ def describe_machine() -> dict[str, Any]:
     except ConfigError:
         redis_server = "none"
     return {
-        "processor": _first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "num_cores": os.cpu_count(),
         "num_cores_usable": len(usable_cores()),
-        "memory": _first_value("/proc/meminfo", "MemTotal"),
-        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        "memory": first_value("/proc/meminfo", "MemTotal"),
+        "load_average_before": load_average(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "redis_server": redis_server,
@@ -186,24 +187,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on; empty if the system does not say."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
 def _package_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _first_value(file: str, key: str) -> str | None:
-    try:
-        lines = Path(file).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
 
 
 def print_result(result: Result, console: Console | None = None) -> None:

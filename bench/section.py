@@ -108,7 +108,7 @@ def host_folder(name: str) -> Iterator[Path]:
 
 def measure_apart(
     name: str,
-    module: str,
+    function: str,
     job: Any,
     result_type: Any,
     folder: Path,
@@ -116,19 +116,19 @@ def measure_apart(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Runs `python -m MODULE JOB RESULT` and returns what it found: leftovers of one measurement in its process cannot
-    slow down the next. Both files are JSON. The process ends with this call, however that ends.
+    """Returns what `function` (see `bench.part`) measures in a process of its own: leftovers of one measurement cannot
+    slow down the next. The process ends with this call, however that ends.
 
     Raises:
         BenchError: it failed, or took longer than `PART_LIMIT_S`.
     """
-    wait_for([start_apart(name, module, job, folder, python=python, environment=environment)])
+    wait_for([start_apart(name, function, job, folder, python=python, environment=environment)])
     return found_apart(name, result_type, folder)
 
 
 def start_apart(
     name: str,
-    module: str,
+    function: str,
     job: Any,
     folder: Path,
     *,
@@ -138,7 +138,7 @@ def start_apart(
     """Starts what `measure_apart` runs; `wait_for` must follow, and then `found_apart` gives what it found."""
     job_file = folder / f"{name}-job.json"
     job_file.write_bytes(msgspec.json.encode(job))
-    command = [python, "-m", module, str(job_file), str(folder / f"{name}-result.json")]
+    command = [python, "-m", "bench.part", function, str(job_file), str(folder / f"{name}-result.json")]
     return Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD | dict(environment or {}))
 
 

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import socket
 import sys
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.machine import processor_s
 from bench.result import BenchError
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.redis_server import RedisServer, connect
@@ -74,7 +74,7 @@ class ChatServer:
 
     def processor_s(self) -> float:
         """Processor seconds that the server's processes have taken; 0 if the system does not say."""
-        return _family_processor_s(self._pid)
+        return processor_s(self._pid)
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         try:
@@ -207,24 +207,6 @@ def serve_environment(config: RunConfig) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(int(CALL_LIMIT_S)),
     }
-
-
-def _family_processor_s(pid: int) -> float:
-    """Processor seconds of a process and of its running descendants."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        number = int(file.parent.name)
-        parents[number], ticks[number] = int(fields[1]), int(fields[11]) + int(fields[12])  # utime, stime
-    family, found = {pid}, 0
-    while len(family) > found:
-        found = len(family)
-        family |= {number for number, parent in parents.items() if parent in family}
-    return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until_ready(children: Sequence[Child], is_ready: Callable[[], object]) -> None:

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from bench.sizing import status_bytes
+from bench.machine import reset_peak, status_bytes
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -69,7 +68,7 @@ class Device:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch)
         else:
-            Path("/proc/self/clear_refs").write_text("5")
+            reset_peak()
             self._before = status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:

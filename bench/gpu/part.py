@@ -1,7 +1,6 @@
-"""`python -m bench.gpu.part JOB.json RESULT.json`: one measurement without an engine, in a process of its own."""
+"""The measurements without an engine, each in a process of its own."""
 
 import math
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,7 +28,7 @@ CHANGED = 0.01
 """Share of the elements that an update changes."""
 
 
-class HeadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_tokens: int
     hidden_size: int
@@ -45,7 +44,7 @@ class HeadFound(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, list[float]]
 
 
-class TrainerJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
     """One update of rows of one length, on random weights that the process writes into `folder`."""
 
     device: str
@@ -70,7 +69,7 @@ class TrainerFound(msgspec.Struct, frozen=True, kw_only=True):
     phase_s: dict[str, float]
 
 
-class WeightsJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WeightsJob(msgspec.Struct, frozen=True, kw_only=True):
     """num_bytes: of the policy in bfloat16. folder: of the chunks."""
 
     device: str
@@ -88,7 +87,7 @@ class WeightsFound(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class KernelJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class KernelJob(msgspec.Struct, frozen=True, kw_only=True):
     """One operator of vLLM's extension."""
 
     device: str
@@ -100,7 +99,7 @@ class KernelFound(msgspec.Struct, frozen=True, kw_only=True):
     """The largest, relative to the same in float32 by torch."""
 
 
-class LoadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
     """A policy read from a file in `folder` onto the device, as an engine reads it."""
 
     device: str
@@ -115,23 +114,6 @@ class LoadFound(msgspec.Struct, frozen=True, kw_only=True):
     pinned_s: list[float]
     mapped_s: list[float]
     buffer_s: list[float]
-
-
-Job = HeadJob | TrainerJob | WeightsJob | KernelJob | LoadJob
-Found = HeadFound | TrainerFound | WeightsFound | KernelFound | LoadFound
-
-
-def measure(job: Job) -> Found:
-    match job:
-        case HeadJob():
-            return measure_head(job)
-        case TrainerJob():
-            return measure_trainer(job)
-        case WeightsJob():
-            return measure_weights(job)
-        case LoadJob():
-            return measure_load(job)
-    return measure_kernel(job)
 
 
 def measure_head(job: HeadJob) -> HeadFound:
@@ -279,12 +261,3 @@ def measure_load(job: LoadJob) -> LoadFound:
     if wrong:
         raise ValueError(f"{wrong} hold other values than the file")
     return found
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
-    Path(result_file).write_bytes(msgspec.json.encode(measure(job)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

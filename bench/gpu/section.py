@@ -29,7 +29,7 @@ from bench.gpu.part import (
     WeightsFound,
     WeightsJob,
 )
-from bench.pipeline.section import ENGINE_PART, random_model, run_config, save, streaming_figures
+from bench.pipeline.section import STREAMING, random_model, run_config, save, streaming_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import BenchError, Figure, Goal, compare
 from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, wait_for
@@ -121,8 +121,10 @@ def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench
         return [failed(name, f"{type(error).__name__}: {error}")]
 
 
-def _apart(bench: Bench, name: str, job: object, kind: type) -> Any:
-    return measure_apart(name, "bench.gpu.part", job, kind, bench.folder, environment={"HF_HUB_OFFLINE": "1"})
+def _apart(bench: Bench, name: str, function: str, job: object, kind: type) -> Any:
+    return measure_apart(
+        name, f"bench.gpu.part:{function}", job, kind, bench.folder, environment={"HF_HUB_OFFLINE": "1"}
+    )
 
 
 def measure_tests(bench: Bench) -> list[Figure]:
@@ -179,7 +181,7 @@ def measure_head(bench: Bench) -> list[Figure]:
         gemm_size=settings.gemm_size,
         rounds=settings.rounds,
     )
-    return list(head_figures(job, _apart(bench, "head", job, HeadFound)))
+    return list(head_figures(job, _apart(bench, "head", "measure_head", job, HeadFound)))
 
 
 def head_figures(job: HeadJob, found: HeadFound) -> Iterator[Figure]:
@@ -219,7 +221,7 @@ def measure_trainer(bench: Bench) -> list[Figure]:
             rounds=settings.rounds,
         )
         try:
-            found = _apart(bench, f"trainer-{shape.name}", job, TrainerFound)
+            found = _apart(bench, f"trainer-{shape.name}", "measure_trainer", job, TrainerFound)
         except BenchError as error:
             figures.append(failed(f"trainer, {shape.name}", str(error)))
         else:
@@ -265,7 +267,7 @@ def measure_weights(bench: Bench) -> list[Figure]:
         job = WeightsJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
-        return list(weights_figures(job, _apart(bench, "weights", job, WeightsFound)))
+        return list(weights_figures(job, _apart(bench, "weights", "measure_weights", job, WeightsFound)))
 
 
 def weights_figures(job: WeightsJob, found: WeightsFound) -> Iterator[Figure]:
@@ -293,7 +295,7 @@ def measure_load(bench: Bench) -> list[Figure]:
         job = LoadJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
-        return [load_figure(job, _apart(bench, "load", job, LoadFound))]
+        return [load_figure(job, _apart(bench, "load", "measure_load", job, LoadFound))]
 
 
 def load_figure(job: LoadJob, found: LoadFound) -> Figure:
@@ -312,7 +314,9 @@ def load_figure(job: LoadJob, found: LoadFound) -> Figure:
 
 
 def measure_kernel(bench: Bench) -> list[Figure]:
-    return [kernel_figure(_apart(bench, "kernel", KernelJob(device=bench.settings.device), KernelFound))]
+    return [
+        kernel_figure(_apart(bench, "kernel", "measure_kernel", KernelJob(device=bench.settings.device), KernelFound))
+    ]
 
 
 def kernel_figure(found: KernelFound) -> Figure:
@@ -383,7 +387,7 @@ def measure_pause(bench: Bench) -> list[Figure]:
             sequences_in_flight=32,
             spacing_s=0.5,
         )
-        found = measure_apart("pause", "bench.weights.pauses", job, Paused, bench.folder)
+        found = measure_apart("pause", "bench.weights.pauses:measure_pauses", job, Paused, bench.folder)
         return [pause_figure(f"{shape.name} in bfloat16", found)]
 
 
@@ -404,7 +408,7 @@ def measure_producer(bench: Bench) -> list[Figure]:
     server = RedisServer(bench.folder / "redis", maxmemory_mb=8000)
     try:
         url = {"REDIS_URL": server.url}
-        found = measure_apart("producer", ENGINE_PART, job, list[Streamed], bench.folder, environment=url)
+        found = measure_apart("producer", STREAMING, job, list[Streamed], bench.folder, environment=url)
     finally:
         server.stop()
     return [figure for streamed in found for figure in streaming_figures(streamed, 0.5)]

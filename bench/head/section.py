@@ -116,7 +116,7 @@ def _measure(
     )
     measured = measure_apart(
         f"head, {kind}",
-        "bench.head.part",
+        "bench.head.part:measure",
         job,
         list[Measured],
         bench.folder,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bench.machine import load_average, processor_name
 from penstock.deploy.launch.command_line import add_set
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 
@@ -187,17 +188,10 @@ def build_result(
 
 def machine() -> dict[str, Any]:
     """The processor, its load, and the Python that ran."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
     return {
-        "processor": model,
+        "processor": processor_name(),
         "num_cores": os.cpu_count(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": load_average(),
         "system": platform.platform(),
         "python": platform.python_version(),
     }

@@ -1,5 +1,5 @@
-"""The processes of the row about killed producers: `python -m bench.pipeline.kill_part JOB RESULT` measures, and starts
-those that are killed with `--victim` before the same arguments."""
+"""The processes of the row about killed producers: the one that measures, and `python -m bench.pipeline.kill_part
+RUN.toml TALLY`, a producer that is killed."""
 
 import asyncio
 import itertools
@@ -170,7 +170,7 @@ class _Ways:
         run_file, tally = folder / "run.toml", folder / "tally"
         run_file.write_text(resolved_toml(config))
         async with self._released(config) as client:
-            command = [sys.executable, "-m", "bench.pipeline.kill_part", "--victim", str(run_file), str(tally)]
+            command = [sys.executable, "-m", "bench.pipeline.kill_part", str(run_file), str(tally)]
             victim = Child("victim", command, log=folder / "victim.log")
             await until(lambda: victim.poll() is not None)
             killed_s = time.monotonic()
@@ -240,14 +240,5 @@ def be_the_victim(run_file: Path, tally: Path) -> int:
     return producer_entry.main(config, runs=tally.parent, producer_id="victim", engine_factory=start)
 
 
-def main(arguments: Sequence[str]) -> int:
-    if arguments[0] == "--victim":
-        return be_the_victim(*map(Path, arguments[1:]))
-    job_file, result_file = map(Path, arguments)
-    found = asyncio.run(measure(msgspec.json.decode(job_file.read_bytes(), type=KillJob)))
-    result_file.write_bytes(msgspec.json.encode(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(be_the_victim(*map(Path, sys.argv[1:])))

@@ -10,8 +10,9 @@ from statistics import mean
 
 import msgspec
 
+from bench.machine import usable_cores
 from bench.pipeline.pinned import IDLE, CpuSnapshot
-from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare, usable_cores
+from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
 from penstock.deploy.launch.launcher import Launcher, part_command
 from penstock.deploy.launch.live_view import View
 from penstock.deploy.launch.placement import Placement

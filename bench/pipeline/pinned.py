@@ -15,6 +15,8 @@ from types import FrameType
 
 import msgspec
 
+from bench.machine import children_cpu_s
+
 PERIOD_S = 0.01
 WRITE_S = 1.0
 
@@ -104,19 +106,6 @@ def _scores(frame: FrameType | None) -> bool:
         is_innermost = False
         frame = frame.f_back
     return False
-
-
-def children_cpu_s() -> float:
-    """Processor seconds of this process's running children; 0 if the system does not say."""
-    total = 0
-    for task in Path("/proc/self/task").glob("*/children"):
-        for child in task.read_text().split():
-            try:
-                stat = Path(f"/proc/{child}/stat").read_text()
-            except OSError:  # it has ended
-                continue
-            total += sum(map(int, stat.rpartition(")")[2].split()[11:13]))  # utime, stime
-    return total / os.sysconf("SC_CLK_TCK")
 
 
 def keep_phases(file: Path) -> None:

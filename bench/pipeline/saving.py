@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from bench.machine import children_cpu_s
 from bench.pipeline.kills import Spell
-from bench.pipeline.pinned import children_cpu_s
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.timed_steps import TimedSteps

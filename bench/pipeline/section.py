@@ -19,8 +19,7 @@ from penstock.schemas.config import RunConfig, load_config
 EVALUATE_EVERY = 5
 """Updates between evaluations while the time to an accuracy is measured; they bound its resolution."""
 NEVER = 10**9
-
-ENGINE_PART, KILL_PART = "bench.pipeline.engine_part", "bench.pipeline.kill_part"
+STREAMING = "bench.pipeline.streaming:measure_streaming"
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +75,7 @@ def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
     server = RedisServer(bench.folder / "redis", maxmemory_mb=512)
     try:
         url = {"REDIS_URL": server.url}
-        found = measure_apart("streaming", ENGINE_PART, settings, list[Streamed], bench.folder, environment=url)
+        found = measure_apart("streaming", STREAMING, settings, list[Streamed], bench.folder, environment=url)
     finally:
         server.stop()
     goal_rate = bench.settings.updates_per_s[0]
@@ -144,7 +143,9 @@ def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
                 length_s=bench.settings.saving_length_s,
             )
             url = {"REDIS_URL": server.url}
-            found = measure_apart("kills", KILL_PART, job, Killed, bench.folder, environment=url)
+            found = measure_apart(
+                "kills", "bench.pipeline.kill_part:measure", job, Killed, bench.folder, environment=url
+            )
     finally:
         server.stop()
     return [*kill_figures(found)]

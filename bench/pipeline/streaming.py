@@ -23,7 +23,7 @@ from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     margin_s: float
 
 
-class StreamingSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StreamingSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_file: str
     runs: str
     loads: tuple[Load, ...]
@@ -83,10 +83,11 @@ class Streamed(msgspec.Struct, frozen=True, kw_only=True):
     num_updates: int
 
 
-async def measure_streaming(config: RunConfig, settings: StreamingSettings) -> list[Streamed]:
+async def measure_streaming(settings: StreamingSettings) -> list[Streamed]:
     """Boots one engine and takes every load's windows in turn: bare, each rate of updates, bare, and so on."""
     from penstock.producers.engines.vllm import VllmEngine
 
+    config = load_config(Path(settings.run_file))
     engine = await VllmEngine.start(config, seed=1)
     try:
         return [

@@ -95,7 +95,7 @@ def _run_trl(config: RunConfig, settings: PeerSettings, folder: Path) -> PeerUpd
     threads = str(settings.trl_threads)
     found: PeerUpdates = measure_apart(
         "trl",
-        "bench.trainer.trl_part",
+        "bench.trainer.trl_part:measure",
         job,
         PeerUpdates,
         folder,

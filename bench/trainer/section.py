@@ -13,12 +13,14 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from bench.result import Breakdown, Figure, Goal, compare, in_turns
-from bench.section import Bench, BenchSection, make_model
+from bench.section import Bench, BenchSection, found_apart, make_model, measure_apart, wait_for
 from bench.sizing import LARGE, SMALL, MemoryCase, MemoryMeasured, MemoryModel, measure, save_model
-from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference, run_parts
+from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference
 from bench.trainer.peer import PeerSettings, peer_figures
+from bench.trainer.ranks import start_ranks
 from docs.sizing import measured_case, total_gb
 
+ON_RANKS = "bench.trainer.part:on_ranks"
 MAX_DIFFERENCE = 1e-5
 DEMO_WORK = Work(num_groups=32, group_size=8, prompt_tokens=6, sampled_tokens=4, tokens_per_pass=8192)
 """The demo's update: a sum of three digits and the end."""
@@ -83,7 +85,7 @@ def _timed(bench: Bench, *, compiled: bool) -> Iterator[tuple[str, Timed, int]]:
     for name, (folder, work, steps) in jobs.items():
         job = AgainstPlain(model=str(folder), work=work, rounds=settings.plain_rounds, steps=steps, compiled=compiled)
         part = f"{'compiled' if compiled else 'plain'}-{folder.name}"
-        (timed,) = run_parts(part, [job], Timed, bench.folder)
+        timed = measure_apart(part, "bench.trainer.part:against_plain", job, Timed, bench.folder)
         yield name, timed, work.num_tokens * steps
 
 
@@ -116,7 +118,9 @@ def measure_ranks(bench: Bench) -> list[Figure]:
 
     def seconds(name: str, num_ranks: int, copies: int = 1) -> float:
         job = OnRanks(model=str(model), work=settings.work, num_ranks=num_ranks, steps=settings.ranks_steps)
-        return max(median(found) for found in run_parts(name, [job] * copies, list[float], bench.folder))
+        names = [f"{name}-{n}" for n in range(copies)]
+        wait_for([child for each in names for child in start_ranks(each, ON_RANKS, job, bench.folder)])
+        return max(median(found_apart(each, list[float], bench.folder)) for each in names)
 
     measures = {
         "one": lambda: seconds("one-rank", 1),
@@ -194,7 +198,7 @@ def measure_weights(bench: Bench) -> list[Figure]:
             steps=settings.weights_steps - 1,
             weights=str(file),
         )
-        run_parts(name, [job], list[float], bench.folder)
+        wait_for(start_ranks(name, ON_RANKS, job, bench.folder))
         found: dict[str, torch.Tensor] = torch.load(file)
         return found
 

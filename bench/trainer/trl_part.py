@@ -1,13 +1,11 @@
-"""`python -m bench.trainer.trl_part JOB.json RESULT.json`: updates of TRL's GRPOTrainer, in the peers' environment."""
+"""Updates of TRL's GRPOTrainer, in the peers' environment."""
 
-import sys
 import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
@@ -44,6 +42,7 @@ class _Clock(TrainerCallback):
 
 
 def measure(job: TrlJob) -> PeerUpdates:
+    torch.set_num_threads(job.num_threads)
     disable_progress_bar()
     config = load_config(Path(job.run_file))
     environment = LongAnswers(seed=config.seed)
@@ -79,14 +78,3 @@ def measure(job: TrlJob) -> PeerUpdates:
             "optimizer and loop": (whole_s - spent("step")) / job.updates,
         },
     )
-
-
-def main() -> None:
-    job_file, result_file = map(Path, sys.argv[1:])
-    job = msgspec.json.decode(job_file.read_bytes(), type=TrlJob)
-    torch.set_num_threads(job.num_threads)
-    result_file.write_bytes(msgspec.json.encode(measure(job)))
-
-
-if __name__ == "__main__":
-    main()

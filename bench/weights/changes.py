@@ -1,13 +1,11 @@
-"""Bytes of an update as AdamW changes bfloat16 weights: `python -m bench.weights.changes JOB.json RESULT.json`.
+"""Bytes of an update as AdamW changes bfloat16 weights.
 
 Weights are drawn as a new model's are, 0.02 wide; gradients are normal, and independent from step to step. Every
 element has one: rows of an embedding that no token meets would not change.
 """
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import torch
@@ -90,12 +88,3 @@ def qwen_508m() -> Iterator[tuple[int, int]]:
         yield hidden, heads * head_dim
         yield from ((intermediate, hidden),) * 2
         yield hidden, intermediate
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=ChangesJob)
-    Path(result_file).write_bytes(msgspec.json.encode(measure_changes(job)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,11 +1,10 @@
-"""A trainer that only publishes: `python -m bench.weights.publishing JOB.json RESULT.json`.
+"""A trainer that only publishes.
 
 Float32 masters of any size, of which a share changes between two policies, and in place of the next batch's forward and
 backward passes matrix products on the main thread.
 """
 
 import hashlib
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -161,12 +160,3 @@ def _today(masters: Masters, folder: Path) -> dict[str, float]:
 def _hash(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=PublishingJob)
-    Path(result_file).write_bytes(msgspec.json.encode(publish(job)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -131,7 +131,7 @@ def measure_changed(bench: Bench) -> list[Figure]:
             warm_steps=settings.changes_warm_steps,
             steps=settings.changes_steps,
         )
-        found = measure_apart(f"changes-{rate}", "bench.weights.changes", job, Changes, bench.folder)
+        found = measure_apart(f"changes-{rate}", "bench.weights.changes:measure_changes", job, Changes, bench.folder)
         figures.append(changed_figure(rate, found, goal))
     return figures
 
@@ -253,7 +253,7 @@ def _paused(bench: Bench, size: str, recipe: dict[str, int], updates_per_block: 
         sequences_in_flight=8 if recipe else 32,
         spacing_s=0.5 if recipe else 0.15,
     )
-    return measure_apart(name, "bench.weights.pauses", settings, Paused, bench.folder)
+    return measure_apart(name, "bench.weights.pauses:measure_pauses", settings, Paused, bench.folder)
 
 
 def pause_figure(size: str, paused: Paused) -> Figure:
@@ -317,9 +317,9 @@ def _run(
             f"{name}-holder-{n}": HoldingJob(url=url, run=name, host_folder=str(scratch), last=num_versions)
             for n in range(holders)
         }
-        children = [start_apart(each, "bench.weights.holding", job, bench.folder) for each, job in jobs.items()]
+        children = [start_apart(each, "bench.weights.holding:hold", job, bench.folder) for each, job in jobs.items()]
         job = _publishing(bench, url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today)
-        children.append(start_apart(name, "bench.weights.publishing", job, bench.folder))
+        children.append(start_apart(name, "bench.weights.publishing:publish", job, bench.folder))
         wait_for(children)
     return found_apart(name, Published, bench.folder), [found_apart(each, Held, bench.folder) for each in jobs]
 
@@ -329,13 +329,13 @@ def _publish(bench: Bench, url: str, name: str, size_mb: float, num_versions: in
     job = _publishing(
         bench, url, name, size_mb, num_versions, bench.folder, anchors=str(bench.folder / f"{name}-anchors")
     )
-    wait_for([start_apart(f"{name}-trainer", "bench.weights.publishing", job, bench.folder)])
+    wait_for([start_apart(f"{name}-trainer", "bench.weights.publishing:publish", job, bench.folder)])
 
 
 def _hold(bench: Bench, url: str, run: str, last: int, name: str) -> Held:
     with host_folder(name) as scratch:
         job = HoldingJob(url=url, run=run, host_folder=str(scratch), last=last)
-        found: Held = measure_apart(f"{run}-holder", "bench.weights.holding", job, Held, bench.folder)
+        found: Held = measure_apart(f"{run}-holder", "bench.weights.holding:hold", job, Held, bench.folder)
         return found
 
 

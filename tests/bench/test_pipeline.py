@@ -12,6 +12,7 @@ import redis.asyncio
 import torch
 from safetensors.torch import save_file
 
+from bench.machine import children_cpu_s
 from bench.pipeline.bare import tokens_between
 from bench.pipeline.fill import SlowlyJudged, fill_figures, samples_to_accuracy
 from bench.pipeline.kills import Kill, Killed, Spell, kill_figures
@@ -24,7 +25,7 @@ from bench.pipeline.modes import (
     time_figure,
     trainer_parts,
 )
-from bench.pipeline.pinned import KINDS, CpuSnapshot, children_cpu_s, classify
+from bench.pipeline.pinned import KINDS, CpuSnapshot, classify
 from bench.pipeline.records import make_group, record_figures
 from bench.pipeline.saving import SocketClock
 from bench.pipeline.section import streaming_figures
