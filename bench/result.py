@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -93,6 +94,30 @@ def compare(
         goal=goal,
         reached=reached,
         details=details or {},
+    )
+
+
+def compare_rounds(
+    name: str,
+    measured: Sequence[float],
+    reference: Sequence[float],
+    *,
+    reference_is: str,
+    unit: str = "/s",
+    goal: Goal | None = None,
+    details: dict[str, Any] | None = None,
+) -> Figure:
+    """Medians over the rounds; the ratio is the median of the rounds' own ratios, which a slow moment affects less."""
+    ratios = [value / against for value, against in zip(measured, reference, strict=True)]
+    return compare(
+        name,
+        unit=unit,
+        measured=median(measured),
+        reference=median(reference),
+        reference_is=reference_is,
+        ratio=median(ratios),
+        goal=goal,
+        details={"ratio_by_round": [round(ratio, 4) for ratio in ratios], **(details or {})},
     )
 
 

@@ -17,7 +17,9 @@ import penstock.consumers.stream.connection
 import penstock.producers.stream.connection
 from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
 from penstock.deploy.launch.child import Child, describe_status
+from penstock.deploy.launch.redis_server import RedisServer
 from penstock.producers.weights.host_copy import default_folder
+from penstock.schemas.config import load_config
 
 PART_LIMIT_S = 900.0
 TOLD = "bench: "
@@ -106,6 +108,16 @@ def host_folder(name: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+@contextmanager
+def redis_server(folder: Path, *, maxmemory_mb: int = 512) -> Iterator[RedisServer]:
+    """A server of a row's own, its data in `folder`."""
+    server = RedisServer(folder, maxmemory_mb=maxmemory_mb)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 def measure_apart(
     name: str,
     function: str,
@@ -168,10 +180,30 @@ def wait_for(children: Sequence[Child]) -> None:
             if status:
                 raise BenchError(f"{child.name} {describe_status(status)}; {_end_of_log(child)}")
     finally:
-        for child in children:
-            child.kill()
-        while None in [child.poll() for child in children]:
-            time.sleep(0.01)
+        end_all(children)
+
+
+def end_all(children: Sequence[Child]) -> None:
+    """Kills the processes and waits until they have ended."""
+    for child in children:
+        child.kill()
+    while None in [child.poll() for child in children]:
+        time.sleep(0.01)
+
+
+@contextmanager
+def started(
+    commands: Mapping[str, Sequence[str]], folder: Path, environment: Mapping[str, str]
+) -> Iterator[list[Child]]:
+    """`python -m COMMAND` for each name, its log in `folder`; all of them end with the block."""
+    children: list[Child] = []
+    try:
+        for name, command in commands.items():
+            log = folder / f"{name}.log"
+            children.append(Child(name, [sys.executable, "-m", *command], log=log, environment=environment))
+        yield children
+    finally:
+        end_all(children)
 
 
 def _tell(log: Path, start: int) -> int:
@@ -197,3 +229,11 @@ def make_model(folder: Path, **recipe: Any) -> None:
         models.make_model(folder, models.ModelRecipe(**recipe), progress=lambda line: None)
     except (models.WarmStartError, FileExistsError) as error:
         raise BenchError(f"{folder}: {error}") from error
+
+
+def run_file_model(bench: Bench) -> Path:
+    """The run file's model, which is made if there is none."""
+    model = Path(load_config(bench.run_file).model.path)
+    if not model.is_dir():
+        make_model(model)
+    return model

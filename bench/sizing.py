@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 import torch
-from msgspec.structs import astuple
+from msgspec.structs import asdict
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
@@ -62,7 +62,7 @@ class MemoryMeasured(msgspec.Struct, frozen=True):
     """The same until the model is loaded and shared out."""
 
 
-class MemoryJob(RankJob, kw_only=True):
+class MemoryJob(RankJob, frozen=True, kw_only=True):
     """folder: of the model."""
 
     case: MemoryCase
@@ -158,7 +158,7 @@ def _config(job: MemoryJob) -> RunConfig:
 
 
 def save_model(model: MemoryModel, folder: Path) -> None:
-    save_random(ModelShape(*astuple(model), head_dim=64, tied=True), folder)
+    save_random(ModelShape(**asdict(model), head_dim=64, tied=True), folder)
 
 
 def save_random(

@@ -120,18 +120,8 @@ def fields(struct: type[msgspec.Struct], prefix: str, table: Any) -> Iterator[Fi
 
 def section(title: str, struct: type[msgspec.Struct], intro: str, prefix: str = "", table: Any = None) -> str:
     rows = [f"| `{one.path}` | {one.type} | {one.default} | {one.help} |" for one in fields(struct, prefix, table)]
-    return (
-        "\n".join(
-            [
-                f"## {title}\n",
-                *([f"{intro}\n"] if intro else []),
-                "| field | type | default | |",
-                "|---|---|---|---|",
-                *rows,
-            ]
-        )
-        + "\n"
-    )
+    head = [f"## {title}\n", *([f"{intro}\n"] if intro else []), "| field | type | default | |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
 
 
 def tables(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:

@@ -3,17 +3,16 @@
 import http.client
 import json
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.machine import processor_s
 from bench.result import BenchError
+from bench.section import redis_server, started
 from penstock.deploy.launch.child import Child, describe_status
-from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.producers.engines.settings import OWN, engine_arguments
 from penstock.schemas.config import RunConfig
@@ -128,30 +127,23 @@ def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]
     folder.mkdir()
     run_file, weights = folder / "run.toml", Path(config.model.path) / "model.safetensors"
     run_file.write_text(resolved_toml(config))
-    redis = RedisServer(folder / "redis", maxmemory_mb=512)
-    environment = {"REDIS_URL": redis.url, **NO_KEYS}
-    feed = ["-m", "bench.feeder", str(run_file), "--weights", str(weights)]
-    produce = ["-m", "penstock.deploy.cli", "producer", str(run_file), "--runs", str(folder), "--id", PRODUCER_ID]
-    children: list[Child] = []
-    try:
-        for name, command in (("feeder", [*feed, "--updates-per-s", str(NEVER_PER_S)]), ("penstock", produce)):
-            log = folder / f"{name}.log"
-            children.append(Child(name, [sys.executable, *command], log=log, environment=environment))
-        client = connect(redis.url)
+    commands = {
+        "feeder": ["bench.feeder", str(run_file), "--weights", str(weights), "--updates-per-s", str(NEVER_PER_S)],
+        "penstock": ["penstock.deploy.cli", "producer", str(run_file), "--runs", str(folder), "--id", PRODUCER_ID],
+    }
+    with (
+        redis_server(folder / "redis") as redis,
+        started(commands, folder, {"REDIS_URL": redis.url, **NO_KEYS}) as children,
+    ):
         key = Keys(config.name).producer(PRODUCER_ID)
 
         def port() -> int:
-            data: Any = client.get(key)
+            data: Any = redis.client.get(key)
             return int(decode_heartbeat(data).endpoint.rpartition(":")[2] or 0) if data is not None else 0
 
         wait_until_ready(children, port)
-        server = PenstockServer("penstock", port(), children[-1].pid)
-        client.close()
-        yield server
-        server.close()
-    finally:
-        _end(children)
-        redis.stop()
+        with closing(PenstockServer("penstock", port(), children[-1].pid)) as server:
+            yield server
 
 
 @contextmanager
@@ -164,15 +156,13 @@ def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *serve_arguments(config, port)]
-    children = [Child("vllm", command, log=folder / "vllm.log", environment=serve_environment(config))]
-    try:
-        server = VllmServer("vllm", port, children[0].pid)
+    commands = {"vllm": ["vllm.entrypoints.openai.api_server", *serve_arguments(config, port)]}
+    with (
+        started(commands, folder, serve_environment(config)) as children,
+        closing(VllmServer("vllm", port, children[0].pid)) as server,
+    ):
         wait_until_ready(children, server.is_ready)
         yield server
-        server.close()
-    finally:
-        _end(children)
 
 
 def serve_arguments(config: RunConfig, port: int) -> list[str]:
@@ -221,11 +211,3 @@ def wait_until_ready(children: Sequence[Child], is_ready: Callable[[], object]) 
             name = children[-1].name
             raise BenchError(f"{name}: not up after {BOOT_LIMIT_S:g} s; its log ends:\n{children[-1].last_lines()}")
         time.sleep(0.2)
-
-
-def _end(children: Sequence[Child]) -> None:
-    for child in children:
-        child.kill()
-    for child in children:
-        while child.poll() is None:
-            time.sleep(0.003)

@@ -32,7 +32,7 @@ from bench.gpu.part import (
 from bench.pipeline.section import STREAMING, random_model, run_config, save, streaming_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import BenchError, Figure, Goal, compare
-from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, wait_for
+from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, redis_server, wait_for
 from bench.sizing import save_random
 from bench.weights.pauses import Paused, PauseSettings
 from bench.weights.section import PAUSE_MODELS, pause_figure
@@ -40,7 +40,7 @@ from docs.sizing import SHAPES
 from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, total_gb
-from penstock.deploy.launch.redis_server import RedisServer, ServerError
+from penstock.deploy.launch.redis_server import ServerError
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.config import ConfigError
 
@@ -405,12 +405,9 @@ def measure_producer(bench: Bench) -> list[Figure]:
         rounds=settings.producer_rounds,
         window_s=8.0,
     )
-    server = RedisServer(bench.folder / "redis", maxmemory_mb=8000)
-    try:
+    with redis_server(bench.folder / "redis", maxmemory_mb=8000) as server:
         url = {"REDIS_URL": server.url}
         found = measure_apart("producer", STREAMING, job, list[Streamed], bench.folder, environment=url)
-    finally:
-        server.stop()
     return [figure for streamed in found for figure in streaming_figures(streamed, 0.5)]
 
 

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.producers.interfaces import Completion, Restore
-from penstock.schemas.policy import WeightManifest
+from penstock.producers.interfaces import Completion
 from penstock.schemas.rollout import SamplingSettings
 
 if TYPE_CHECKING:
@@ -84,17 +83,9 @@ class Meter:
         self.requests: list[Request] = []
         self.pauses: list[tuple[float, float]] = []
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingSettings,
-        num_siblings: int,
-        request_id: str,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-    ) -> list[Completion]:
+    async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
         began = time.monotonic()
-        completions = await self._engine.generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+        completions = await self._engine.generate(*arguments, **options)
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.requests.append((began, time.monotonic(), num_tokens))
         return completions
@@ -102,8 +93,8 @@ class Meter:
     def sampled(self, request_id: str) -> list[Completion]:
         return self._engine.sampled(request_id)
 
-    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
-        pause_s = await self._engine.load_weights(manifest, path, restore)
+    async def load_weights(self, *arguments: Any, **options: Any) -> float:
+        pause_s = await self._engine.load_weights(*arguments, **options)
         self.policy_version = self._engine.policy_version
         self.pauses.append((time.monotonic(), pause_s))
         return pause_s

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bench.pipeline.kills import GROUPS, LENGTHS, Kill, Killed, KillJob, Spell
 from bench.pipeline.long_rollouts import LongRollouts
 from bench.pipeline.saving import SavingMeter, SocketClock, until
 from bench.result import BenchError
+from bench.running import open_producer
 from bench.section import TOLD
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
@@ -32,12 +33,9 @@ from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.producers.engines.vllm import VllmEngine
 from penstock.producers.interfaces import Completion
-from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
-from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.rollout import SamplingSettings, decode_group
@@ -69,17 +67,11 @@ class Victim(Meter):
         self._watching = asyncio.create_task(self._watch())
 
     async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingSettings,
-        num_siblings: int,
-        request_id: str,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
+        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str, *more: Any
     ) -> list[Completion]:
         self._running.add(request_id)
         try:
-            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, *more)
         finally:
             self._running.discard(request_id)
 
@@ -178,7 +170,7 @@ class _Ways:
                 raise BenchError(f"the victim ended with status {status}; its log ends:\n{victim.last_lines()}")
             meter = Meter(self._engine)
             async with self._served(config, meter):
-                await self._arrived(config, client)
+                await until(lambda: client.xlen(Keys(config.name).rollouts) == GROUPS)
                 arrival_s = time.monotonic() - killed_s
             entries: Any = client.xrange(Keys(config.name).rollouts)
         groups = [decode_group(fields[Field.PAYLOAD]) for _, fields in entries]
@@ -206,23 +198,14 @@ class _Ways:
     @asynccontextmanager
     async def _served(self, config: RunConfig, meter: Meter) -> AsyncIterator[SavingMeter]:
         metrics = ProducerMetrics()
-        connection = ProducerConnection.open(os.environ["REDIS_URL"], outage_s=10.0, metrics=metrics)
-        try:
-            context = ProducerContext(
-                config, runs=Path(self._job.runs), producer_id="other", connection=connection, metrics=metrics
-            )
-            producer = Producer(context, meter, self._environments, self._tokenizer)
+        opened = open_producer(config, Path(self._job.runs), meter, self._environments, self._tokenizer, metrics)
+        async with opened as producer:
             saving = SavingMeter(producer, metrics, self._sockets)
             await producer.open()
             async with asyncio.TaskGroup() as serving:
                 serving.create_task(producer.serve())
                 yield saving
                 producer.stop.set()
-        finally:
-            await connection.close()
-
-    async def _arrived(self, config: RunConfig, client: Any) -> None:
-        await until(lambda: client.xlen(Keys(config.name).rollouts) == GROUPS)
 
 
 def say(line: str) -> None:

@@ -1,7 +1,6 @@
 """Asynchronous against synchronous: the run file's own pipeline, one producer and the trainer on a core each."""
 
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,10 +12,7 @@ import msgspec
 from bench.machine import usable_cores
 from bench.pipeline.pinned import IDLE, CpuSnapshot
 from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
-from penstock.deploy.launch.launcher import Launcher, part_command
-from penstock.deploy.launch.live_view import View
-from penstock.deploy.launch.placement import Placement
-from penstock.deploy.launch.run_folder import RunFolder
+from bench.running import DeathsView, launch
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded, read_telemetry
 from penstock.schemas.config import RunConfig
@@ -45,8 +41,8 @@ class ModeRun(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.telemetry.updates)
 
 
-class _Until(View):
-    """Shows nothing; stops the run after `limit_s` seconds of training, or once it has reached `accuracy`."""
+class _Until(DeathsView):
+    """Stops the run after `limit_s` seconds of training, or once it has reached `accuracy`."""
 
     def __init__(self, config: RunConfig, runs: Path, *, limit_s: float, accuracy: float | None) -> None:
         super().__init__(config, runs)
@@ -54,10 +50,6 @@ class _Until(View):
         self._limit_s = limit_s
         self._accuracy = accuracy
         self._since: float | None = None
-
-    def note(self, text: str) -> None:
-        if "died" in text or "ended" in text:
-            print(f"    {text}", flush=True)
 
     def draw(self) -> None:
         if self.progress.update is None or self.stopped_by_us:
@@ -81,28 +73,14 @@ def run_mode(
         KeyboardInterrupt: it was stopped from outside.
         PartDied, ServerError, ConfigError: see the launcher.
     """
-    folder = config.folder(runs)
-    cores = usable_cores()
-    core_of = (
-        {"trainer": cores[0], "producer": cores[1]} if pinned and len(cores) > 1 else {"trainer": -1, "producer": -1}
-    )
+    folder, cores = config.folder(runs), usable_cores()
+    core_of = dict(zip(("trainer", "producer"), cores, strict=False)) if pinned and len(cores) > 1 else {}
 
-    def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> Sequence[str]:
-        role = part.partition("-")[0]
-        command = part_command(part, config, runs, resume)
-        arguments = command[command.index("penstock.deploy.cli") + 1 :]
-        profile = folder / f"{role}-profile.jsonl"
-        return [sys.executable, "-m", "bench.pipeline.pinned", str(core_of[role]), str(profile), *arguments]
+    def starter(role: str) -> Sequence[str]:
+        return ["bench.pipeline.pinned", str(core_of.get(role, -1)), str(folder / f"{role}-profile.jsonl")]
 
-    with RunFolder(config, runs, resume=False) as run_folder:
-        run_folder.save(config)
-        view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy)
-        with view:
-            launcher = Launcher(
-                config, runs, Placement(), resume=False, view=view, lock=run_folder.lock, command_for=command_for
-            )
-            status = launcher.run()
-    if status and not view.stopped_by_us:
+    view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy)
+    if launch(config, runs, view, starter) and not view.stopped_by_us:
         raise KeyboardInterrupt
     return _read(folder)
 

@@ -11,8 +11,7 @@ from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure
 from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import Breakdown, Figure, Goal, compare
-from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart
-from penstock.deploy.launch.redis_server import RedisServer
+from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, redis_server, run_file_model
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import RunConfig, load_config
 
@@ -72,19 +71,16 @@ def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
         rounds=bench.settings.streaming_rounds,
         window_s=bench.settings.streaming_window_s,
     )
-    server = RedisServer(bench.folder / "redis", maxmemory_mb=512)
-    try:
+    with redis_server(bench.folder / "redis") as server:
         url = {"REDIS_URL": server.url}
         found = measure_apart("streaming", STREAMING, settings, list[Streamed], bench.folder, environment=url)
-    finally:
-        server.stop()
     goal_rate = bench.settings.updates_per_s[0]
     return [figure for streamed in found for figure in streaming_figures(streamed, goal_rate)]
 
 
 def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
     """Runs of both modes whose policy stays where it is, for rates, then runs that learn, for the time it takes."""
-    model = _run_file_s_model(bench)
+    model = run_file_model(bench)
     breakdowns: list[Figure | Breakdown] = []
     fixed: dict[str, ModeRun] = {}
     learning: dict[str, ModeRun] = {}
@@ -104,7 +100,7 @@ def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
 
 def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
     """Runs that learn, of both ways to fill a batch in turn, for each seed."""
-    model, figures = _run_file_s_model(bench), []
+    model, figures = run_file_model(bench), []
     for workload, overrides in WORKLOADS.items():
         runs: dict[str, list[ModeRun]] = {"with_variance": [], "any": []}
         for seed in bench.settings.fill_seeds:
@@ -129,33 +125,20 @@ def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
         "producers.claim_idle_s": 1.0,
         "producers.claim_refresh_s": 0.25,
     }
-    server = RedisServer(bench.folder / "redis", maxmemory_mb=512)
-    try:
-        with host_folder("kills") as folder:
-            overrides = [f"{name}={value}" for name, value in own.items()]
-            config = run_config(bench, "kills", model, *overrides, f'weights.host_folder="{folder}"')
-            job = KillJob(
-                run_file=str(save(bench, config)),
-                runs=str(bench.folder / "runs"),
-                kills=bench.settings.kills,
-                spells=bench.settings.saving_spells,
-                spell_s=bench.settings.saving_spell_s,
-                length_s=bench.settings.saving_length_s,
-            )
-            url = {"REDIS_URL": server.url}
-            found = measure_apart(
-                "kills", "bench.pipeline.kill_part:measure", job, Killed, bench.folder, environment=url
-            )
-    finally:
-        server.stop()
+    with redis_server(bench.folder / "redis") as server, host_folder("kills") as folder:
+        overrides = [f"{name}={value}" for name, value in own.items()]
+        config = run_config(bench, "kills", model, *overrides, f'weights.host_folder="{folder}"')
+        job = KillJob(
+            run_file=str(save(bench, config)),
+            runs=str(bench.folder / "runs"),
+            kills=bench.settings.kills,
+            spells=bench.settings.saving_spells,
+            spell_s=bench.settings.saving_spell_s,
+            length_s=bench.settings.saving_length_s,
+        )
+        url = {"REDIS_URL": server.url}
+        found = measure_apart("kills", "bench.pipeline.kill_part:measure", job, Killed, bench.folder, environment=url)
     return [*kill_figures(found)]
-
-
-def _run_file_s_model(bench: Bench) -> Path:
-    model = Path(load_config(bench.run_file).model.path)
-    if not model.is_dir():
-        make_model(model)
-    return model
 
 
 def _mode_config(bench: Bench, mode: str, model: Path, what: str, *overrides: str) -> RunConfig:

@@ -14,15 +14,13 @@ import msgspec
 import redis
 
 from bench.pipeline.bare import BareEngine, Meter, tokens_between
+from bench.running import open_producer
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.launch.start_checks import resolved_toml
-from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
-from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
 
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from penstock.producers.engines.vllm import VllmEngine
 
 NUM_PROMPTS = 1024
-PRODUCER_ID = "producer-0"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,26 +132,21 @@ class _Windows:
     async def _streaming_window(self, updates_per_s: float) -> Window:
         """A complete producer on a run of its own, from its first claim to its shutdown."""
         config = msgspec.structs.replace(self._config, name=f"bench-{self._load.max_tokens}-{next(self._numbers)}")
-        metrics, meter = ProducerMetrics(), Meter(self._engine)
-        url = os.environ["REDIS_URL"]
+        meter = Meter(self._engine)
         feeder = self._start_feeder(config, updates_per_s)
-        connection = ProducerConnection.open(url, outage_s=10.0, metrics=metrics)
-        client = connect(url)
+        client = connect(os.environ["REDIS_URL"])
+        opened = open_producer(config, self._run_folders, meter, self._environments, self._tokenizer, ProducerMetrics())
         try:
-            context = ProducerContext(
-                config, runs=self._run_folders, producer_id=PRODUCER_ID, connection=connection, metrics=metrics
-            )
-            producer = Producer(context, meter, self._environments, self._tokenizer)
-            await producer.open()
-            serving = asyncio.create_task(producer.serve(), name="producer")
-            await self._wait_for_first_request(meter, serving, feeder)
-            stream = Keys(config.name).rollouts
-            start, end, num_appended = await self._wait(lambda: _num_appended(client, stream))
-            producer.stop.set()
-            await serving
+            async with opened as producer:
+                await producer.open()
+                serving = asyncio.create_task(producer.serve(), name="producer")
+                await self._wait_for_first_request(meter, serving, feeder)
+                stream = Keys(config.name).rollouts
+                start, end, num_appended = await self._wait(lambda: _num_appended(client, stream))
+                producer.stop.set()
+                await serving
         finally:
             feeder.kill()
-            await connection.close()
             client.flushdb()
             client.close()
         pauses = [pause_s for ended, pause_s in meter.pauses if start <= ended < end]

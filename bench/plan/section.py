@@ -1,6 +1,5 @@
 """The plan section: runs in real time, each planned from its own record, and each from the record of another one."""
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,11 +9,8 @@ import msgspec
 
 from bench.plan.part import PartPace
 from bench.result import Breakdown, Figure, Goal, compare
+from bench.running import DeathsView, launch
 from bench.section import Bench, BenchSection, make_model
-from penstock.deploy.launch.launcher import Launcher, part_command
-from penstock.deploy.launch.live_view import View
-from penstock.deploy.launch.placement import Placement
-from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.plan.planning import Plan, plan
 from penstock.schemas.config import RunConfig, load_config
 
@@ -70,17 +66,6 @@ TRAINER = {
 SLOW_TRAINER = msgspec.structs.replace(PACE, update_s=0.6, token_s=0.001)
 
 
-class _Quiet(View):
-    """Shows nothing but deaths."""
-
-    def note(self, text: str) -> None:
-        if "died" in text:
-            print(f"    {text}", flush=True)
-
-    def draw(self) -> None:
-        """There is no frame."""
-
-
 def measure_plans(scenarios: Mapping[str, Scenario], pace: PartPace, bench: Bench) -> list[Figure | Breakdown]:
     """Each scenario in real time; then planned from its own record, and from that of the first one."""
     # Each table has runs of its own, under the same names.
@@ -129,21 +114,10 @@ def plan_figures(what: str, found: Plan) -> Sequence[Figure]:
 
 
 def run_paced(config: RunConfig, pace: PartPace, runs: Path) -> None:
-    """Runs `config` to its end at `pace`. Raises PartDied, ServerError, ConfigError as the launcher does."""
-
-    def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> Sequence[str]:
-        command = part_command(part, config, runs, resume)
-        arguments = command[command.index("penstock.deploy.cli") + 1 :]
-        return [sys.executable, "-m", "bench.plan.part", msgspec.json.encode(pace).decode(), *arguments]
-
-    with RunFolder(config, runs, resume=False) as folder:
-        folder.save(config)
-        with _Quiet(config, runs) as view:
-            launcher = Launcher(
-                config, runs, Placement(), resume=False, view=view, lock=folder.lock, command_for=command_for
-            )
-            if launcher.run():
-                raise KeyboardInterrupt
+    """Runs `config` to its end at `pace`. Raises KeyboardInterrupt, and what `launch` raises."""
+    starter = ["bench.plan.part", msgspec.json.encode(pace).decode()]
+    if launch(config, runs, DeathsView(config, runs), lambda role: starter):
+        raise KeyboardInterrupt
 
 
 PLAN = BenchSection(

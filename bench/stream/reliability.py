@@ -11,15 +11,12 @@ from unittest.mock import patch
 import msgspec
 
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun, groups_per_s, run_mode
-from bench.result import Figure, Goal, in_turns
-from bench.section import Bench, make_model
-from bench.stream.measuring import rate_figure
-from penstock.deploy.launch.redis_server import RedisServer
+from bench.result import Figure, Goal, compare_rounds, in_turns
+from bench.section import Bench, redis_server, run_file_model
 from penstock.schemas.config import RunConfig, load_config
 
 NEVER = 10**9
 GOAL = Goal(at_least=0.97)
-MAXMEMORY_MB = 512
 CHECKPOINT_LINE = re.compile(r"checkpoint \S+ at update (\d+): ([0-9.]+) s")
 
 
@@ -56,7 +53,7 @@ def reliability_figures(bench: Bench) -> list[Figure]:
         "reliable_groups_per_s_by_round": found["reliable"],
     }
     return [
-        rate_figure(
+        compare_rounds(
             f"groups/s of the demo with checkpoints, against {without}",
             found["reliable"],
             found[name],
@@ -84,17 +81,14 @@ def _config(bench: Bench, name: str, variant: ReliabilityVariant) -> RunConfig:
 
 
 def _run(bench: Bench, config: RunConfig, variant: ReliabilityVariant) -> ModeRun:
-    model = Path(config.model.path)
-    if not model.is_dir():
-        make_model(model)
-    server = RedisServer(bench.folder / f"{config.name}-server", maxmemory_mb=MAXMEMORY_MB)
-    try:
+    run_file_model(bench)
+    folder = bench.folder / f"{config.name}-server"
+    with redis_server(folder) as server:
         server.client.config_set("appendonly", "yes" if variant.append_only_file else "no")
         with patch.dict(os.environ, REDIS_URL=server.url):
-            return run_mode(config, bench.folder / "runs", limit_s=bench.settings.reliability_limit_s, pinned=False)
-    finally:
-        server.stop()
-        shutil.rmtree(server.folder)
+            run = run_mode(config, bench.folder / "runs", limit_s=bench.settings.reliability_limit_s, pinned=False)
+    shutil.rmtree(folder)
+    return run
 
 
 def _checkpoints_s(run_folder: Path, run: ModeRun) -> list[float]:

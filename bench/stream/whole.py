@@ -8,11 +8,11 @@ from typing import Any
 import redis
 
 from bench.pipeline.records import GROUP_SIZE
-from bench.result import BenchError, Figure, Goal, compare, in_turns
+from bench.result import BenchError, Figure, Goal, compare, compare_rounds, in_turns
 from bench.section import Bench
 from bench.stream.ends import ProducerEnd, TrainerEnd, group_of, plain_client, release_prompts
 from bench.stream.load import LoadProcess, PeerWrite, Produce
-from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, load_processes, rate_figure
+from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, load_processes
 from bench.stream.peer import Form, PeerReader
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup, encode_group
@@ -58,7 +58,7 @@ def peer_figures(bench: Bench) -> list[Figure]:
         "what": "claimed, packed, encoded, appended; read, decoded, checked, settled, committed",
     }
     return [
-        rate_figure(
+        compare_rounds(
             f"rollouts/s end to end, {form} handed over, against {records}",
             found[form],
             found[records],

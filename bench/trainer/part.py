@@ -61,7 +61,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
     """The largest relative difference of a parameter between the two after the first step of each."""
 
 
-class OnRanks(RankJob, kw_only=True):
+class OnRanks(RankJob, frozen=True, kw_only=True):
     """Batches trained on several ranks, after one that does not count. weights: the file for those at the end."""
 
     model: str

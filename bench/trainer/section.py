@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from bench.result import Breakdown, Figure, Goal, compare, in_turns
+from bench.result import Breakdown, Figure, Goal, compare, compare_rounds, in_turns
 from bench.section import Bench, BenchSection, found_apart, make_model, measure_apart, wait_for
 from bench.sizing import LARGE, SMALL, MemoryCase, MemoryMeasured, MemoryModel, measure, save_model
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference
@@ -91,15 +91,13 @@ def _timed(bench: Bench, *, compiled: bool) -> Iterator[tuple[str, Timed, int]]:
 
 def plain_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
     """The median over rounds of the plain loop's time / the learner's. num_tokens: of each round."""
-    learner, plain = timed.seconds["learner"], timed.seconds["plain"]
-    return compare(
+    learner, plain = ([num_tokens / seconds for seconds in timed.seconds[name]] for name in ("learner", "plain"))
+    return compare_rounds(
         f"one rank: tokens trained per second, {name}",
-        unit="/s",
-        measured=num_tokens / median(learner),
-        reference=num_tokens / median(plain),
+        learner,
+        plain,
         reference_is="a plain loop without diagnostics on the same batches, in turns; processor time of one thread",
         goal=Goal(at_least=0.97),
-        ratio=median(theirs / ours for ours, theirs in zip(learner, plain, strict=True)),
         details=msgspec.to_builtins(timed),
     )
 
@@ -132,25 +130,21 @@ def measure_ranks(bench: Bench) -> list[Figure]:
 
 def ranks_figures(found: Mapping[str, Sequence[float]], settings: TrainerSettings) -> Iterator[Figure]:
     """The second is the most that the machine can give the first: what two busy cores take from each other."""
-    num_tokens, details = settings.work.num_tokens, {f"{name}_s": list(values) for name, values in found.items()}
-    one = num_tokens / median(found["one"])
-    yield compare(
+    num_tokens = settings.work.num_tokens
+    one, two = ([num_tokens / seconds for seconds in found[name]] for name in ("one", "two"))
+    yield compare_rounds(
         f"two ranks: tokens trained per second, {settings.model.name}",
-        unit="/s",
-        measured=num_tokens / median(found["two"]),
-        reference=one,
+        two,
+        one,
         reference_is="one rank; one thread a rank, in turns",
         goal=Goal(at_least=1.6),
-        ratio=median(a / b for a, b in zip(found["one"], found["two"], strict=True)),
-        details=details,
+        details={f"{name}_s": list(values) for name, values in found.items()},
     )
-    yield compare(
+    yield compare_rounds(
         f"two trainers that share nothing: tokens trained per second, {settings.model.name}",
-        unit="/s",
-        measured=2 * num_tokens / median(found["apart"]),
-        reference=one,
+        [2 * num_tokens / seconds for seconds in found["apart"]],
+        one,
         reference_is="one of them alone: what is short of 2 is caches, memory and clock",
-        ratio=median(2 * a / b for a, b in zip(found["one"], found["apart"], strict=True)),
     )
 
 

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ class _Clock(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.ends_s.append(time.perf_counter())
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends_s.append(time.perf_counter())
+    on_step_end = on_train_begin
 
 
 def measure(job: TrlJob) -> PeerUpdates:
@@ -64,17 +64,10 @@ def measure(job: TrlJob) -> PeerUpdates:
         trainer.remove_callback(PrinterCallback)
         trainer.stopwatch, trainer.tokens = stopwatch, []
         trainer.train()
-    spent = stopwatch.get
-    whole_s = clock.ends_s[-1] - clock.ends_s[0]
+    phases_s = stopwatch.phases_s(clock.ends_s[-1] - clock.ends_s[0])
     return PeerUpdates(
         name=f"TRL {version('trl')}",
-        seconds=[end - start for start, end in zip(clock.ends_s, clock.ends_s[1:], strict=False)],
+        seconds=[end - start for start, end in pairwise(clock.ends_s)],
         tokens=trainer.tokens,
-        phases_s={
-            "generate": spent("generate") / job.updates,
-            "score": (spent("rollout") - spent("generate")) / job.updates,
-            "forward": spent("forward") / job.updates,
-            "backward": (spent("step") - spent("rollout") - spent("forward")) / job.updates,
-            "optimizer and loop": (whole_s - spent("step")) / job.updates,
-        },
+        phases_s={name: seconds / job.updates for name, seconds in phases_s.items()},
     )

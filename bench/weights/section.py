@@ -1,7 +1,7 @@
 """The weights section: what a published policy costs the trainer, the way, the producers and their engines."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +17,7 @@ from bench.section import (
     host_folder,
     make_model,
     measure_apart,
+    redis_server,
     start_apart,
     wait_for,
 )
@@ -218,9 +219,9 @@ def measure_late(bench: Bench) -> list[Figure]:
     settings = bench.settings
 
     def joined_s(name: str, num_versions: int) -> Held:
-        with _server(bench, name) as url:
-            _publish(bench, url, name, settings.late_mb, num_versions)
-            return _hold(bench, url, name, num_versions, "late")
+        with _server(bench, name) as server:
+            _publish(bench, server.url, name, settings.late_mb, num_versions)
+            return _hold(bench, server.url, name, num_versions, "late")
 
     anchor, late = joined_s("anchor", 0), joined_s("late", settings.late_versions)
     return [late_figure(settings.late_mb, settings.late_versions, late, anchor)]
@@ -291,14 +292,9 @@ def demo_figure(run: ModeRun) -> Figure:
     )
 
 
-@contextmanager
-def _server(bench: Bench, name: str) -> Iterator[str]:
-    """A Redis of a row's own, by its URL."""
-    server = RedisServer(bench.folder / f"redis-{name}", maxmemory_mb=8000)
-    try:
-        yield server.url
-    finally:
-        server.stop()
+def _server(bench: Bench, name: str) -> AbstractContextManager[RedisServer]:
+    """A Redis with room for policies of any size."""
+    return redis_server(bench.folder / f"redis-{name}", maxmemory_mb=8000)
 
 
 def _run(
@@ -312,13 +308,15 @@ def _run(
     today: bool = False,
 ) -> tuple[Published, list[Held]]:
     """A trainer that publishes, and producers that hold what it publishes, beside it."""
-    with host_folder(name) as scratch, _server(bench, name) as url:
+    with host_folder(name) as scratch, _server(bench, name) as server:
         jobs = {
-            f"{name}-holder-{n}": HoldingJob(url=url, run=name, host_folder=str(scratch), last=num_versions)
+            f"{name}-holder-{n}": HoldingJob(url=server.url, run=name, host_folder=str(scratch), last=num_versions)
             for n in range(holders)
         }
         children = [start_apart(each, "bench.weights.holding:hold", job, bench.folder) for each, job in jobs.items()]
-        job = _publishing(bench, url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today)
+        job = _publishing(
+            bench, server.url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today
+        )
         children.append(start_apart(name, "bench.weights.publishing:publish", job, bench.folder))
         wait_for(children)
     return found_apart(name, Published, bench.folder), [found_apart(each, Held, bench.folder) for each in jobs]

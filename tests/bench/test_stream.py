@@ -9,11 +9,11 @@ import pytest
 
 from bench.__main__ import RUN_FILE
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun
-from bench.result import BenchError, in_turns
+from bench.result import BenchError, compare_rounds, in_turns
 from bench.section import Bench, measure
 from bench.stream.ends import ProducerEnd, TrainerEnd, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess, Produce, group_maker
-from bench.stream.measuring import QUICK_STREAM, rate_figure
+from bench.stream.measuring import QUICK_STREAM
 from bench.stream.peer import PeerReader, PeerWriter, texts_of
 from bench.stream.rates import KEYS
 from bench.stream.reliability import VARIANTS, reliability_figures
@@ -66,7 +66,7 @@ def test_measures_take_turns_and_ratios_are_taken_round_by_round():
     found = in_turns(3, {"ours": lambda: measure("ours"), "reference": lambda: measure("reference")})
     assert order == ["ours", "reference", "reference", "ours", "ours", "reference"]
     assert found == {"ours": [10.0, 10.0, 30.0], "reference": [20.0, 40.0, 10.0]}
-    figure = rate_figure("rate", found["ours"], found["reference"], reference_is="the other")
+    figure = compare_rounds("rate", found["ours"], found["reference"], reference_is="the other")
     assert (figure.measured, figure.reference, figure.ratio) == (10.0, 20.0, 0.5)
     assert figure.details["ratio_by_round"] == [0.5, 0.25, 3.0]
 
