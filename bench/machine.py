@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def first_value(file: str, key: str) -> str | None:
-    """The value of the first `key: value` line in a file of `/proc`; None if there is none."""
+    """Returns the value of the first `key: value` line in a file of `/proc`; None if there is none."""
     try:
         lines = Path(file).read_text().splitlines()
     except OSError:
@@ -23,12 +23,12 @@ def load_average() -> list[float]:
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on; empty if the system does not say."""
+    """Returns the numbers of the cores that this process may run on; empty if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def status_bytes(field: str) -> int:
-    """A size in this process's `/proc/self/status`, such as `VmRSS` or the peak `VmHWM`."""
+    """Returns a size in `/proc/self/status`, such as `VmRSS` or the peak `VmHWM`."""
     value = first_value("/proc/self/status", f"{field}:")
     assert value is not None
     return int(value.removesuffix(" kB")) * 1024
@@ -40,13 +40,14 @@ def reset_peak() -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started and that still run; none if the system does not say."""
+    """Returns the running processes that a process has started; none if the system does not say."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def processor_s(pid: int) -> float:
-    """Processor seconds of a process and of its running descendants; 0 if it has ended or the system does not say."""
+    """Returns the processor seconds of a process and its running descendants; 0 if it has ended or the system does not
+    say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = children_of(pid)
@@ -57,5 +58,5 @@ def processor_s(pid: int) -> float:
 
 
 def children_cpu_s() -> float:
-    """Processor seconds of this process's running descendants."""
+    """Returns the processor seconds of this process's running descendants."""
     return sum(map(processor_s, children_of(os.getpid())))

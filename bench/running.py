@@ -61,7 +61,7 @@ def launch(config: RunConfig, runs: Path, view: View, starter: Callable[[str], S
 async def open_producer(
     config: RunConfig, runs: Path, engine: Engine, environments: Any, tokenizer: Any, metrics: ProducerMetrics
 ) -> AsyncIterator[Producer]:
-    """A producer at `REDIS_URL` with an engine that runs already; its connection is closed at the end."""
+    """Opens a producer at `REDIS_URL` with a running engine; its connection is closed at the end."""
     connection = ProducerConnection.open(os.environ["REDIS_URL"], outage_s=10.0, metrics=metrics)
     try:
         context = ProducerContext(config, runs=runs, producer_id=PRODUCER_ID, connection=connection, metrics=metrics)

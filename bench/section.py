@@ -23,7 +23,7 @@ from penstock.schemas.config import load_config
 
 PART_LIMIT_S = 900.0
 TOLD = "bench: "
-"""Begins the lines of a part's log that are printed: how far it is."""
+"""Begins the lines of a part's log that are printed: its progress."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 REDIS_ERRORS = (
     redis.RedisError,
@@ -43,7 +43,7 @@ class Bench(NamedTuple):
 class BenchSection(NamedTuple):
     """A part of the benchmark with tables and a result file of its own.
 
-    rows: by name, each makes its figures and breakdowns. settings: sizes and repetitions; quick: the least that shows
+    rows: by name, each makes its figures and breakdowns. settings: sizes and repetitions; quick: the smallest that show
         that everything runs. draw: makes the picture of a full result. uses_run_file: whether a row trains.
     """
 
@@ -84,7 +84,7 @@ def measure(section: BenchSection, rows: Sequence[str], settings: Any, run_file:
 
 @contextmanager
 def _scratch(work: Path) -> Iterator[Path]:
-    """A new folder under `work`, removed at the end; kept, and named, if something failed."""
+    """Makes a folder under `work`, removed at the end; kept and named if something failed."""
     work.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=work)).absolute()
     try:
@@ -100,7 +100,7 @@ def _scratch(work: Path) -> Iterator[Path]:
 
 @contextmanager
 def host_folder(name: str) -> Iterator[Path]:
-    """A new folder where the host's copies lie in a run, removed at the end."""
+    """Makes a folder where a run keeps the host's copies, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=default_folder()))
     try:
         yield folder
@@ -110,7 +110,7 @@ def host_folder(name: str) -> Iterator[Path]:
 
 @contextmanager
 def redis_server(folder: Path, *, maxmemory_mb: int = 512) -> Iterator[RedisServer]:
-    """A server of a row's own, its data in `folder`."""
+    """Starts a server for one row, its data in `folder`."""
     server = RedisServer(folder, maxmemory_mb=maxmemory_mb)
     try:
         yield server
@@ -195,7 +195,7 @@ def end_all(children: Sequence[Child]) -> None:
 def started(
     commands: Mapping[str, Sequence[str]], folder: Path, environment: Mapping[str, str]
 ) -> Iterator[list[Child]]:
-    """`python -m COMMAND` for each name, its log in `folder`; all of them end with the block."""
+    """Runs `python -m COMMAND` for each name, its log in `folder`; all of them end with the block."""
     children: list[Child] = []
     try:
         for name, command in commands.items():
@@ -207,7 +207,7 @@ def started(
 
 
 def _tell(log: Path, start: int) -> int:
-    """Prints the lines from `start` on that say how far a part is; returns the bytes of all whole lines there."""
+    """Prints the lines from `start` on that report a part's progress; returns the bytes of all whole lines there."""
     with log.open("rb") as file:
         file.seek(start)
         lines, _, _ = file.read().rpartition(b"\n")
@@ -222,7 +222,7 @@ def _end_of_log(child: Child) -> str:
 
 
 def make_model(folder: Path, **recipe: Any) -> None:
-    """The demo's model, or another `recipe` of one, if there is none in `folder`. Raises BenchError."""
+    """Makes the demo's model, or one of another `recipe`, if there is none in `folder`. Raises BenchError."""
     from penstock.deploy.demo import make_model as models
 
     try:
@@ -232,7 +232,7 @@ def make_model(folder: Path, **recipe: Any) -> None:
 
 
 def run_file_model(bench: Bench) -> Path:
-    """The run file's model, which is made if there is none."""
+    """Returns the run file's model; makes it if there is none."""
     model = Path(load_config(bench.run_file).model.path)
     if not model.is_dir():
         make_model(model)

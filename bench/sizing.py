@@ -1,4 +1,4 @@
-"""Measures the memory of the trainer beside the formula of docs/sizing.py: `python -m bench.sizing` writes a result.
+"""Measures the trainer's memory against the formula of docs/sizing.py: `python -m bench.sizing` writes a result.
 
 Each rank is a process of its own, on one torch thread, that trains a few tokens and then a batch of two passes. What
 counts is the peak of resident memory in that batch, over the memory before the model was loaded: the moments are there,
@@ -112,7 +112,7 @@ def measure(case: MemoryCase) -> MemoryMeasured:
 
 
 def measure_rank(job: MemoryJob) -> MemoryMeasured:
-    """The largest peaks of all ranks, on the lead; the other ranks do not return."""
+    """Measures the largest peaks of all ranks, on the lead; the other ranks do not return."""
     case, ranks = job.case, job.open()
     reset_peak()
     before = status_bytes("VmRSS")
@@ -164,7 +164,8 @@ def save_model(model: MemoryModel, folder: Path) -> None:
 def save_random(
     shape: ModelShape, folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **more: int
 ) -> None:
-    """A Qwen3 of this shape with random weights, made on `device`, in one file. more: fields of its config.json."""
+    """Saves a Qwen3 of this shape with random weights, made on `device`, in one file. more: fields of its
+    config.json."""
     disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(

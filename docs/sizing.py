@@ -32,7 +32,7 @@ SHAPES = (
 
 
 def longest_pass(shape: ModelShape, ranks: int, device_gb: float) -> int:
-    """The most tokens of a pass that fit, in thousands; 0 if none do."""
+    """Returns the most tokens of a pass that fit, in thousands; 0 if none do."""
     low, high = 0, 1 << 24
     while high - low > 1:
         middle = (low + high) // 2
@@ -42,7 +42,7 @@ def longest_pass(shape: ModelShape, ranks: int, device_gb: float) -> int:
 
 
 def table(*rows: Sequence[object]) -> str:
-    """A markdown table; the first row is its head."""
+    """Formats a markdown table; the first row is its head."""
     head, *body = (f"| {' | '.join(map(str, row))} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
@@ -77,7 +77,7 @@ def pass_table() -> str:
 
 
 def parts_table() -> str:
-    """One model, in gigabytes, by what they are for."""
+    """Formats one model's gigabytes by what they are for."""
     shape = next(each for each in SHAPES if each.name == "Qwen3-8B")
     found = [rank_bytes(shape, RankSetting(n)) for n in RANKS]
     return table(
@@ -100,19 +100,8 @@ def measured_case(case: dict[str, Any]) -> tuple[ModelShape, RankSetting]:
 
 
 def measured_table() -> str:
-    rows: list[Sequence[object]] = [
-        (
-            "model",
-            "ranks",
-            "dtype",
-            "tokens a pass",
-            "checkpointing",
-            "accumulation",
-            "formula, MB",
-            "measured, MB",
-            "ratio",
-        )
-    ]
+    inputs, results = ("tokens a pass", "checkpointing", "accumulation"), ("formula, MB", "measured, MB", "ratio")
+    rows: list[Sequence[object]] = [("model", "ranks", "dtype", *inputs, *results)]
     for each in newest_result():
         shape, setting = measured_case(each["case"])
         formula, measured = total_gb(shape, setting) * 1e3, each["peak_bytes"] / 1e6
@@ -127,7 +116,7 @@ TABLES = {"fits": fits_table, "pass": pass_table, "parts": parts_table, "measure
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew: each stands between `<!-- NAME -->` and `<!-- end -->`."""
+    """Replaces the page's tables: each stands between `<!-- NAME -->` and `<!-- end -->`."""
     for name, table in TABLES.items():
         before, start, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
@@ -136,7 +125,7 @@ def page(text: str) -> str:
 
 
 def draw(file: Path) -> None:
-    """A bar for each model and number of ranks, by what the memory is for."""
+    """Draws a bar for each model and number of ranks, by what the memory is for."""
     import matplotlib
     from matplotlib.figure import Figure
 

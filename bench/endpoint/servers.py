@@ -27,7 +27,7 @@ CALL_LIMIT_S = 300.0
 CREDIT_LIMIT_S = 60.0
 NO_KEYS = {"PENSTOCK_API_KEY": "", "PENSTOCK_API_KEY_FILE": "", "VLLM_API_KEY": ""}
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The producer's engine runs in it on a CPU, where vLLM's own choice costs a small model a third of its time."""
+"""The producer's engine runs in it on a CPU, where vLLM's default costs a small model a third of its time."""
 NEVER_PER_S = 1e-6
 
 
@@ -65,14 +65,14 @@ class ChatServer:
         return Answer(seconds, message, usage["prompt_tokens"], usage["completion_tokens"])
 
     def open(self) -> str:
-        """A conversation: the path of its calls."""
+        """Begins a conversation; returns the path of its calls."""
         return "/v1/chat/completions"
 
     def finish(self, path: str) -> None:
         """Ends a conversation."""
 
     def processor_s(self) -> float:
-        """Processor seconds that the server's processes have taken; 0 if the system does not say."""
+        """Returns the processor seconds that the server's processes have taken; 0 if the system does not say."""
         return processor_s(self._pid)
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -119,7 +119,7 @@ class VllmServer(ChatServer):
 
 @contextmanager
 def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]:
-    """A producer of `config`, with a Redis and a trainer that releases prompts and never updates.
+    """Starts a producer of `config`, with a Redis and a trainer that releases prompts and never updates.
 
     Raises:
         BenchError, ServerError: it does not come up.
@@ -148,7 +148,7 @@ def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]
 
 @contextmanager
 def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
-    """vLLM's own server on the model and with the engine settings of `config`.
+    """Starts vLLM's own server on the model and with the engine settings of `config`.
 
     Raises:
         BenchError: it does not come up.
@@ -166,7 +166,7 @@ def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
 
 
 def serve_arguments(config: RunConfig, port: int) -> list[str]:
-    """The command line with the settings of the producer's engine."""
+    """Returns the command line with the settings of the producer's engine."""
     import torch
 
     cpu = not torch.cuda.is_available()
@@ -187,7 +187,8 @@ def serve_arguments(config: RunConfig, port: int) -> list[str]:
 
 
 def serve_environment(config: RunConfig) -> dict[str, str]:
-    """The variables that the producer's engine sets for itself, and a keep-alive as long as a connection may idle."""
+    """Returns the variables that the producer's engine sets for itself, and a keep-alive as long as a connection may
+    idle."""
     return NO_KEYS | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.producers.num_threads),

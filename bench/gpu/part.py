@@ -166,7 +166,7 @@ def measure_trainer(job: TrainerJob) -> TrainerFound:
 
 
 def update_flops(shape: ModelShape, row_tokens: int, num_rows: int) -> float:
-    """The operations of forward and backward passes, without what checkpointing computes again: 6 for a token and a
+    """Counts the operations of forward and backward passes, without what checkpointing recomputes: 6 for a token and a
     weight that it is multiplied with, 12 for a layer, an element of the query, and a pair of tokens of which one sees
     the other."""
     block = 2 * shape.hidden * (shape.query_width + shape.key_width) + 3 * shape.hidden * shape.intermediate
@@ -202,7 +202,7 @@ def measure_weights(job: WeightsJob) -> WeightsFound:
         written = shard.write(Task(version, before, before is None, job.folder, math.inf, version))
         if written.failure is not None:
             raise written.failure
-        # The first two policies bring the buffers.
+        # The first two policies allocate the buffers.
         if version > 1:
             snapshot_s.append(taken - began)
             write_s.append(time.perf_counter() - taken)

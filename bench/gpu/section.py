@@ -1,4 +1,4 @@
-"""The rows of `python -m bench.gpu`: what each measures, against which limit. One that cannot be measured says why."""
+"""The rows of `python -m bench.gpu`, each measured against a limit. One that cannot be measured says why."""
 
 import importlib.util
 import os
@@ -100,13 +100,13 @@ def absent(name: str, reason: str) -> Figure:
 
 
 def failed(name: str, reason: str) -> Figure:
-    """Its goal is to be measured at all."""
+    """Returns a figure whose goal is to be measured at all."""
     goal = Goal(at_least=1.0)
     return compare(f"{name}: failed", unit="", measured=None, reference=1.0, goal=goal, details={"reason": reason})
 
 
 def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench, *, engine: bool) -> Sequence[Figure]:
-    """A row's figures; one that says why, if it cannot be measured or fails. engine: whether it needs vLLM."""
+    """Returns a row's figures; one that says why, if it cannot be measured or fails. engine: True if it needs vLLM."""
     if engine and importlib.util.find_spec("vllm") is None:
         return [absent(name, "vLLM is not installed")]
     if bench.settings.device == "cuda" and not torch.cuda.is_available():
@@ -152,7 +152,7 @@ def _tests(bench: Bench, name: str, arguments: Sequence[str]) -> Figure:
 
 
 def passed_figure(name: str, junit: Path) -> Figure:
-    """The share of tests that passed, among those that ran. junit: pytest's report."""
+    """Counts the tests that passed among those that ran. junit: pytest's report."""
     suites = list(ElementTree.parse(junit).iter("testsuite"))
     total, skipped, failures, errors = (
         sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped", "failures", "errors")
@@ -332,7 +332,7 @@ def kernel_figure(found: KernelFound) -> Figure:
 
 
 def measure_demo(bench: Bench) -> list[Figure]:
-    """The demo in bfloat16, as `penstock run` places it: the gate's finding, and what it learns."""
+    """Runs the demo in bfloat16, as `penstock run` places it: the parity gate's gap, and the accuracy it reaches."""
     model, runs = bench.folder / "model-demo", bench.folder / "runs"
     make_model(model)
     updates = bench.settings.demo_updates

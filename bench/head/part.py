@@ -59,7 +59,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement of one entry; `reason` alone if a peer does not run here."""
+    """The measurement of one entry; only `reason` if a peer does not run here."""
 
     entry: Entry
     package: str = ""
@@ -112,7 +112,7 @@ def _exact(problem: HeadProblem) -> tuple[Tensor, Tensor]:
 
 
 def _times(job: Job) -> list[Measured]:
-    """Every entry once in each round, so that other load on the machine affects all of them."""
+    """Measures every entry once in each round, so that other load on the machine affects all of them."""
     problems = {entry.dtype: _problem(job, entry) for entry in job.entries}
     ready = {entry: _ready(entry, problems[entry.dtype]) for entry in job.entries}
     seconds: dict[Entry, list[float]] = {entry: [] for entry in job.entries}
@@ -140,7 +140,7 @@ def _times(job: Job) -> list[Measured]:
 
 
 def _memory(job: Job) -> list[Measured]:
-    """The peak of the one entry: a process's peak cannot be divided among several."""
+    """Measures the peak of the one entry: a process's peak cannot be divided among several."""
     (entry,) = job.entries
     problem = _problem(job, entry)
     head, reason = _ready(entry, problem)
@@ -156,7 +156,8 @@ def _memory(job: Job) -> list[Measured]:
 
 
 def _ready(entry: Entry, problem: HeadProblem) -> tuple[Head | None, str]:
-    """The implementation, warmed up on a few tokens (compiled, libraries loaded), or the reason why it cannot run."""
+    """Returns the implementation, warmed up on a few tokens (compiled, libraries loaded), or the reason why it cannot
+    run."""
     few = HeadProblem(
         problem.hidden[:16].detach().requires_grad_(), problem.weight, *(tensor[:16] for tensor in problem[2:])
     )
@@ -174,7 +175,7 @@ def _ready(entry: Entry, problem: HeadProblem) -> tuple[Head | None, str]:
 
 
 def _run(head: Head, problem: HeadProblem) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward."""
+    """Runs forward and backward."""
     problem.hidden.grad = problem.weight.grad = None
     found = head(problem)
     problem.loss(*found).backward()

@@ -100,7 +100,7 @@ def _prepare_environment(num_threads: int) -> None:
 
 
 def default_models(config: RunConfig) -> list[Path]:
-    """The two starts: the run file's own model, and one that already solves more of the task (about 0.63)."""
+    """Returns the two starts: the run file's own model, and one that already solves more of the task (about 0.63)."""
     return [Path(config.model.path), Path(config.model.path + HEAD_START)]
 
 
@@ -162,7 +162,7 @@ def _print_point(point: "CurvePoint") -> None:
 def build_result(
     config: RunConfig, measurements: Sequence["Measurement"], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The content of the result file."""
+    """Returns the content of the result file."""
     return {
         "benchmark": "peers",
         "peer": "trl.GRPOTrainer",
@@ -187,7 +187,7 @@ def build_result(
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its load, and the Python that ran."""
+    """Describes the processor, its load, and the Python that ran."""
     return {
         "processor": processor_name(),
         "num_cores": os.cpu_count(),

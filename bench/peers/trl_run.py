@@ -135,7 +135,7 @@ class TrlEvaluator(TrainerCallback):
 
     @property
     def train_s(self) -> float:
-        """Seconds of training so far, or of all of it once it has ended."""
+        """The seconds of training so far, or of all of it once it has ended."""
         return (self._ended or time.perf_counter()) - self._began - self.stopwatch.get("evaluation")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -171,7 +171,7 @@ class TrlEvaluator(TrainerCallback):
 
     @torch.no_grad()
     def _accuracy(self, model: Any) -> float:
-        """Mean greedy reward on the held-out prompts."""
+        """Returns the mean greedy reward on the held-out prompts."""
         settings = GenerationConfig(
             max_new_tokens=self._max_tokens,
             do_sample=False,

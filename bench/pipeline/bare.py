@@ -43,7 +43,7 @@ class BareEngine:
         return requests
 
     async def stream(self, prompt: list[int], num_in_flight: int, stop: asyncio.Event) -> list[float]:
-        """Samples as `generate` does, streaming: returns the time at which each token arrived."""
+        """Samples as `generate` does, streaming; returns the time at which each token arrived."""
         params = copy.copy(self._params)
         params.output_kind = type(params.output_kind).DELTA
         arrivals: list[float] = []
@@ -104,7 +104,7 @@ class Meter:
 
 
 def tokens_between(requests: Sequence[Request], start: float, end: float) -> float:
-    """Tokens sampled from `start` to `end`, each request's spread evenly over its life.
+    """Counts the tokens sampled from `start` to `end`, each request's spread evenly over its life.
 
     Requests start and end in waves: counted at their end, whole waves would fall into the window or out of it.
     """

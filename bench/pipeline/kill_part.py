@@ -42,7 +42,7 @@ from penstock.schemas.rollout import SamplingSettings, decode_group
 from penstock.schemas.weights.stores import RedisChunks
 
 LOOK_S = 0.05
-"""How often the victim looks how far it has come."""
+"""How often the victim counts its tokens."""
 MANY_GROUPS = 1000
 """More than are sampled while nothing fails."""
 
@@ -57,7 +57,7 @@ class EndlessEngine(VllmEngine):
 
 
 class Victim(Meter):
-    """Kills its own process once it has sampled so many tokens, and leaves in `tally` how many they are by then."""
+    """Kills its own process once it has sampled `num_tokens`, after writing the exact number to `tally`."""
 
     def __init__(self, engine: VllmEngine, tally: Path, num_tokens: int) -> None:
         super().__init__(engine)
@@ -76,7 +76,7 @@ class Victim(Meter):
             self._running.discard(request_id)
 
     def _num_sampled(self) -> int | None:
-        """Tokens since the start; None while a request begins or ends, when vLLM tells of none."""
+        """Counts the tokens since the start; None while a request begins or ends, when vLLM reports none."""
         running = [self._engine.sampled(request_id) for request_id in self._running]
         if not all(running):
             return None
@@ -150,7 +150,7 @@ class _Ways:
 
     @asynccontextmanager
     async def _alone(self, engine: Meter, num_groups: int = GROUPS) -> AsyncIterator[SavingMeter]:
-        """A producer that saves progress, once the time between has settled."""
+        """Serves with a producer that saves progress, once the time between saves has settled."""
         config = self._named("with")
         async with self._released(config, num_groups), self._served(config, engine) as saving:
             await until(lambda: saving.num_saves > 4)
@@ -180,7 +180,7 @@ class _Ways:
 
     @asynccontextmanager
     async def _released(self, config: RunConfig, num_groups: int = GROUPS) -> AsyncIterator[Any]:
-        """Stands in for the trainer: policy 0, and so many prompts."""
+        """Stands in for the trainer: announces policy 0 and releases `num_groups` prompts."""
         connection, keys = TrainerConnection(os.environ["REDIS_URL"], outage_s=10.0), Keys(config.name)
         scripts = Scripts(connection.client, keys)
         try:
@@ -213,7 +213,7 @@ def say(line: str) -> None:
 
 
 def be_the_victim(run_file: Path, tally: Path) -> int:
-    """A producer that is killed when its rollouts are half sampled."""
+    """Runs a producer that is killed when its rollouts are half sampled."""
     config = load_config(run_file)
     half = GROUPS * config.group_size * config.sampling.max_tokens // 2
 

@@ -104,7 +104,7 @@ def _lines(file: Path, kind: type) -> list:
 
 
 def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) -> Figure:
-    """Groups per second of two runs whose policy does not change.
+    """Compares groups per second of two runs whose policy does not change.
 
     In a run that learns, later batches hold more groups without variance, which cost the trainer next to nothing.
     """
@@ -129,7 +129,8 @@ def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) 
 
 
 def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
-    """Time to `ACCURACY` of two runs that learn. A synchronous one that was cut off counts with the time it had."""
+    """Compares the time to `ACCURACY` of two runs that learn. A synchronous one that was cut off counts with the time
+    it had."""
     reference_s = synchronous.time_to_accuracy_s
     return compare(
         f"time to {ACCURACY} held-out accuracy, asynchronous",
@@ -149,7 +150,7 @@ def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
 
 
 def groups_per_s(run: ModeRun, config: RunConfig) -> float:
-    """Groups that went through the trainer (trained, or skipped for lack of variance) per second."""
+    """Returns the groups that went through the trainer (trained, or skipped for lack of variance) per second."""
     start, end = _span(run)
     return (run.num_updates - FIRST_UPDATE) * config.groups_per_batch / (end - start)
 
@@ -161,7 +162,7 @@ def skipped_share(run: ModeRun) -> float:
 
 
 def paused_share(run: ModeRun) -> float:
-    """Share of the time in which the producer sampled nothing because weights were loaded."""
+    """Returns the share of time in which the producer sampled nothing because weights were loaded."""
     start, end = _span(run)
     events = [event for events in run.telemetry.producers.values() for event in events]
     loads = [event for event in events if isinstance(event, WeightsLoaded) and start <= event.time_s < end]
@@ -169,7 +170,7 @@ def paused_share(run: ModeRun) -> float:
 
 
 def _span(run: ModeRun) -> tuple[float, float]:
-    """Wall-clock times at which update `FIRST_UPDATE` and the last one were done.
+    """Returns the wall-clock times at which update `FIRST_UPDATE` and the last one were done.
 
     Raises:
         BenchError: the run did not get that far.
@@ -185,7 +186,7 @@ def _curve(run: ModeRun) -> list[tuple[int, float]]:
 
 
 def mode_breakdowns(name: str, run: ModeRun) -> list[Breakdown]:
-    """An update's time by what it is spent on, on the trainer's core and on the producer's."""
+    """Breaks an update's time down by what it is spent on, on the trainer's core and on the producer's."""
     start, end = _span(run)
     num_updates = run.num_updates - FIRST_UPDATE
     return [
@@ -207,7 +208,7 @@ def mode_breakdowns(name: str, run: ModeRun) -> list[Breakdown]:
 
 
 def trainer_parts(run: ModeRun, first_update: int = FIRST_UPDATE) -> dict[str, float]:
-    """Mean seconds per update by phase, from `first_update` on."""
+    """Returns the mean seconds per update by phase, from `first_update` on."""
     updates, phases = run.telemetry.updates[first_update:], run.phases_s[first_update : run.num_updates]
     steps = mean(update.step_s or 0.0 for update in updates)
     parts = {"wait for groups": mean(update.wait_s or 0.0 for update in updates)}
@@ -219,7 +220,8 @@ def trainer_parts(run: ModeRun, first_update: int = FIRST_UPDATE) -> dict[str, f
 
 
 def producer_parts(snapshots: Sequence[CpuSnapshot], start: float, end: float) -> dict[str, float]:
-    """Processor seconds between two wall-clock times: the engine process, and the producer's own by what it did."""
+    """Returns the processor seconds between two wall-clock times: of the engine process, and the producer's own by
+    activity."""
     within = [snapshot for snapshot in snapshots if start <= snapshot.time_s <= end]
     if len(within) < 2:
         return {}

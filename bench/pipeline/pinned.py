@@ -38,7 +38,7 @@ KINDS = (
 class CpuSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the start of the process.
 
-    samples: looks at the process by its activity. cpu_s: its own; children_cpu_s: of the processes it started.
+    samples: of the process, by its activity. cpu_s: its own; children_cpu_s: of the processes it started.
     """
 
     time_s: float
@@ -49,7 +49,7 @@ class CpuSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuSampler:
-    """Looks at the main thread and at a rewards thread every `PERIOD_S`, and writes a snapshot line every `WRITE_S`."""
+    """Samples the main thread and the rewards thread every `PERIOD_S`, and writes a snapshot line every `WRITE_S`."""
 
     def __init__(self, file: Path) -> None:
         self._main = threading.main_thread().ident
@@ -61,7 +61,7 @@ class CpuSampler:
         threading.Thread(target=self._run, name="bench-sampler", daemon=True).start()
 
     def _run(self) -> None:
-        """Looks once a period, as long as the process lives; nothing else wakes it."""
+        """Samples once a period, as long as the process lives; nothing else wakes it."""
         next_write = time.monotonic()
         while True:
             time.sleep(PERIOD_S)
@@ -87,7 +87,7 @@ class CpuSampler:
 
 
 def classify(frame: FrameType | None) -> str:
-    """A thread's activity by its innermost frame that matches one of `KINDS`; `event loop` if none does."""
+    """Returns a thread's activity by its innermost frame that matches one of `KINDS`; `event loop` if none does."""
     while frame is not None:
         file = frame.f_code.co_filename
         for part, kind in KINDS:

@@ -55,7 +55,7 @@ def measure_records(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
-    """One producer's engine with prompts, appends and updates, against the same engine without them."""
+    """Measures a producer's engine with prompts, appends and updates, against the same engine without them."""
     model = random_model(bench, "streaming")
     config = run_config(bench, "streaming", model)
     settings = StreamingSettings(
@@ -79,7 +79,8 @@ def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
-    """Runs of both modes whose policy stays where it is, for rates, then runs that learn, for the time it takes."""
+    """Measures runs of both modes: with a policy that does not change, for rates; then learning, for the time it
+    takes."""
     model = run_file_model(bench)
     breakdowns: list[Figure | Breakdown] = []
     fixed: dict[str, ModeRun] = {}
@@ -99,7 +100,7 @@ def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
-    """Runs that learn, of both ways to fill a batch in turn, for each seed."""
+    """Measures runs that learn with both ways to fill a batch, in turn for each seed."""
     model, figures = run_file_model(bench), []
     for workload, overrides in WORKLOADS.items():
         runs: dict[str, list[ModeRun]] = {"with_variance": [], "any": []}
@@ -115,8 +116,8 @@ def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
-    """Producers killed at half of their rollouts, with progress and without, and what saving it takes of one that is
-    not."""
+    """Measures producers killed halfway through their rollouts, with saved progress and without, and the cost of
+    saving."""
     model = random_model(bench, "kills", max_tokens=2 * NUM_TOKENS, num_layers=NUM_LAYERS)
     own = {
         "sampling.max_tokens": NUM_TOKENS,
@@ -163,7 +164,7 @@ def random_model(bench: Bench, name: str, **recipe: int) -> Path:
 
 
 def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
-    """Tokens/s with its goal at one rate of updates, and the share of time paused at each."""
+    """Compares tokens/s, with a goal at one rate of updates, and the share of time paused at each."""
     where = f"{streamed.load}, {streamed.updates_per_s:g} updates/s"
     yield compare(
         f"producer tokens/s, {where}",

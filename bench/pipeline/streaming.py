@@ -130,7 +130,7 @@ class _Windows:
         return Window(tokens_per_s=tokens_between(await load, start, end) / (end - start))
 
     async def _streaming_window(self, updates_per_s: float) -> Window:
-        """A complete producer on a run of its own, from its first claim to its shutdown."""
+        """Measures a complete producer in a run of its own, from its first claim to its shutdown."""
         config = msgspec.structs.replace(self._config, name=f"bench-{self._load.max_tokens}-{next(self._numbers)}")
         meter = Meter(self._engine)
         feeder = self._start_feeder(config, updates_per_s)
@@ -191,7 +191,7 @@ def _num_appended(client: "redis.Redis", stream: str) -> int:
 
 
 def summarize(load: str, updates_per_s: float, windows: list[Window], bare: list[Window]) -> Streamed:
-    """`bare` holds one window more than `windows`: each window lies between two bare ones."""
+    """Compares windows with the bare ones around them: `bare` holds one more than `windows`."""
     references = [mean((before.tokens_per_s, after.tokens_per_s)) for before, after in itertools.pairwise(bare)]
     ratios = [window.tokens_per_s / reference for window, reference in zip(windows, references, strict=True)]
     pauses = [window.pause_s for window in windows if window.pause_s is not None]

@@ -54,7 +54,7 @@ PRODUCERS = {
     "one producer, max_lag = 6": Scenario(producers=1, max_lag=6),
     "three producers, max_lag = 0": Scenario(producers=3, max_lag=0),
 }
-"""They are the limit of the first run."""
+"""Producers limit the first run."""
 TRAINER = {
     "slow trainer": Scenario(producers=2, max_lag=2),
     "slow trainer, max_lag = 5": Scenario(producers=2, max_lag=5),
@@ -62,12 +62,12 @@ TRAINER = {
     "slow trainer, completions twice as long": Scenario(producers=2, max_lag=2, median=2 * PACE.median),
     "slow trainer, half as large batches": Scenario(producers=2, max_lag=2, overrides=("groups_per_batch=4",)),
 }
-"""It is that of the first run."""
+"""The trainer limits the first run."""
 SLOW_TRAINER = msgspec.structs.replace(PACE, update_s=0.6, token_s=0.001)
 
 
 def measure_plans(scenarios: Mapping[str, Scenario], pace: PartPace, bench: Bench) -> list[Figure | Breakdown]:
-    """Each scenario in real time; then planned from its own record, and from that of the first one."""
+    """Runs each scenario in real time, then plans it from its own record and from that of the first one."""
     # Each table has runs of its own, under the same names.
     model, runs = bench.folder / "model", Path(tempfile.mkdtemp(prefix="runs-", dir=bench.folder))
     make_model(model, train=False)
@@ -92,7 +92,7 @@ def measure_plans(scenarios: Mapping[str, Scenario], pace: PartPace, bench: Benc
 
 
 def plan_figures(what: str, found: Plan) -> Sequence[Figure]:
-    """The planned figures against those recorded."""
+    """Compares the planned figures with those recorded."""
     figures = []
     for key, within in WITHIN.items():
         planned, recorded = found.planned[key], (found.recorded or {})[key]

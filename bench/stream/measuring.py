@@ -49,8 +49,8 @@ class BenchServer(NamedTuple):
 
 @contextmanager
 def bench_server(bench: Bench, row: str) -> Iterator[BenchServer]:
-    """The server of a run: UNIX socket, append-only file with fsync every second. The file is rewritten between
-    measurements only."""
+    """Starts a server as a run does: UNIX socket, append-only file with fsync every second. The file is rewritten
+    between measurements only."""
     with (
         redis_server(bench.folder / row, maxmemory_mb=MAXMEMORY_MB) as server,
         plain_client(server.url) as client,
@@ -61,7 +61,7 @@ def bench_server(bench: Bench, row: str) -> Iterator[BenchServer]:
 
 @contextmanager
 def load_processes(bench: Bench, server: BenchServer, *names: str) -> Iterator[list[LoadProcess]]:
-    """Load processes at that server."""
+    """Starts load processes at that server; they end with the block."""
     started: list[LoadProcess] = []
     try:
         for name in names:
@@ -73,7 +73,7 @@ def load_processes(bench: Bench, server: BenchServer, *names: str) -> Iterator[l
 
 
 def groups_for(bench: Bench, payload_bytes: int) -> int:
-    """Number of groups of `payload_bytes` in one measurement."""
+    """Returns the number of groups of `payload_bytes` in one measurement."""
     return max(16, int(bench.settings.payload_mb * MEGABYTE / payload_bytes))
 
 

@@ -45,7 +45,7 @@ PRODUCERS_GOAL = 0.9
 
 
 def append_figures(bench: Bench) -> list[Figure]:
-    """XADD by the producer's writer against `redis-benchmark` with one client, both on the UNIX socket."""
+    """Compares XADD by the producer's writer with `redis-benchmark` with one client, both on the UNIX socket."""
     figures = []
     with bench_server(bench, "xadd") as server:
         add_benchmark_user(server.client)
@@ -115,7 +115,7 @@ async def _append(url: str, group: RolloutGroup, num_groups: int, *, singly: boo
 
 
 def read_figures(bench: Bench) -> list[Figure]:
-    """The trainer's reader and its commit against a plain TCP connection, both over loopback."""
+    """Compares the trainer's reader and its commit with a plain TCP connection, both over loopback."""
     figures = []
     with bench_server(bench, "read") as server, load_processes(bench, server, "sender") as (sender,):
         add_benchmark_user(server.client)
@@ -193,7 +193,7 @@ def _read_figures(bench: Bench, server: BenchServer, port: int, sender: LoadProc
 
 
 def producers_figures(bench: Bench) -> list[Figure]:
-    """Many producers on one stream against one, as many groups in all."""
+    """Compares many producers on one stream with one, with equally many groups in all."""
     group_bytes = 16 * KILOBYTES
     payload_bytes = len(encode_group(group_of(group_bytes)))
     per_producer = max(2, groups_for(bench, payload_bytes) // NUM_PRODUCERS)

@@ -33,8 +33,8 @@ VARIANTS = {
 
 
 def reliability_figures(bench: Bench) -> list[Figure]:
-    """Groups per second of short runs in turns, each with the producers and threads of the run file, pinned to no
-    core. So small a learning rate moves no weight: every update meets the same work."""
+    """Compares groups per second of short runs in turns, each with the producers and threads of the run file, pinned to
+    no core. So small a learning rate moves no weight: every update meets the same work."""
     checkpoint_s: list[float] = []
     numbers = iter(range(10**6))
 
@@ -92,7 +92,7 @@ def _run(bench: Bench, config: RunConfig, variant: ReliabilityVariant) -> ModeRu
 
 
 def _checkpoints_s(run_folder: Path, run: ModeRun) -> list[float]:
-    """Seconds of each checkpoint among the updates that count for the rate."""
+    """Returns the seconds of each checkpoint among the updates that count for the rate."""
     lines = (run_folder / "logs" / "trainer.log").read_text(errors="replace")
     taken = [(int(update), float(seconds)) for update, seconds in CHECKPOINT_LINE.findall(lines)]
     return [seconds for update, seconds in taken if FIRST_UPDATE <= update < run.num_updates]

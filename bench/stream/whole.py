@@ -116,7 +116,7 @@ def _peer(server: BenchServer, process: LoadProcess, num_groups: int, form: Form
 
 
 def memory_figures(bench: Bench) -> list[Figure]:
-    """The server's memory for groups on the stream, appended by the writer; the worst of several sizes."""
+    """Measures the server's memory for groups on the stream, appended by the writer; the worst of several sizes."""
     by_size: dict[str, float] = {}
     worst: tuple[float, float, float] = (0.0, 0.0, 0.0)
     with bench_server(bench, "memory") as server:
@@ -140,7 +140,7 @@ def memory_figures(bench: Bench) -> list[Figure]:
 
 
 def _weigh(server: BenchServer, group: RolloutGroup) -> tuple[float, float]:
-    """Bytes that the server has taken, bytes of payload."""
+    """Returns the bytes that the server has taken, and the bytes of payload."""
     payload_bytes = len(encode_group(group))
     num_groups = max(8, int(MEMORY_MB * MEGABYTE / payload_bytes))
     empty(server.client)

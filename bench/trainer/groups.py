@@ -19,7 +19,7 @@ from penstock.schemas.rollout import (
 
 
 def random_group(index: int, lengths: Sequence[int], vocabulary: int, *, prompt_tokens: int = 1) -> RolloutGroup:
-    """One rollout of each length, in sampled tokens, which a policy of equal logits is said to have sampled."""
+    """Makes a rollout of each length, in sampled tokens, with the logprobs of a policy of equal logits."""
     rng = np.random.default_rng(index)
     prompt = rng.integers(0, vocabulary, prompt_tokens).tolist()
     return RolloutGroup(

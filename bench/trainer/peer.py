@@ -85,7 +85,7 @@ def _config(settings: PeerSettings, model: Path) -> RunConfig:
 
 
 def _run_trl(config: RunConfig, settings: PeerSettings, folder: Path) -> PeerUpdates | str:
-    """What TRL did, or why it did not."""
+    """Returns TRL's updates, or the reason why it did not run."""
     python = peers_python()
     if not python.is_file():
         return f"{python} is not there; make bench makes it"

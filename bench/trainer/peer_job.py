@@ -1,4 +1,4 @@
-"""What the trainer section and TRL's process tell each other; imports what both environments have."""
+"""The messages between the trainer section and TRL's process; imports what both environments have."""
 
 import msgspec
 

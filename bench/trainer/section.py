@@ -73,7 +73,7 @@ def measure_compiled(bench: Bench) -> list[Figure]:
 
 
 def _timed(bench: Bench, *, compiled: bool) -> Iterator[tuple[str, Timed, int]]:
-    """By model what was timed, and the tokens of each round."""
+    """Yields, for each model, its name, its times, and the tokens of each round."""
     settings = bench.settings
     demo = bench.folder / "demo"
     if not demo.exists():
@@ -90,7 +90,7 @@ def _timed(bench: Bench, *, compiled: bool) -> Iterator[tuple[str, Timed, int]]:
 
 
 def plain_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
-    """The median over rounds of the plain loop's time / the learner's. num_tokens: of each round."""
+    """Compares the learner's rate with the plain loop's. num_tokens: of each round."""
     learner, plain = ([num_tokens / seconds for seconds in timed.seconds[name]] for name in ("learner", "plain"))
     return compare_rounds(
         f"one rank: tokens trained per second, {name}",
@@ -110,7 +110,8 @@ def compiled_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
 
 
 def measure_ranks(bench: Bench) -> list[Figure]:
-    """In turns: one rank, two ranks, and two trainers that share nothing but the machine, each with the whole batch."""
+    """Measures in turns one rank, two ranks, and two trainers that share nothing but the machine, each with the whole
+    batch."""
     settings = bench.settings
     model = _model(bench, settings.model)
 
@@ -129,7 +130,7 @@ def measure_ranks(bench: Bench) -> list[Figure]:
 
 
 def ranks_figures(found: Mapping[str, Sequence[float]], settings: TrainerSettings) -> Iterator[Figure]:
-    """The second is the most that the machine can give the first: what two busy cores take from each other."""
+    """Compares two ranks with one, and with the machine's limit: two trainers that share nothing."""
     num_tokens = settings.work.num_tokens
     one, two = ([num_tokens / seconds for seconds in found[name]] for name in ("one", "two"))
     yield compare_rounds(

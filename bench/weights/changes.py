@@ -1,4 +1,4 @@
-"""Bytes of an update as AdamW changes bfloat16 weights.
+"""The bytes of an update as AdamW changes bfloat16 weights.
 
 Weights are drawn as a new model's are, 0.02 wide; gradients are normal, and independent from step to step. Every
 element has one: rows of an embedding that no token meets would not change.
@@ -67,7 +67,7 @@ def _published(weights: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of the chunks, and elements changed."""
+    """Returns the bytes of the chunks, and the number of elements changed."""
     parts, num_changed = [], 0
     for tensor, (old, new) in enumerate(zip(before, after, strict=True)):
         part, count = changed(tensor, 0, as_bits(old.numpy()), as_bits(new.numpy()))
@@ -79,7 +79,7 @@ def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> tuple[int,
 
 
 def qwen_508m() -> Iterator[tuple[int, int]]:
-    """The matrices of a Qwen3 of 508 million parameters with tied embeddings."""
+    """Yields the shapes of the matrices of a Qwen3 of 508 million parameters with tied embeddings."""
     hidden, layers, heads, kv_heads, head_dim, intermediate = 1024, 22, 16, 8, 128, 3072
     yield 151_936, hidden
     for _ in range(layers):

@@ -78,7 +78,7 @@ def hold(job: HoldingJob) -> Held:
 
 
 class _Memory:
-    """Looks again and again at the resident memory that is this process's own, and no file's."""
+    """Watches the resident memory that is this process's own, and no file's."""
 
     def __init__(self) -> None:
         self._before = status_bytes("RssAnon")

@@ -105,7 +105,7 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
 
 
 def longest_gap(arrivals: list[float], began: float, ended: float) -> float | None:
-    """The longest time between two neighbours of the ascending `arrivals` that overlaps [began, ended].
+    """Returns the longest time between two neighbours of the ascending `arrivals` that overlaps [began, ended].
 
     None if no arrival lies before or after it.
     """
@@ -115,6 +115,6 @@ def longest_gap(arrivals: list[float], began: float, ended: float) -> float | No
 
 
 def step_time(arrivals: list[float], same_step_s: float = 0.0005) -> float:
-    """The median time between two steps; arrivals closer than `same_step_s` are tokens of one step."""
+    """Returns the median time between two steps; arrivals closer than `same_step_s` are tokens of one step."""
     steps = [b - a for a, b in pairwise(arrivals) if b - a > same_step_s]
     return median(steps) if steps else 0.0

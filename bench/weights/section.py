@@ -1,4 +1,5 @@
-"""The weights section: what a published policy costs the trainer, the way, the producers and their engines."""
+"""The weights section: the cost of publishing a policy for the trainer, the transfer, the producers and their
+engines."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -197,8 +198,7 @@ def way_figures(
 
 
 def most_at_once(own_bytes: list[list[tuple[float, int]]]) -> int:
-    """The most that several processes have together at any time; of each the times at which it has changed, and to how
-    much."""
+    """Returns the most that several processes have together at any time. own_bytes: of each, see `Held`."""
     now, most = [0] * len(own_bytes), 0
     for _, number, found in sorted((at, number, found) for number, each in enumerate(own_bytes) for at, found in each):
         now[number] = found
@@ -207,7 +207,7 @@ def most_at_once(own_bytes: list[list[tuple[float, int]]]) -> int:
 
 
 def _way_s(published: Published, held: list[Held]) -> list[float]:
-    """By version after the first, from its publication until the last producer holds it."""
+    """Returns, by version after the first, the seconds from its publication until the last producer holds it."""
     return [
         max(each.held_s[version] for each in held) - began_s
         for version, began_s in enumerate(published.began_s, start=1)
@@ -215,7 +215,7 @@ def _way_s(published: Published, held: list[Held]) -> list[float]:
 
 
 def measure_late(bench: Bench) -> list[Figure]:
-    """A producer that joins when so many policies are there, and one that joins when there is one."""
+    """Compares a producer that joins after many policies with one that joins when there is one."""
     settings = bench.settings
 
     def joined_s(name: str, num_versions: int) -> Held:
@@ -307,7 +307,7 @@ def _run(
     burn_s: float = 0.0,
     today: bool = False,
 ) -> tuple[Published, list[Held]]:
-    """A trainer that publishes, and producers that hold what it publishes, beside it."""
+    """Runs a trainer that publishes, alongside producers that hold what it publishes."""
     with host_folder(name) as scratch, _server(bench, name) as server:
         jobs = {
             f"{name}-holder-{n}": HoldingJob(url=server.url, run=name, host_folder=str(scratch), last=num_versions)

@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
@@ -274,7 +275,7 @@ def test_a_thread_is_classified_by_its_innermost_frame_that_tells():
 
     class Awkward(list):
         def __iter__(self):
-            seen.append(classify(sys._getframe()))
+            seen.append(classify(inspect.currentframe()))
             return super().__iter__()
 
     group = make_group(prompt_tokens=3, completion_tokens=4)

@@ -125,15 +125,15 @@ class EngineHost:
         self._folder = folder
         self._log = WeightWriter(self._client, "engines", piece=4096)
         self._versions = itertools.count(1)
-        self.followers: list[WeightFollower] = []
+        self._copies: list[HostCopy] = []
 
     def follower(self, engine: Any) -> WeightFollower:
         keys, metrics, connection = Keys("engines"), ProducerMetrics(), cast(Any, None)
         reader = WeightReader(lambda command: command(self._client), keys)
         copy = HostCopy(str(self._folder), "engines", "redis", reader, metrics)
         copy.open()
-        self.followers.append(WeightFollower(connection, keys, engine, copy, metrics))
-        return self.followers[-1]
+        self._copies.append(copy)
+        return WeightFollower(connection, keys, engine, copy, metrics)
 
     def announce(self, make: Callable[[int], StateDict]) -> WeightManifest:
         """The next version: a delta where the tensors are those of the one before."""
@@ -145,8 +145,8 @@ class EngineHost:
         return self._log.delta(version, bits, of=version - 1)
 
     def close(self) -> None:
-        for follower in self.followers:
-            follower._copy.close()
+        for copy in self._copies:
+            copy.close()
 
 
 async def boot_shared(vllm_engine: Any, folder: Path, *, tied: bool, **engine: Any) -> SharedEngine:
