@@ -97,6 +97,11 @@ def compare(
     )
 
 
+def absent(name: str, reason: str) -> Figure:
+    """Makes a figure that says why there is none."""
+    return compare(f"{name}: not measured", unit="", measured=None, details={"reason": reason})
+
+
 def compare_rounds(
     name: str,
     measured: Sequence[float],

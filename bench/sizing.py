@@ -20,12 +20,12 @@ from transformers.utils.logging import disable_progress_bar
 from bench.machine import reset_peak, status_bytes
 from bench.result import RESULTS, now
 from bench.section import found_apart, wait_for
-from bench.trainer.groups import random_group
+from bench.trainer.groups import learner_config, random_group
 from bench.trainer.ranks import RankJob, start_ranks
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
 from penstock.deploy.launch.memory import ModelShape
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.config import ModelConfig, RunConfig
 from penstock.schemas.process.files import write_whole
 
 ROW_TOKENS = 512
@@ -146,15 +146,14 @@ def measure_rank(job: MemoryJob) -> MemoryMeasured:
 
 
 def _config(job: MemoryJob) -> RunConfig:
-    trainer = TrainerConfig(
+    case = job.case
+    return learner_config(
+        ModelConfig(path=job.folder, dtype=case.dtype),
         device="cpu",
-        num_threads=1,
-        tokens_per_microbatch=job.case.tokens,
-        gradient_checkpointing=job.case.checkpointing,
-        gradient_accumulation=job.case.accumulation,
+        tokens_per_microbatch=case.tokens,
+        gradient_checkpointing=case.checkpointing,
+        gradient_accumulation=case.accumulation,
     )
-    model, environment = ModelConfig(path=job.folder, dtype=job.case.dtype), EnvironmentConfig(path="none:None")
-    return RunConfig(name="sizing", model=model, environment=environment, trainer=trainer)
 
 
 def save_model(model: MemoryModel, folder: Path) -> None:

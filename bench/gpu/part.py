@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from bench.gpu.device import Device
 from bench.head.implementations import IMPLEMENTATIONS, HeadProblem, make_problem
 from bench.sizing import save_random
-from bench.trainer.groups import random_group
+from bench.trainer.groups import learner_config, random_group
 from bench.weights.publishing import Masters
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.weights.shard import PolicyShard, Task
 from penstock.deploy.launch.memory import ModelShape
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.config import ModelConfig
 from penstock.schemas.keys import Keys
 
 HEAD_MATMULS = {"recompute": 4, "in forward": 3}
@@ -136,7 +136,13 @@ def measure_trainer(job: TrainerJob) -> TrainerFound:
     gemm_tflops = device.gemm_tflops(job.gemm_size, job.rounds)
     save_random(job.shape, Path(job.folder), device=job.device, dtype=torch.bfloat16)
     device.forget_peak()
-    learner = Learner(_trainer_config(job))
+    config = learner_config(
+        ModelConfig(path=job.folder, dtype="bfloat16"),
+        device=job.device,
+        tokens_per_microbatch=job.tokens_per_pass,
+        gradient_checkpointing=True,
+    )
+    learner = Learner(config)
     # A token of the prompt and one short of a row's tokens sampled.
     lengths = [job.row_tokens - 1] * 2
     groups = [random_group(index, lengths, learner.vocabulary) for index in range(job.num_rows // 2)]
@@ -173,17 +179,6 @@ def update_flops(shape: ModelShape, row_tokens: int, num_rows: int) -> float:
     weights = shape.layers * block * row_tokens + shape.vocabulary * shape.hidden * (row_tokens - 1)
     pairs = row_tokens * (row_tokens + 1) / 2
     return num_rows * (6.0 * weights + 12.0 * shape.layers * shape.query_width * pairs)
-
-
-def _trainer_config(job: TrainerJob) -> RunConfig:
-    trainer = TrainerConfig(
-        device="cuda" if job.device == "cuda" else "cpu",
-        num_threads=1,
-        tokens_per_microbatch=job.tokens_per_pass,
-        gradient_checkpointing=True,
-    )
-    model = ModelConfig(path=job.folder, dtype="bfloat16")
-    return RunConfig(name="gpu", model=model, environment=EnvironmentConfig(path="none:None"), trainer=trainer)
 
 
 def measure_weights(job: WeightsJob) -> WeightsFound:

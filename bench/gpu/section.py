@@ -31,7 +31,7 @@ from bench.gpu.part import (
 )
 from bench.pipeline.section import STREAMING, random_model, run_config, save, streaming_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
-from bench.result import BenchError, Figure, Goal, compare
+from bench.result import BenchError, Figure, Goal, absent, compare
 from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, redis_server, wait_for
 from bench.sizing import save_random
 from bench.weights.pauses import Paused, PauseSettings
@@ -93,10 +93,6 @@ TOY = GpuSettings(
     producer_rounds=1,
 )
 """The same on a CPU, which shows that everything runs. Its figures mean nothing."""
-
-
-def absent(name: str, reason: str) -> Figure:
-    return compare(f"{name}: not measured", unit="", measured=None, details={"reason": reason})
 
 
 def failed(name: str, reason: str) -> Figure:

@@ -14,7 +14,7 @@ import msgspec
 from bench.head.chart import draw_head
 from bench.head.implementations import IMPLEMENTATIONS, PEERS
 from bench.head.part import Dtype, Entry, Job, Kind, Matmul, Measured
-from bench.result import Figure, Goal, compare
+from bench.result import Figure, Goal, absent, compare
 from bench.section import Bench, BenchSection, measure_apart
 
 OURS = ("recompute", "in forward")
@@ -78,7 +78,7 @@ def measure_peers(bench: Bench) -> list[Figure]:
     python = peers_python()
     if not python.is_file():
         reason = f"{python} is not there; make bench makes it"
-        return [_absent(Entry(name), reason) for name in PEERS]
+        return [absent(name, reason) for name in PEERS]
     entries = [Entry(name, dtype) for dtype in MAX_GRADIENT_ERROR for name in IMPLEMENTATIONS]
     settings = bench.settings
     num_memory_tokens = settings.memory_tokens[0]
@@ -210,7 +210,7 @@ def peer_figures(
         if entry.name not in (*PEERS, *OURS):
             continue
         if timed.reason:
-            yield _absent(entry, timed.reason)
+            yield absent(str(entry), timed.reason)
             continue
         naive_name = IMPLEMENTATIONS[entry.name].naive
         peak = peaks.get(entry)
@@ -247,10 +247,6 @@ def peer_figures(
                 reference=naive_peak / 1e6,
                 reference_is=f"{naive_name}; both beyond the inputs, gradients included",
             )
-
-
-def _absent(entry: Entry, reason: str) -> Figure:
-    return compare(f"{entry}: not measured", unit="", measured=None, details={"reason": reason})
 
 
 HEAD = BenchSection(

@@ -50,10 +50,6 @@ QUICK = PipelineSettings(
 """Shows that everything runs. Its figures mean nothing."""
 
 
-def measure_records(bench: Bench) -> list[Figure | Breakdown]:
-    return [*record_figures()]
-
-
 def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
     """Measures a producer's engine with prompts, appends and updates, against the same engine without them."""
     model = random_model(bench, "streaming")
@@ -182,7 +178,7 @@ def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
 PIPELINE = BenchSection(
     "pipeline",
     {
-        "records": measure_records,
+        "records": lambda bench: record_figures(),
         "streaming": measure_streaming,
         "modes": measure_modes,
         "fill": measure_fill,

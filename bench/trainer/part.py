@@ -11,12 +11,12 @@ import torch
 from msgspec.structs import replace
 
 from bench.result import in_turns
-from bench.trainer.groups import random_group
+from bench.trainer.groups import learner_config, random_group
 from bench.trainer.plain import PlainLoop
 from bench.trainer.ranks import RankJob
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.config import ModelConfig, RunConfig
 
 LEARNING_RATE = 1e-4
 """Ten steps move the weights by several percent, so that ranks which disagree come apart."""
@@ -121,11 +121,8 @@ def on_ranks(job: OnRanks) -> list[float]:
 
 
 def _config(model: str, work: Work) -> RunConfig:
-    trainer = TrainerConfig(
-        device="cpu", num_threads=1, learning_rate=LEARNING_RATE, tokens_per_microbatch=work.tokens_per_pass
-    )
-    return RunConfig(
-        name="bench", model=ModelConfig(path=model), environment=EnvironmentConfig(path="none:None"), trainer=trainer
+    return learner_config(
+        ModelConfig(path=model), device="cpu", learning_rate=LEARNING_RATE, tokens_per_microbatch=work.tokens_per_pass
     )
 
 

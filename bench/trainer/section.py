@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from bench.result import Breakdown, Figure, Goal, compare, compare_rounds, in_turns
+from bench.result import Figure, Goal, compare, compare_rounds, in_turns
 from bench.section import Bench, BenchSection, found_apart, make_model, measure_apart, wait_for
 from bench.sizing import LARGE, SMALL, MemoryCase, MemoryMeasured, MemoryModel, measure, save_model
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference
@@ -242,10 +242,6 @@ def _model(bench: Bench, model: MemoryModel) -> Path:
     return folder
 
 
-def measure_peer(bench: Bench) -> list[Figure | Breakdown]:
-    return list(peer_figures(bench.settings.peer, bench.folder))
-
-
 TRAINER = BenchSection(
     "trainer",
     {
@@ -254,7 +250,7 @@ TRAINER = BenchSection(
         "ranks": measure_ranks,
         "rank-memory": measure_memory,
         "weights": measure_weights,
-        "long-answers": measure_peer,
+        "long-answers": lambda bench: list(peer_figures(bench.settings.peer, bench.folder)),
     },
     TrainerSettings(),
     QUICK_TRAINER,

@@ -13,8 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.peers.trl_run import Stopwatch, TimedTrainer
 from bench.peers.trl_settings import training_rows, trl_settings
-from bench.trainer.long_answers import LongAnswers
-from bench.trainer.peer_job import PeerUpdates, TrlJob
+from bench.trainer.long_answers import LongAnswers, PeerUpdates, TrlJob
 from penstock.schemas.config import load_config
 
 

@@ -180,9 +180,7 @@ def test_calls_are_compared_pair_by_pair_where_both_sampled_as_much():
 
 
 def test_calls_that_cannot_be_compared_are_an_error():
-    with pytest.raises(
-        BenchError, match="in none of 1 pairs of calls did both sample equally many tokens"
-    ):
+    with pytest.raises(BenchError, match="in none of 1 pairs of calls did both sample equally many tokens"):
         time_figure("2,000 tokens", [held((answer(0.02), answer(0.02, num_sampled=2)))], None)
 
 

@@ -10,10 +10,9 @@ from bench.result import BenchError, Breakdown
 from bench.section import wait_for
 from bench.sizing import LARGE, MemoryCase, MemoryMeasured
 from bench.trainer.groups import random_group
-from bench.trainer.long_answers import LongAnswers
+from bench.trainer.long_answers import LongAnswers, PeerUpdates
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, against_plain, on_ranks
 from bench.trainer.peer import compared
-from bench.trainer.peer_job import PeerUpdates
 from bench.trainer.section import (
     TrainerSettings,
     compiled_figure,
