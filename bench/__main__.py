@@ -70,7 +70,9 @@ def _check_run_file(run_file: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Penstock beside what it is built on.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Measure Penstock against what it is built on."
+    )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all)")
     parser.add_argument(
         "--only",
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose_rows(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The rows to measure, by section; if rows are named, sections without one are left out."""
+    """Returns the rows to measure by section; if rows are named, sections without one are left out."""
     for name in sections:
         if name not in SECTIONS:
             raise ConfigError(f"{name}: no section; expected {', '.join(SECTIONS)}")

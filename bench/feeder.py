@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
-    """Keeps as many prompts open as the credit allows and announces the same weights as ever newer policies, every 20
-    ms what is due. Never returns."""
+    """Keeps as many prompts open as the credit allows and announces the same weights as ever newer policies, checking
+    every 20 ms what is due. Never returns."""
     connection, keys = TrainerConnection(redis_url(config, Path()), outage_s=10.0), Keys(config.name)
     scripts = Scripts(connection.client, keys)
     scripts.open_epoch(0, uuid.uuid4().hex)

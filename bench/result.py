@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.machine import first_value, load_average, processor_name, usable_cores
 from penstock.deploy.launch.server_binary import find_server, inspect
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.files import write_whole
@@ -25,7 +27,7 @@ class BenchError(RuntimeError):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """The bound that a ratio is to reach: exactly one of the two."""
+    """The bound that a ratio must reach: exactly one of the two."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -35,7 +37,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"Goal: one of at_least, at_most is expected, got {self.at_least=}, {self.at_most=}")
 
     def reached(self, ratio: float) -> bool:
-        """False for NaN."""
+        """Returns whether a ratio reaches the goal; NaN does not."""
         return ratio >= self.at_least if self.at_least is not None else ratio <= self.at_most  # type: ignore[operator]
 
     def __str__(self) -> str:
@@ -72,7 +74,7 @@ def compare(
     ratio: float | None = None,
     details: dict[str, Any] | None = None,
 ) -> Figure:
-    """A figure with its ratio and whether that reaches the goal.
+    """Makes a figure with its ratio and whether that reaches the goal.
 
     `ratio` replaces measured / reference if it was taken otherwise (as a median over pairs). A measurement that is None
     did not finish within its limits and misses its goal; without a reference there is no goal to miss.
@@ -95,8 +97,38 @@ def compare(
     )
 
 
+def absent(name: str, reason: str) -> Figure:
+    """Makes a figure that says why there is none."""
+    return compare(f"{name}: not measured", unit="", measured=None, details={"reason": reason})
+
+
+def compare_rounds(
+    name: str,
+    measured: Sequence[float],
+    reference: Sequence[float],
+    *,
+    reference_is: str,
+    unit: str = "/s",
+    goal: Goal | None = None,
+    details: dict[str, Any] | None = None,
+) -> Figure:
+    """Compares medians over the rounds; the ratio is the median of the rounds' own, which a slow moment affects
+    less."""
+    ratios = [value / against for value, against in zip(measured, reference, strict=True)]
+    return compare(
+        name,
+        unit=unit,
+        measured=median(measured),
+        reference=median(reference),
+        reference_is=reference_is,
+        ratio=median(ratios),
+        goal=goal,
+        details={"ratio_by_round": [round(ratio, 4) for ratio in ratios], **(details or {})},
+    )
+
+
 def in_turns(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """The values of each measure by round; every other round takes the measures in reverse order."""
+    """Returns the values of each measure by round; every other round takes the measures in reverse order."""
     found: dict[str, list[float]] = {name: [] for name in measures}
     for n in range(rounds):
         for name in list(measures)[:: -1 if n % 2 else 1]:
@@ -141,8 +173,8 @@ def now() -> str:
 
 
 def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] = (), device: str = "") -> Path:
-    """Writes `<section>-<YYYY-MM-DD>.json`; a run of some rows only has their names after the section's, one on a
-    `device` that is to be told apart has that after the date.
+    """Writes `<section>-<YYYY-MM-DD>.json`; the names of the rows follow the section's if only some ran, and the
+    `device` follows the date if it is given.
 
     Raises:
         ValueError: a figure is NaN or infinite.
@@ -156,7 +188,7 @@ def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] 
 
 
 def _check_finite(value: Any, where: str) -> None:
-    """msgspec writes NaN as null, which would pass for a missing figure."""
+    """Raises ValueError for NaN, which msgspec writes as null, as if the figure were missing."""
     if isinstance(value, float) and value - value != 0.0:
         raise ValueError(f"{where}: {value}, expected a finite number")
     for key, part in (
@@ -166,7 +198,7 @@ def _check_finite(value: Any, where: str) -> None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, memory, versions, and the load before anything is measured."""
+    """Describes processor, memory, versions, and the load before anything is measured."""
     try:
         server = find_server()
         inspected = inspect(server)
@@ -174,21 +206,16 @@ def describe_machine() -> dict[str, Any]:
     except ConfigError:
         redis_server = "none"
     return {
-        "processor": _first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "num_cores": os.cpu_count(),
         "num_cores_usable": len(usable_cores()),
-        "memory": _first_value("/proc/meminfo", "MemTotal"),
-        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        "memory": first_value("/proc/meminfo", "MemTotal"),
+        "load_average_before": load_average(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "redis_server": redis_server,
         "packages": {name: found for name in PACKAGES if (found := _package_version(name))},
     }
-
-
-def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on; empty if the system does not say."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def _package_version(name: str) -> str | None:
@@ -198,16 +225,8 @@ def _package_version(name: str) -> str | None:
         return None
 
 
-def _first_value(file: str, key: str) -> str | None:
-    try:
-        lines = Path(file).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
-
-
 def print_result(result: Result, console: Console | None = None) -> None:
-    """One table of the figures, why some could not be measured, and one table for each breakdown."""
+    """Prints a table of the figures, why some could not be measured, and a table for each breakdown."""
     console = console or Console()
     machine = result.machine
     console.print(
@@ -254,7 +273,7 @@ def _breakdown_table(breakdown: Breakdown) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """Four significant digits; whole numbers from 1,000 on."""
+    """Formats four significant digits; whole numbers from 1,000 on."""
     if value is None:
         return "n/a"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

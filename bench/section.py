@@ -17,11 +17,13 @@ import penstock.consumers.stream.connection
 import penstock.producers.stream.connection
 from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
 from penstock.deploy.launch.child import Child, describe_status
+from penstock.deploy.launch.redis_server import RedisServer
 from penstock.producers.weights.host_copy import default_folder
+from penstock.schemas.config import load_config
 
 PART_LIMIT_S = 900.0
 TOLD = "bench: "
-"""Begins the lines of a part's log that are printed: how far it is."""
+"""Begins the lines of a part's log that are printed: its progress."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 REDIS_ERRORS = (
     redis.RedisError,
@@ -41,7 +43,7 @@ class Bench(NamedTuple):
 class BenchSection(NamedTuple):
     """A part of the benchmark with tables and a result file of its own.
 
-    rows: by name, each makes its figures and breakdowns. settings: sizes and repetitions; quick: the least that shows
+    rows: by name, each makes its figures and breakdowns. settings: sizes and repetitions; quick: the smallest that show
         that everything runs. draw: makes the picture of a full result. uses_run_file: whether a row trains.
     """
 
@@ -82,7 +84,7 @@ def measure(section: BenchSection, rows: Sequence[str], settings: Any, run_file:
 
 @contextmanager
 def _scratch(work: Path) -> Iterator[Path]:
-    """A new folder under `work`, removed at the end; kept, and named, if something failed."""
+    """Makes a folder under `work`, removed at the end; kept and named if something failed."""
     work.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=work)).absolute()
     try:
@@ -98,7 +100,7 @@ def _scratch(work: Path) -> Iterator[Path]:
 
 @contextmanager
 def host_folder(name: str) -> Iterator[Path]:
-    """A new folder where the host's copies lie in a run, removed at the end."""
+    """Makes a folder where a run keeps the host's copies, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=default_folder()))
     try:
         yield folder
@@ -106,9 +108,19 @@ def host_folder(name: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+@contextmanager
+def redis_server(folder: Path, *, maxmemory_mb: int = 512) -> Iterator[RedisServer]:
+    """Starts a server for one row, its data in `folder`."""
+    server = RedisServer(folder, maxmemory_mb=maxmemory_mb)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 def measure_apart(
     name: str,
-    module: str,
+    function: str,
     job: Any,
     result_type: Any,
     folder: Path,
@@ -116,19 +128,19 @@ def measure_apart(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Runs `python -m MODULE JOB RESULT` and returns what it found: leftovers of one measurement in its process cannot
-    slow down the next. Both files are JSON. The process ends with this call, however that ends.
+    """Returns what `function` (see `bench.part`) measures in a process of its own: leftovers of one measurement cannot
+    slow down the next. The process ends with this call, however that ends.
 
     Raises:
         BenchError: it failed, or took longer than `PART_LIMIT_S`.
     """
-    wait_for([start_apart(name, module, job, folder, python=python, environment=environment)])
+    wait_for([start_apart(name, function, job, folder, python=python, environment=environment)])
     return found_apart(name, result_type, folder)
 
 
 def start_apart(
     name: str,
-    module: str,
+    function: str,
     job: Any,
     folder: Path,
     *,
@@ -138,7 +150,7 @@ def start_apart(
     """Starts what `measure_apart` runs; `wait_for` must follow, and then `found_apart` gives what it found."""
     job_file = folder / f"{name}-job.json"
     job_file.write_bytes(msgspec.json.encode(job))
-    command = [python, "-m", module, str(job_file), str(folder / f"{name}-result.json")]
+    command = [python, "-m", "bench.part", function, str(job_file), str(folder / f"{name}-result.json")]
     return Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD | dict(environment or {}))
 
 
@@ -168,14 +180,34 @@ def wait_for(children: Sequence[Child]) -> None:
             if status:
                 raise BenchError(f"{child.name} {describe_status(status)}; {_end_of_log(child)}")
     finally:
-        for child in children:
-            child.kill()
-        while None in [child.poll() for child in children]:
-            time.sleep(0.01)
+        end_all(children)
+
+
+def end_all(children: Sequence[Child]) -> None:
+    """Kills the processes and waits until they have ended."""
+    for child in children:
+        child.kill()
+    while None in [child.poll() for child in children]:
+        time.sleep(0.01)
+
+
+@contextmanager
+def started(
+    commands: Mapping[str, Sequence[str]], folder: Path, environment: Mapping[str, str]
+) -> Iterator[list[Child]]:
+    """Runs `python -m COMMAND` for each name, its log in `folder`; all of them end with the block."""
+    children: list[Child] = []
+    try:
+        for name, command in commands.items():
+            log = folder / f"{name}.log"
+            children.append(Child(name, [sys.executable, "-m", *command], log=log, environment=environment))
+        yield children
+    finally:
+        end_all(children)
 
 
 def _tell(log: Path, start: int) -> int:
-    """Prints the lines from `start` on that say how far a part is; returns the bytes of all whole lines there."""
+    """Prints the lines from `start` on that report a part's progress; returns the bytes of all whole lines there."""
     with log.open("rb") as file:
         file.seek(start)
         lines, _, _ = file.read().rpartition(b"\n")
@@ -190,10 +222,18 @@ def _end_of_log(child: Child) -> str:
 
 
 def make_model(folder: Path, **recipe: Any) -> None:
-    """The demo's model, or another `recipe` of one, if there is none in `folder`. Raises BenchError."""
+    """Makes the demo's model, or one of another `recipe`, if there is none in `folder`. Raises BenchError."""
     from penstock.deploy.demo import make_model as models
 
     try:
         models.make_model(folder, models.ModelRecipe(**recipe), progress=lambda line: None)
     except (models.WarmStartError, FileExistsError) as error:
         raise BenchError(f"{folder}: {error}") from error
+
+
+def run_file_model(bench: Bench) -> Path:
+    """Returns the run file's model; makes it if there is none."""
+    model = Path(load_config(bench.run_file).model.path)
+    if not model.is_dir():
+        make_model(model)
+    return model

@@ -44,13 +44,13 @@ class FieldRow(NamedTuple):
 
 @functools.cache
 def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """The statements of each class of a module, by its name."""
+    """Returns the statements of each class of a module, by its name."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def helps(struct: type) -> dict[str, str]:
-    """The strings below the fields of a class and of its bases, by field."""
+    """Returns the strings below the fields of a class and of its bases, by field."""
     found: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         if base.__module__.startswith("penstock."):
@@ -61,18 +61,18 @@ def helps(struct: type) -> dict[str, str]:
 
 
 def as_markdown(text: str) -> str:
-    """A docstring on one line, with links to the pages that it names."""
+    """Formats a docstring on one line, with links to the pages that it names."""
     return re.sub(r"\bdocs/([\w-]+\.md)", r"[\1](\1)", " ".join(text.split()))
 
 
 def struct_in(kind: Any) -> type[msgspec.Struct] | None:
-    """The table that a field of type `kind` holds; None for a field that holds a value."""
+    """Returns the table that a field of type `kind` holds; None for a field that holds a value."""
     kinds = (kind, *get_args(kind))
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)), None)
 
 
 def shown(kind: Any) -> str:
-    """A type in the words of TOML."""
+    """Describes a type in the words of TOML."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return shown(arguments[0]) + bounds(kind.__metadata__[0])
@@ -97,7 +97,8 @@ def bounds(meta: msgspec.Meta) -> str:
 
 
 def default_of(field: Any, table: Any) -> str:
-    """table: the table's own default, which may set a field that has none; None where the table is not there."""
+    """Formats a field's default. table: the table's own default, which may set a field that has none; None if there is
+    no table."""
     if table is not None:
         value = getattr(table, field.name)
     elif field.default is not msgspec.NODEFAULT:
@@ -110,7 +111,7 @@ def default_of(field: Any, table: Any) -> str:
 
 
 def fields(struct: type[msgspec.Struct], prefix: str, table: Any) -> Iterator[FieldRow]:
-    """The fields of one table; a table inside it has rows of its own."""
+    """Yields the fields of one table; a table inside it has rows of its own."""
     hints, texts = get_type_hints(struct, include_extras=True), helps(struct)
     for field in msgspec.structs.fields(struct):
         kind = hints[field.name]
@@ -120,22 +121,12 @@ def fields(struct: type[msgspec.Struct], prefix: str, table: Any) -> Iterator[Fi
 
 def section(title: str, struct: type[msgspec.Struct], intro: str, prefix: str = "", table: Any = None) -> str:
     rows = [f"| `{one.path}` | {one.type} | {one.default} | {one.help} |" for one in fields(struct, prefix, table)]
-    return (
-        "\n".join(
-            [
-                f"## {title}\n",
-                *([f"{intro}\n"] if intro else []),
-                "| field | type | default | |",
-                "|---|---|---|---|",
-                *rows,
-            ]
-        )
-        + "\n"
-    )
+    head = [f"## {title}\n", *([f"{intro}\n"] if intro else []), "| field | type | default | |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
 
 
 def tables(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """A section for each table in `struct`, in the order of its fields, and for the tables in those."""
+    """Yields a section for each table in `struct`, in the order of its fields, and for the tables in those."""
     hints, texts = get_type_hints(struct, include_extras=True), helps(struct)
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
     for name, kind in hints.items():

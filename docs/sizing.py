@@ -4,6 +4,7 @@ What was measured comes from the newest result of `python -m bench.sizing`.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ SHAPES = (
 
 
 def longest_pass(shape: ModelShape, ranks: int, device_gb: float) -> int:
-    """The most tokens of a pass that fit, in thousands; 0 if none do."""
+    """Returns the most tokens of a pass that fit, in thousands; 0 if none do."""
     low, high = 0, 1 << 24
     while high - low > 1:
         middle = (low + high) // 2
@@ -40,46 +41,50 @@ def longest_pass(shape: ModelShape, ranks: int, device_gb: float) -> int:
     return low // 1000
 
 
+def table(*rows: Sequence[object]) -> str:
+    """Formats a markdown table; the first row is its head."""
+    head, *body = (f"| {' | '.join(map(str, row))} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def numbered(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"
+
+
 def fits_table() -> str:
     small, large = DEVICES_GB
-    lines = [
-        "| model | parameters | " + " | ".join(f"{n} device{'s' * (n > 1)}" for n in WITH_A_SECOND_NODE) + " |",
-        "|---|---|" + "---|" * len(WITH_A_SECOND_NODE),
-    ]
-    for shape in SHAPES:
-        cells = []
-        for n in WITH_A_SECOND_NODE:
-            used = total_gb(shape, RankSetting(n))
-            fits_small, fits_large = (used <= USABLE * gb for gb in (small, large))
-            cells.append(f"**{used:.0f}**" if fits_small else f"{used:.0f}" if fits_large else f"({used:.0f})")
-        lines.append(f"| {shape.name} | {shape.parameters / 1e9:.1f}B | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def cell(shape: ModelShape, ranks: int) -> str:
+        used = total_gb(shape, RankSetting(ranks))
+        fits_small, fits_large = (used <= USABLE * gb for gb in (small, large))
+        return f"**{used:.0f}**" if fits_small else f"{used:.0f}" if fits_large else f"({used:.0f})"
+
+    return table(
+        ["model", "parameters", *(numbered(n, "device") for n in WITH_A_SECOND_NODE)],
+        *(
+            [shape.name, f"{shape.parameters / 1e9:.1f}B", *(cell(shape, n) for n in WITH_A_SECOND_NODE)]
+            for shape in SHAPES
+        ),
+    )
 
 
 def pass_table() -> str:
     columns = [(n, gb) for gb in DEVICES_GB for n in RANKS]
-    lines = [
-        "| model | " + " | ".join(f"{n} of {gb} GB" for n, gb in columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
-    for shape in SHAPES:
-        cells = [str(longest_pass(shape, n, gb) or "none") for n, gb in columns]
-        lines.append(f"| {shape.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return table(
+        ["model", *(f"{n} of {gb} GB" for n, gb in columns)],
+        *([shape.name, *(longest_pass(shape, n, gb) or "none" for n, gb in columns)] for shape in SHAPES),
+    )
 
 
 def parts_table() -> str:
-    """One model, in gigabytes, by what they are for."""
+    """Formats one model's gigabytes by what they are for."""
     shape = next(each for each in SHAPES if each.name == "Qwen3-8B")
     found = [rank_bytes(shape, RankSetting(n)) for n in RANKS]
-    lines = [
-        f"| {shape.name}, GB a rank | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in RANKS) + " |",
-        "|---|" + "---|" * len(RANKS),
-    ]
-    for part in found[0]:
-        lines.append(f"| {part} | {' | '.join(f'{each[part] / 1e9:.1f}' for each in found)} |")
-    lines.append(f"| together | {' | '.join(f'{sum(each.values()) / 1e9:.1f}' for each in found)} |")
-    return "\n".join(lines)
+    return table(
+        [f"{shape.name}, GB a rank", *(numbered(n, "rank") for n in RANKS)],
+        *([part, *(f"{each[part] / 1e9:.1f}" for each in found)] for part in found[0]),
+        ["together", *(f"{sum(each.values()) / 1e9:.1f}" for each in found)],
+    )
 
 
 def newest_result() -> list[dict[str, Any]]:
@@ -95,23 +100,23 @@ def measured_case(case: dict[str, Any]) -> tuple[ModelShape, RankSetting]:
 
 
 def measured_table() -> str:
-    names = ("model", "ranks", "dtype", "tokens a pass", "checkpointing", "accumulation", "formula, MB", "measured, MB")
-    lines = [f"| {' | '.join(names)} | ratio |", "|---" * (len(names) + 1) + "|"]
+    inputs, results = ("tokens a pass", "checkpointing", "accumulation"), ("formula, MB", "measured, MB", "ratio")
+    rows: list[Sequence[object]] = [("model", "ranks", "dtype", *inputs, *results)]
     for each in newest_result():
         shape, setting = measured_case(each["case"])
         formula, measured = total_gb(shape, setting) * 1e3, each["peak_bytes"] / 1e6
         checkpointing = "yes" if setting.checkpointing else "no"
         accumulation = each["case"]["accumulation"] if setting.ranks > 1 else ""
         cells = (shape.name, setting.ranks, setting.dtype, f"{setting.tokens:,}", checkpointing, accumulation)
-        lines.append(f"| {' | '.join(map(str, cells))} | {formula:,.0f} | {measured:,.0f} | {measured / formula:.2f} |")
-    return "\n".join(lines)
+        rows.append((*cells, f"{formula:,.0f}", f"{measured:,.0f}", f"{measured / formula:.2f}"))
+    return table(*rows)
 
 
 TABLES = {"fits": fits_table, "pass": pass_table, "parts": parts_table, "measured": measured_table}
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew: each stands between `<!-- NAME -->` and `<!-- end -->`."""
+    """Replaces the page's tables: each stands between `<!-- NAME -->` and `<!-- end -->`."""
     for name, table in TABLES.items():
         before, start, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
@@ -120,7 +125,7 @@ def page(text: str) -> str:
 
 
 def draw(file: Path) -> None:
-    """A bar for each model and number of ranks, by what the memory is for."""
+    """Draws a bar for each model and number of ranks, by what the memory is for."""
     import matplotlib
     from matplotlib.figure import Figure
 

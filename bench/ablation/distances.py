@@ -1,8 +1,8 @@
-"""How far an arm's trajectory is from the reference's, compared with how far the reference's own seeds are apart.
+"""The distance of an arm's trajectory to the reference's, compared with the distances among the reference's own seeds.
 
 The distance of a curve is the mean over updates of |curve - r|, both smoothed (`drawing.running_mean`), where r is the
-mean of the reference's curves of all **other** seeds. So a run of the reference is measured as any other: an arm that
-trains as the reference does lies as far from it as its seeds lie from each other.
+mean of the reference's curves of all **other** seeds. So a run of the reference is measured like any other: an arm that
+trains as the reference does is as far from it as its seeds are from each other.
 """
 
 import math
@@ -58,8 +58,8 @@ class Distance(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """To the mean distance between the reference's seeds; nan without a second one, inf if they are equal and
-        the arm differs."""
+        """The mean over the mean distance between the reference's seeds; nan without a second one, inf if they are
+        equal and the arm differs."""
         if not self.of_reference:
             return math.nan
         own = fmean(self.of_reference)
@@ -69,8 +69,8 @@ class Distance(NamedTuple):
 
     @property
     def stands_out(self) -> bool:
-        """Two seeds of the arm or more, every one farther away than any of the reference's own, and the arm so by a
-        margin: another run of the reference may exceed a few others by chance."""
+        """True if the arm has two seeds or more, every one is farther away than any of the reference's own, and the
+        mean is farther by a margin: another run of the reference may exceed a few others by chance."""
         return (
             bool(self.of_reference)
             and len(self.of_seeds) > 1
@@ -80,7 +80,7 @@ class Distance(NamedTuple):
 
 
 def distance(results: Sequence[AblationResult], arm: str, reference: str, curve: Curve) -> Distance:
-    """Distances of an arm that has results; those of the reference itself need two seeds of it.
+    """Returns the distances of an arm that has results; those of the reference itself need two seeds of it.
 
     Raises:
         ValueError: the arm or the reference has no result.

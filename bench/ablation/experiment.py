@@ -30,7 +30,7 @@ class Ablation(Experiment[AblationCell, AblationResult]):
 
     @classmethod
     def load(cls, file: Path, runs: Path) -> "Ablation":
-        """The ablation that a TOML file describes. Raises ConfigError, see `load_plan`."""
+        """Reads the ablation that a TOML file describes. Raises ConfigError, see `load_plan`."""
         return cls(load_plan(file), runs)
 
     def cells(self, *, gpu: bool) -> list[AblationCell]:

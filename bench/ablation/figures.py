@@ -23,7 +23,7 @@ NAMES = ("metrics", "logprobs-reward", "clip-entropy-reward", "policy-ratio", "l
 
 
 def figure_files(plan: AblationPlan) -> dict[str, Path]:
-    """The file of each figure by its name in NAMES."""
+    """Returns the file of each figure by its name in NAMES."""
     return {name: plan.page.parent / f"{plan.name}-{name}.svg" for name in NAMES}
 
 
@@ -66,7 +66,7 @@ def _logprobs_and_reward(plan: AblationPlan, results: Sequence[AblationResult], 
 
 
 def _policy_ratio(plan: AblationPlan, results: Sequence[AblationResult]) -> Figure:
-    """All arms on the left; on the right those that stay near the reference."""
+    """Draws all arms on the left; on the right those that stay near the reference."""
 
     def stray(arm: str) -> float:
         return max(float(np.nanmean(np.abs(result.ratio_deviation))) for result in of_arm(results, arm))
@@ -84,7 +84,7 @@ def _policy_ratio(plan: AblationPlan, results: Sequence[AblationResult]) -> Figu
 
 
 def _lag(plan: AblationPlan, results: Sequence[AblationResult]) -> Figure:
-    """One panel an arm, one line an engine, of the arm's first seed."""
+    """Draws a panel for each arm with a line for each engine, from the arm's first seed."""
     arms = _present(plan, results)
     columns = 3
     rows = -(-len(arms) // columns)

@@ -15,7 +15,7 @@ NOT_RUN = "not run"
 
 
 def render(plan: AblationPlan, results: Sequence[AblationResult]) -> str:
-    """The tables of an ablation; arms without a result say so."""
+    """Returns the tables of an ablation; arms without a result say so."""
     return "\n".join(
         [_provenance(results), _distances(plan, results), _findings(plan, results), _levels(plan, results)]
     )
@@ -78,7 +78,7 @@ def _findings(plan: AblationPlan, results: Sequence[AblationResult]) -> str:
 
 
 def _levels(plan: AblationPlan, results: Sequence[AblationResult]) -> str:
-    """Levels of the curves, beside their distances."""
+    """Returns the levels of the curves, to read with their distances."""
     columns: list[tuple[str, Callable[[AblationResult], float], str]] = [
         (
             "`clamp_log_ratio_new_old_indicator`",

@@ -76,23 +76,23 @@ class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return arm.seeds or (self.arm(self.reference).seeds or (1,))[:1]
 
     def cells(self, *, gpu: bool) -> list[AblationCell]:
-        """First every arm once, then the further seeds: stopped halfway, there is something of every arm."""
+        """Returns every arm once, then the further seeds: if stopped halfway, every arm has a result."""
         arms = [arm for arm in self.arms if gpu or not arm.gpu_only]
         first = [AblationCell(arm=arm.name, seed=self.seeds_of(arm)[0]) for arm in arms]
         return first + [AblationCell(arm=arm.name, seed=seed) for arm in arms for seed in self.seeds_of(arm)[1:]]
 
     def overrides(self, cell: AblationCell, *, gpu: bool) -> list[str]:
-        """Overrides of the run file; the later one of a field wins."""
+        """Returns the overrides of the run file; the later one of a field wins."""
         arm = self.arm(cell.arm)
         return [*self.set, *arm.set, *(arm.gpu_set if gpu else ()), f"seed={cell.seed}"]
 
     def config(self, cell: AblationCell, *, gpu: bool) -> RunConfig:
-        """The cell's run as it will be read. Raises ConfigError, see `load_config`."""
+        """Returns the cell's run as it will be read. Raises ConfigError, see `load_config`."""
         return load_config(self.run_file, self.overrides(cell, gpu=gpu))
 
     def settings(self, cell: AblationCell, *, gpu: bool) -> dict[str, Any]:
-        """As they are written, not as they are read: a field added to the schema does not make old results stale.
-        Nor does what the overrides replace. Raises ConfigError, see `load_config`."""
+        """Returns the settings as they are written, not as they are read: a field added to the schema does not make old
+        results stale. Nor does what the overrides replace. Raises ConfigError, see `load_config`."""
         document = tomllib.loads(self.run_file.read_text())
         config_of(document, self.run_file, self.overrides(cell, gpu=gpu))
         document.get("evaluation", {}).pop("goal", None)  # a line in the report

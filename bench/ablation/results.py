@@ -16,7 +16,7 @@ from penstock.deploy.report.telemetry import RunTelemetry, Update, WeightsLoaded
 from penstock.schemas.policy import split_version
 
 LAST_UPDATES = 20
-"""Updates that the figures at the end are the mean of."""
+"""Updates over which the values at the end are averaged."""
 CURVES = {
     "clamp_log_ratio_new_old_indicator": CLIP_RATE,
     "kl_new_old": "kl_new_old",
@@ -85,7 +85,7 @@ class AblationResult(CellResult, kw_only=True):
         return float(np.nanmean(self.curve(name)[-LAST_UPDATES:]))
 
     def num_with(self, name: str) -> int:
-        """Updates that have it."""
+        """Counts the updates that have it."""
         return int((~np.isnan(self.curve(name))).sum())
 
     @property
@@ -113,7 +113,7 @@ def engine_lag(run: RunTelemetry) -> dict[str, list[int | None]]:
 
 
 def of_arm(results: Sequence[AblationResult], arm: str) -> list[AblationResult]:
-    """The results of an arm, ascending by seed."""
+    """Returns the results of an arm, ascending by seed."""
     return sorted((result for result in results if result.cell.arm == arm), key=lambda result: result.cell.seed)
 
 

@@ -17,12 +17,12 @@ from penstock.deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
 ENDLESS = 1_000_000
 """More updates than any machine makes during the check, which ends the run once it has seen everything."""
 LAST_UPDATES = 20
-"""Updates from there to the end."""
+"""Updates from the restart to the end."""
 STALL_S = 300.0
-"""A wait is given up once nothing that it is about has moved for this long. Engines that boot side by side on a busy
-machine take many minutes, and log a line now and then."""
+"""A wait fails once nothing it watches has changed for this long. Engines that boot in parallel on a busy machine take
+many minutes, and log a line now and then."""
 LIMIT_S = 3600.0
-"""A wait is given up after this time in any case: a container that starts again and again moves too."""
+"""A wait fails after this time in any case: a container that restarts over and over changes too."""
 _STEP_S = 1.0
 _STOPPED = 143
 """Status of a trainer that a signal has ended before the end of the run."""
@@ -62,7 +62,7 @@ class Check:
         print(f"compose-check: passed in {time.monotonic() - started:.0f} s", flush=True)
 
     def stop(self) -> list[str]:
-        """Ends and removes everything of the check; returns one line for each thing that is left."""
+        """Ends and removes everything that the check made; returns one line for each thing that is left."""
         try:
             self.podman.compose("down")
         except CommandError as error:
@@ -81,7 +81,7 @@ class Check:
     def _start(self) -> None:
         self.podman.compose("up", "--detach", "--no-build", *SERVICES)
         self._await_names()
-        self._wait("the trainer to make updates", lambda: self._num_updates() > 0, self._signs(*SERVICES))
+        wait_for("the trainer to make updates", lambda: self._num_updates() > 0, self._signs(*SERVICES))
         self._await_targets(num_producers=1)
         for service in ("redis", "trainer", "producer", "prometheus"):
             for name in self.podman.containers(service):
@@ -104,16 +104,14 @@ class Check:
         self._await_targets(num_producers=count)
         # Ids are in the label, so as many series as producers means that no two have one id.
         appended = 'count(sum by (producer) (increase(penstock_groups_appended_total{kind="group"}[15s])) > 0)'
-        self._wait(
-            f"{count} producers to append groups", lambda: self._value(appended) == count, self._signs("producer")
-        )
-        self._wait("the run to go on", lambda: self._num_updates() > updates, self._signs("producer", "trainer"))
+        wait_for(f"{count} producers to append groups", lambda: self._value(appended) == count, self._signs("producer"))
+        wait_for("the run to go on", lambda: self._num_updates() > updates, self._signs("producer", "trainer"))
         print(f"scaled to {count}: each appends groups, every target is up", flush=True)
 
     def _await_names(self) -> None:
         """The image of Redis has `getent`, which not every published image has."""
         (redis,) = self.podman.containers("redis")
-        self._wait("containers to find each other", lambda: self.podman.finds(redis, "prometheus"), lambda: None)
+        wait_for("containers to find each other", lambda: self.podman.finds(redis, "prometheus"), lambda: None)
 
     def _running_producers(self) -> list[str]:
         return [name for name, state in self.podman.containers("producer").items() if state == "running"]
@@ -130,7 +128,7 @@ class Check:
             return up and {job: jobs.count(job) for job in wanted} == wanted and set(jobs) == set(wanted)
 
         what = f"Prometheus to have all targets up with {num_producers} producers"
-        self._wait(what, are_up, self._signs("producer", "prometheus"))
+        wait_for(what, are_up, self._signs("producer", "prometheus"))
 
     def _plan(self, num_updates: int) -> None:
         demo = (DEPLOY / "runs" / "demo.toml").read_text()
@@ -154,10 +152,10 @@ class Check:
 
     def _await_end(self, trainer: str, producer: str) -> None:
         has_ended = lambda: "running" not in self.podman.containers("trainer").values()  # noqa: E731
-        self._wait("the run's end", has_ended, lambda: (self._num_updates(), self._signs("trainer")()))
+        wait_for("the run's end", has_ended, lambda: (self._num_updates(), self._signs("trainer")()))
         if self.podman.exit_status(trainer) != 0 or "report.html" not in self.podman.logs(trainer):
             raise CheckError(f"{trainer}: status {self.podman.exit_status(trainer)}, expected 0 and a report")
-        self._wait("the producer to leave", lambda: not self._running_producers(), self._signs("producer"))
+        wait_for("the producer to leave", lambda: not self._running_producers(), self._signs("producer"))
         if self.podman.exit_status(producer) != 0:
             raise CheckError(f"{producer}: status {self.podman.exit_status(producer)} at the end of the run")
         print("\n".join(self.podman.logs(trainer).splitlines()[-30:]), flush=True)
@@ -172,7 +170,7 @@ class Check:
         self.podman.start(name, f"127.0.0.1:{port}:{INSPECT_PORT}", "penstock", *arguments)
         try:
             is_up = lambda: bool(_read_json(f"http://127.0.0.1:{port}/api/run"))  # noqa: E731
-            self._wait("the inspector", is_up, lambda: self.podman.logs(name))
+            wait_for("the inspector", is_up, lambda: self.podman.logs(name))
             seen = _read_json(f"http://127.0.0.1:{port}/api/run")
             if (
                 seen["kind"] != "record"
@@ -192,7 +190,7 @@ class Check:
         return self._value("sum(penstock_updates_total)")
 
     def _signs(self, *services: str) -> Callable[[], object]:
-        """What moves while containers start and end: their states and logs."""
+        """Returns a function for what changes while containers start and end: their states and logs."""
         return lambda: [
             (name, state, len(self.podman.logs(name)))
             for service in services
@@ -200,7 +198,7 @@ class Check:
         ]
 
     def _value(self, query: str) -> float:
-        """The one value of a query; 0 without a series."""
+        """Returns the one value of a query; 0 without a series."""
         found = self._ask(f"query?query={urllib.parse.quote(query)}")["result"]
         return float(found[0]["value"][1]) if found else 0.0
 
@@ -208,26 +206,27 @@ class Check:
         data: dict[str, Any] = _read_json(f"{self._prometheus}/{path}").get("data", {"result": [], "activeTargets": []})
         return data
 
-    def _wait(self, what: str, is_so: Callable[[], bool], progress: Callable[[], object]) -> None:
-        """Waits until `is_so`. `progress` returns something that differs as long as there is hope.
 
-        Raises:
-            CheckError: it has not differed for `STALL_S`, or `LIMIT_S` have passed.
-        """
-        started = moved = time.monotonic()
-        seen = progress()
-        while not is_so():
-            now = time.monotonic()
-            if (newest := progress()) != seen:
-                seen, moved = newest, now
-            if now - moved > STALL_S or now - started > LIMIT_S:
-                since = f"nothing has moved for the last {now - moved:.0f} s"
-                raise CheckError(f"waited {now - started:.0f} s for {what}; {since} (project {PROJECT})")
-            time.sleep(_STEP_S)
+def wait_for(what: str, is_so: Callable[[], bool], progress: Callable[[], object]) -> None:
+    """Waits until `is_so`. `progress` returns something that changes as long as the wait may succeed.
+
+    Raises:
+        CheckError: it has not changed for `STALL_S`, or `LIMIT_S` have passed.
+    """
+    started = moved = time.monotonic()
+    seen = progress()
+    while not is_so():
+        now = time.monotonic()
+        if (newest := progress()) != seen:
+            seen, moved = newest, now
+        if now - moved > STALL_S or now - started > LIMIT_S:
+            since = f"nothing has moved for the last {now - moved:.0f} s"
+            raise CheckError(f"waited {now - started:.0f} s for {what}; {since} (project {PROJECT})")
+        time.sleep(_STEP_S)
 
 
 def _read_json(url: str) -> dict[str, Any]:
-    """Empty while there is no answer yet."""
+    """Returns the JSON of a page; empty while there is no answer yet."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             found: dict[str, Any] = json.load(answer)

@@ -27,7 +27,7 @@ OF_OLDER_PYTHONS = ('async-timeout==5.0.1; python_full_version < "3.11.3"',)
 
 
 def pins(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """`name==version` of every package that `roots` lead to, sorted by name, and with a marker if one machine alone
+    """Returns `name==version` of every package that `roots` require, sorted by name, with a marker if only one machine
     needs it.
 
     To be run on x86_64: what is not installed is left out, and arm needs nothing of its own.

@@ -30,7 +30,7 @@ _KINDS = (
 
 
 class CommandError(RuntimeError):
-    """A command failed; the message holds it and what it said."""
+    """A command failed; the message holds the command and its output."""
 
 
 class Podman:
@@ -56,10 +56,7 @@ class Podman:
         return subprocess.run([self._podman, "image", "exists", image]).returncode == 0
 
     def compose(self, *arguments: str) -> None:
-        command = [self._compose, "--podman-path", self._podman, "--project-name", PROJECT, "--file", str(COMPOSE_FILE)]
-        if self._run_flags:
-            command.append(f"--podman-run-args={self._run_flags}")
-        self._do([*command, *arguments])
+        self._do(self._composed(*arguments))
 
     def run(self, service: str, *arguments: str) -> int:
         """`docker compose run --rm SERVICE ARGUMENTS...`; returns the exit status and lets its output through."""
@@ -76,12 +73,17 @@ class Podman:
         self._do(self._one_off("--detach", "--name", name, "--publish", publish, service, *arguments))
 
     def _one_off(self, *arguments: str) -> list[str]:
+        return self._composed("--profile", "tools", "run", "-T", "--no-deps", *arguments)
+
+    def _composed(self, *arguments: str) -> list[str]:
         command = [self._compose, "--podman-path", self._podman, "--project-name", PROJECT, "--file", str(COMPOSE_FILE)]
-        command += ["--profile", "tools", f"--podman-run-args={self._run_flags}"]
-        return [*command, "run", "-T", "--no-deps", *arguments]
+        if self._run_flags:
+            command.append(f"--podman-run-args={self._run_flags}")
+        return [*command, *arguments]
 
     def containers(self, service: str) -> dict[str, str]:
-        """Name to state (`running`, `exited`, ...) of a service's containers, by number."""
+        """Returns the state (`running`, `exited`, ...) of a service's containers by name, in the order of their
+        numbers."""
         filters = [
             f"--filter=label=com.docker.compose.service={service}",
             f"--filter=label=com.docker.compose.project={PROJECT}",
@@ -98,8 +100,8 @@ class Podman:
         return subprocess.run([self._podman, "healthcheck", "run", container], capture_output=True).returncode == 0
 
     def finds(self, container: str, name: str) -> bool:
-        """Whether `container` finds another by its name. If not, podman sets the network up again for a later look: its
-        name server (aardvark-dns 1.4) may end while containers come and go."""
+        """True if `container` resolves the name of another. If not, podman sets the network up again for a later
+        attempt: its name server (aardvark-dns 1.4) may end while containers come and go."""
         if subprocess.run([self._podman, "exec", container, "getent", "hosts", name], capture_output=True).returncode:
             subprocess.run([self._podman, "network", "reload", container], capture_output=True)
             return False
@@ -112,7 +114,7 @@ class Podman:
         self._ask([self._podman, "rm", container])
 
     def remove_everything(self) -> list[str]:
-        """Removes what there is of the project, in any state; returns what podman said about the rest.
+        """Removes everything of the project, in any state; returns what podman said about what it could not remove.
 
         `podman-compose down` leaves volumes, and where it fails, containers: one that others depend on is not removed
         before them.

@@ -33,7 +33,7 @@ def make_chat_model(folder: Path, max_tokens: int) -> None:
 
 
 def chat_tokenizer(max_tokens: int) -> "PreTrainedTokenizerFast":
-    """Byte-level byte-pair encoding, trained on `TEXT`."""
+    """Trains a byte-level byte-pair encoding on `TEXT`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

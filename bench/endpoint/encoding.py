@@ -127,7 +127,7 @@ class _ScriptedEngine:
 
 
 class _OldWeights:
-    """Nothing newer is ever announced."""
+    """Weights of which no newer version is ever announced."""
 
     async def wait_for(self, version: int, lag_bound: int) -> None:
         return
@@ -141,7 +141,7 @@ async def hold_conversation(settings: EncodingSettings) -> TimedConversation:
     topics = Topics(tokenizer)
     counting = CountingTokenizer(tokenizer)
     prompts = _TimedPrompts(counting, exact=True, stop_token_ids=())
-    counting.num_tokens = 0  # learning the template has rendered some
+    counting.num_tokens = 0  # reading the template has rendered some
     sampling = SamplingSettings(max_tokens=max_tokens)
     engine: Any = _ScriptedEngine(tokenizer, topics, settings.answer_tokens, longest)
     weights: Any = _OldWeights()

@@ -31,7 +31,7 @@ LARGEST_RATIO = {2000: 1.1, 30000: 1.25}
 """Goals, by tokens of context."""
 MAX_ANSWER_TOKENS = 4
 FRAME_TOKENS = 17
-"""Tokens of a turn beside the user's text: the answer, and the template's own around both."""
+"""Tokens of a turn besides the user's text: the answer, and the template's own around both."""
 HISTORY_TURN_TOKENS = 1000
 """Length of the turns that precede the timed calls of a conversation, frame included."""
 SPARE_TOKENS = 2048
@@ -66,7 +66,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_even(self) -> bool:
-        """Whether both sampled as many tokens."""
+        """True if both servers sampled equally many tokens."""
         return self.ours.num_sampled_tokens == self.theirs.num_sampled_tokens
 
 
@@ -101,7 +101,7 @@ def gateway_figures(settings: GatewaySettings, folder: Path) -> list[Figure]:
 
 
 def gateway_config(model: Path, max_model_len: int) -> RunConfig:
-    """A run whose producers do nothing but serve agents."""
+    """Returns a run whose producers do nothing but serve agents."""
     return RunConfig(
         name="bench-endpoint",
         groups_per_batch=4,
@@ -152,7 +152,7 @@ class SideBySide:
     def _call(
         self, paths: Sequence[str], histories: Sequence[list[Json]], asked: str, first: int, sends_ids: bool
     ) -> Pair:
-        """One call at each server, `first` before the other."""
+        """Makes one call at each server, `first` before the other."""
         answers: dict[int, Answer] = {}
         for n in (first, 1 - first):
             histories[n].append({"role": "user", "content": asked})
@@ -166,22 +166,23 @@ class SideBySide:
 
 
 def history_turns(num_tokens: int) -> list[int]:
-    """Lengths of the user's texts in turns of `HISTORY_TURN_TOKENS` that come to `num_tokens`, the last one shorter."""
+    """Returns the lengths of the user's texts in turns of `HISTORY_TURN_TOKENS` that total `num_tokens`, the last one
+    shorter."""
     whole, rest = divmod(max(0, num_tokens), HISTORY_TURN_TOKENS)
     turns = [HISTORY_TURN_TOKENS] * whole + [rest] * (rest > FRAME_TOKENS)
     return [turn - FRAME_TOKENS for turn in turns]
 
 
 def time_figure(what: str, held: Sequence[GatewayReading], goal: Goal | None) -> Figure:
-    """Medians over the calls; the ratio is the median of the pairs' own.
+    """Compares medians over the calls; the ratio is the median of the pairs' own.
 
     Raises:
-        BenchError: in no pair both servers sampled as many tokens.
+        BenchError: in no pair did both servers sample equally many tokens.
     """
     pairs = [pair for conversation in held for pair in conversation.pairs]
     even = [pair for pair in pairs if pair.is_even]
     if not even:
-        raise BenchError(f"{what}: in none of {len(pairs)} pairs of calls both sampled as many tokens")
+        raise BenchError(f"{what}: in none of {len(pairs)} pairs of calls did both sample equally many tokens")
     by_round = [[pair.ratio for pair in conversation.pairs if pair.is_even] for conversation in held]
     return compare(
         f"time per call, {what}",
@@ -202,7 +203,7 @@ def time_figure(what: str, held: Sequence[GatewayReading], goal: Goal | None) ->
 
 
 def processor_figure(what: str, held: Sequence[GatewayReading]) -> Figure:
-    """Means over the calls. Not the time that a caller waits, but a busy machine hardly changes it."""
+    """Compares means over the calls. This is not the time that a caller waits, but a busy machine hardly changes it."""
     num_calls = sum(len(conversation.pairs) for conversation in held)
     return compare(
         f"processor time per call, {what}",

@@ -2,18 +2,17 @@
 
 import http.client
 import json
-import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.machine import processor_s
 from bench.result import BenchError
+from bench.section import redis_server, started
 from penstock.deploy.launch.child import Child, describe_status
-from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.producers.engines.settings import engine_arguments
 from penstock.schemas.config import RunConfig
@@ -28,7 +27,7 @@ CALL_LIMIT_S = 300.0
 CREDIT_LIMIT_S = 60.0
 NO_KEYS = {"PENSTOCK_API_KEY": "", "PENSTOCK_API_KEY_FILE": "", "VLLM_API_KEY": ""}
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The producer's engine runs in it on a CPU, where vLLM's own choice costs a small model a third of its time."""
+"""The producer's engine runs in it on a CPU, where vLLM's default costs a small model a third of its time."""
 NEVER_PER_S = 1e-6
 
 
@@ -66,15 +65,15 @@ class ChatServer:
         return Answer(seconds, message, usage["prompt_tokens"], usage["completion_tokens"])
 
     def open(self) -> str:
-        """A conversation: the path of its calls."""
+        """Begins a conversation; returns the path of its calls."""
         return "/v1/chat/completions"
 
     def finish(self, path: str) -> None:
         """Ends a conversation."""
 
     def processor_s(self) -> float:
-        """Processor seconds that the server's processes have taken; 0 if the system does not say."""
-        return _family_processor_s(self._pid)
+        """Returns the processor seconds that the server's processes have taken; 0 if the system does not say."""
+        return processor_s(self._pid)
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         try:
@@ -120,7 +119,7 @@ class VllmServer(ChatServer):
 
 @contextmanager
 def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]:
-    """A producer of `config`, with a Redis and a trainer that releases prompts and never updates.
+    """Starts a producer of `config`, with a Redis and a trainer that releases prompts and never updates.
 
     Raises:
         BenchError, ServerError: it does not come up.
@@ -128,35 +127,28 @@ def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]
     folder.mkdir()
     run_file, weights = folder / "run.toml", Path(config.model.path) / "model.safetensors"
     run_file.write_text(resolved_toml(config))
-    redis = RedisServer(folder / "redis", maxmemory_mb=512)
-    environment = {"REDIS_URL": redis.url, **NO_KEYS}
-    feed = ["-m", "bench.feeder", str(run_file), "--weights", str(weights)]
-    produce = ["-m", "penstock.deploy.cli", "producer", str(run_file), "--runs", str(folder), "--id", PRODUCER_ID]
-    children: list[Child] = []
-    try:
-        for name, command in (("feeder", [*feed, "--updates-per-s", str(NEVER_PER_S)]), ("penstock", produce)):
-            log = folder / f"{name}.log"
-            children.append(Child(name, [sys.executable, *command], log=log, environment=environment))
-        client = connect(redis.url)
+    commands = {
+        "feeder": ["bench.feeder", str(run_file), "--weights", str(weights), "--updates-per-s", str(NEVER_PER_S)],
+        "penstock": ["penstock.deploy.cli", "producer", str(run_file), "--runs", str(folder), "--id", PRODUCER_ID],
+    }
+    with (
+        redis_server(folder / "redis") as redis,
+        started(commands, folder, {"REDIS_URL": redis.url, **NO_KEYS}) as children,
+    ):
         key = Keys(config.name).producer(PRODUCER_ID)
 
         def port() -> int:
-            data: Any = client.get(key)
+            data: Any = redis.client.get(key)
             return int(decode_heartbeat(data).endpoint.rpartition(":")[2] or 0) if data is not None else 0
 
         wait_until_ready(children, port)
-        server = PenstockServer("penstock", port(), children[-1].pid)
-        client.close()
-        yield server
-        server.close()
-    finally:
-        _end(children)
-        redis.stop()
+        with closing(PenstockServer("penstock", port(), children[-1].pid)) as server:
+            yield server
 
 
 @contextmanager
 def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
-    """vLLM's own server on the model and with the engine settings of `config`.
+    """Starts vLLM's own server on the model and with the engine settings of `config`.
 
     Raises:
         BenchError: it does not come up.
@@ -164,19 +156,17 @@ def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *serve_arguments(config, port)]
-    children = [Child("vllm", command, log=folder / "vllm.log", environment=serve_environment(config))]
-    try:
-        server = VllmServer("vllm", port, children[0].pid)
+    commands = {"vllm": ["vllm.entrypoints.openai.api_server", *serve_arguments(config, port)]}
+    with (
+        started(commands, folder, serve_environment(config)) as children,
+        closing(VllmServer("vllm", port, children[0].pid)) as server,
+    ):
         wait_until_ready(children, server.is_ready)
         yield server
-        server.close()
-    finally:
-        _end(children)
 
 
 def serve_arguments(config: RunConfig, port: int) -> list[str]:
-    """The command line with the settings of the producer's engine."""
+    """Returns the command line with the settings of the producer's engine."""
     import torch
 
     cpu = not torch.cuda.is_available()
@@ -195,7 +185,8 @@ def serve_arguments(config: RunConfig, port: int) -> list[str]:
 
 
 def serve_environment(config: RunConfig) -> dict[str, str]:
-    """The variables that the producer's engine sets for itself, and a keep-alive as long as a connection may idle."""
+    """Returns the variables that the producer's engine sets for itself, and a keep-alive as long as a connection may
+    idle."""
     return NO_KEYS | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.producers.num_threads),
@@ -205,24 +196,6 @@ def serve_environment(config: RunConfig) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(int(CALL_LIMIT_S)),
     }
-
-
-def _family_processor_s(pid: int) -> float:
-    """Processor seconds of a process and of its running descendants."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        number = int(file.parent.name)
-        parents[number], ticks[number] = int(fields[1]), int(fields[11]) + int(fields[12])  # utime, stime
-    family, found = {pid}, 0
-    while len(family) > found:
-        found = len(family)
-        family |= {number for number, parent in parents.items() if parent in family}
-    return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until_ready(children: Sequence[Child], is_ready: Callable[[], object]) -> None:
@@ -237,11 +210,3 @@ def wait_until_ready(children: Sequence[Child], is_ready: Callable[[], object]) 
             name = children[-1].name
             raise BenchError(f"{name}: not up after {BOOT_LIMIT_S:g} s; its log ends:\n{children[-1].last_lines()}")
         time.sleep(0.2)
-
-
-def _end(children: Sequence[Child]) -> None:
-    for child in children:
-        child.kill()
-    for child in children:
-        while child.poll() is None:
-            time.sleep(0.003)

@@ -22,14 +22,14 @@ RUNS = Path("runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 once every cell asked for is finished, 1 for a cell that failed, 2 for unusable input, 130 when
-    stopped; the same command then goes on with the rest."""
+    """Returns the exit status: 0 once every chosen cell is finished, 1 for a cell that failed, 2 for unusable input,
+    130 when stopped; the same command then continues with the rest."""
     arguments = _parser().parse_args(argv)
     try:
         experiment = open_experiment(arguments.experiment, arguments.runs)
         return run(experiment, only=arguments.only, fresh=arguments.fresh, present_only=arguments.present)
     except KeyboardInterrupt:
-        print("experiments: stopped; finished cells are kept, the same command goes on with the rest")
+        print("experiments: stopped; finished cells are kept, the same command continues with the rest")
         return 130
     except (ConfigError, ResultError, PageError) as error:
         print(f"experiments: {error}", file=sys.stderr)
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def open_experiment(name: str, runs: Path) -> Experiment[Any, Any]:
-    """The experiment of that name, or the ablation that the file of that name describes. Raises ConfigError."""
+    """Returns the experiment of that name, or the ablation that the file of that name describes. Raises ConfigError."""
     return Study(runs) if name == "study" else Ablation.load(PLANS.get(name, Path(name)), runs)
 
 

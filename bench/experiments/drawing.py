@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 def draw_band(
     ax: Axes, x: np.ndarray, values: np.ndarray, colour: str, label: str | None, *, style: str = "-", alpha: float = 0.1
 ) -> None:
-    """The mean over seeds, and a band from the least to the largest of them. values: [seeds, points]."""
+    """Draws the mean over seeds, and a band from the smallest to the largest of them. values: [seeds, points]."""
     ax.plot(x, values.mean(0), color=colour, label=label, linewidth=1.5, linestyle=style)
     if len(values) > 1:
         ax.fill_between(x, values.min(0), values.max(0), color=colour, alpha=alpha, linewidth=0)

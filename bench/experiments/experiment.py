@@ -56,11 +56,11 @@ class CellResult(msgspec.Struct, kw_only=True):
     wall_s: float = 0.0
 
     def curve(self, name: str) -> np.ndarray:
-        """[updates] floats, NaN where the update has no such value."""
+        """Returns [updates] floats, NaN where the update has no such value."""
         return np.array([np.nan if value is None else value for value in self.curves[name]], dtype=float)
 
     def overall(self, name: str) -> float:
-        """Mean over all updates that have a value; NaN if none has."""
+        """Returns the mean over all updates that have a value; NaN if none has."""
         present = self.curve(name)[~np.isnan(self.curve(name))]
         return float(present.mean()) if len(present) else math.nan
 
@@ -70,7 +70,7 @@ class CellResult(msgspec.Struct, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """Figures of the finished cell for a line of output, beside its accuracy."""
+        """Values of the finished cell for a line of output, after its accuracy."""
         return ""
 
 
@@ -93,19 +93,20 @@ class Experiment(ABC, Generic[C, R]):
 
     @abstractmethod
     def cells(self, *, gpu: bool) -> list[C]:
-        """The cells of this machine, in the order in which they run. Those without a GPU are among those with one."""
+        """Returns the cells of this machine in running order. Those without a GPU are among those with one."""
 
     @abstractmethod
     def config(self, cell: C, *, gpu: bool) -> RunConfig:
-        """The cell's run. Raises ConfigError."""
+        """Returns the cell's run. Raises ConfigError."""
 
     @abstractmethod
     def settings(self, cell: C, *, gpu: bool) -> dict[str, Any]:
-        """Everything that decides a cell's outcome, as JSON: a finished cell of other settings is run again."""
+        """Returns everything that decides a cell's outcome, as JSON: a finished cell of other settings is run again."""
 
     @abstractmethod
     def recipe(self, cell: C) -> ModelRecipe | None:
-        """Makes the model at the cell's `model.path` if it is missing; None for a model that must be there."""
+        """Returns how to make the model at the cell's `model.path` if it is missing; None for a model that must
+        exist."""
 
     @abstractmethod
     def run(self, cell: C, *, gpu: bool, on_update: Callable[[int], None]) -> R:
@@ -117,19 +118,19 @@ class Experiment(ABC, Generic[C, R]):
 
     @abstractmethod
     def tables(self, results: Sequence[R]) -> str:
-        """The tables of a complete experiment as markdown."""
+        """Returns the tables of a complete experiment as markdown."""
 
     @abstractmethod
     def draw(self, results: Sequence[R]) -> list[Path]:
-        """Writes the figures of a complete experiment beside the page and returns their files."""
+        """Writes the figures of a complete experiment next to the page and returns their files."""
 
     def is_finished(self, cell: C, *, gpu: bool) -> bool:
-        """Whether there is a result of the settings that the cell has now. Raises ResultError."""
+        """True if there is a result with the cell's present settings. Raises ResultError."""
         found = read_result(cell, self.results, self.result_type)
         return found is not None and found.settings == self.settings(cell, gpu=gpu)
 
     def finished(self) -> list[R]:
-        """Every cell's result that has the settings of now, on whichever machine it was run. Raises ResultError."""
+        """Returns every result with its cell's present settings, from whichever machine. Raises ResultError."""
         found = [read_result(cell, self.results, self.result_type) for cell in self.cells(gpu=True)]
         return [
             result
@@ -149,7 +150,7 @@ def write_result(result: CellResult, folder: Path) -> Path:
 
 
 def read_result(cell: Cell, folder: Path, result_type: type[R]) -> R | None:
-    """The result that `<cell>.json` holds; None if there is no such file.
+    """Reads the result that `<cell>.json` holds; returns None if there is no such file.
 
     Raises:
         ResultError: a file that is no such result, or another cell's.
@@ -167,7 +168,7 @@ def read_result(cell: Cell, folder: Path, result_type: type[R]) -> R | None:
 
 
 def installed_packages() -> dict[str, str]:
-    """Versions of those among `PACKAGES` that are installed: one engine build or the other."""
+    """Returns the versions of those `PACKAGES` that are installed: one engine build or the other."""
     found = {}
     for name in PACKAGES:
         try:
@@ -178,6 +179,6 @@ def installed_packages() -> dict[str, str]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """To `DIGITS` significant digits; None if it is not finite."""
+    """Rounds to `DIGITS` significant digits; returns None if it is not finite."""
     # msgspec would write a NaN or infinity of a failed step as null as well; this says so.
     return float(f"{value:.{DIGITS}g}") if value is not None and math.isfinite(value) else None

@@ -11,7 +11,7 @@ class PageError(ValueError):
 
 
 def markers(name: str) -> tuple[str, str]:
-    """The lines before and after the part of the page that experiment `name` writes."""
+    """Returns the lines before and after the part of the page that experiment `name` writes."""
     return f"<!-- {name}: written by `python -m bench.experiments`, not by hand -->", f"<!-- /{name} -->"
 
 
@@ -32,6 +32,6 @@ def write_part(page: Path, name: str, text: str) -> None:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as a markdown table, the first its head."""
+    """Formats rows of cells as a markdown table, the first as its head."""
     title, *body = rows
     return "".join(f"| {' | '.join(line)} |\n" for line in [title, ["---"] * len(title), *body])

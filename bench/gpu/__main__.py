@@ -1,4 +1,5 @@
-"""`make gpu-check`: what a GPU machine does of what is expected of it; a table, and JSON under `bench/results`."""
+"""`make gpu-check`: checks a GPU machine against what is expected of it; prints a table, writes JSON under
+`bench/results`."""
 
 import argparse
 import os
@@ -21,8 +22,8 @@ WORK = Path("runs") / "bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if every figure that was measured reaches its goal, 1 if one misses it or a row fails, 2 without a
-    GPU. `--toy` has no goals but that no row fails."""
+    """Returns the exit status: 0 if every figure that was measured reaches its goal, 1 if one misses it or a row fails,
+    2 without a GPU. The only goal of `--toy` is that no row fails."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Measure Penstock on one GPU.")
     parser.add_argument("--only", action="append", choices=list(GPU.rows), help="measure this row only; repeatable")
     parser.add_argument(
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _device() -> str:
-    """The first GPU that torch uses. Raises ConfigError: there is none."""
+    """Describes the first GPU that torch uses. Raises ConfigError: there is none."""
     gpus = read_machine().gpus
     if not gpus or not torch.cuda.is_available():
         raise ConfigError("torch finds no CUDA device; expected an NVIDIA GPU, or --toy")
@@ -57,7 +58,7 @@ def _device() -> str:
 
 
 def short_name(device: str) -> str:
-    """`h100-80gb-hbm3` of `NVIDIA H100 80GB HBM3, 86 GB, driver 580.65`, for a file's name."""
+    """Returns `h100-80gb-hbm3` for `NVIDIA H100 80GB HBM3, 86 GB, driver 580.65`, for a file's name."""
     name = device.partition(",")[0].lower().removeprefix("nvidia ")
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from bench.sizing import status_bytes
+from bench.machine import reset_peak, status_bytes
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -24,7 +23,7 @@ PEAK_TFLOPS = {
 class Device:
     """A CUDA device, or the CPU, on which everything can be tried at small sizes.
 
-    A peak of memory is counted from `forget_peak` on: on CUDA what tensors hold, on the CPU what the process has more.
+    A peak of memory is counted from `forget_peak` on: on CUDA what tensors hold, on the CPU the growth of the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,12 +53,12 @@ class Device:
         return found[1:]
 
     def gemm_tflops(self, size: int, rounds: int) -> float:
-        """The rate of a square matrix product in bfloat16."""
+        """Measures the rate of a square matrix product in bfloat16."""
         left, right = (torch.randn(size, size, device=self.torch).bfloat16() for _ in range(2))
         return 2 * size**3 / median(self.seconds(lambda: left @ right, rounds)) / 1e12
 
     def to_host_bytes_per_s(self, num_bytes: int, rounds: int) -> float:
-        """The rate of a copy into pinned memory; on the CPU of a copy in memory."""
+        """Measures the rate of a copy into pinned memory; on the CPU, of a copy in memory."""
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.torch)
         target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
         return num_bytes / median(self.seconds(lambda: target.copy_(source, non_blocking=True), rounds))
@@ -69,7 +68,7 @@ class Device:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch)
         else:
-            Path("/proc/self/clear_refs").write_text("5")
+            reset_peak()
             self._before = status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:

@@ -1,7 +1,6 @@
-"""`python -m bench.gpu.part JOB.json RESULT.json`: one measurement without an engine, in a process of its own."""
+"""The measurements without an engine, each in a process of its own."""
 
 import math
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from bench.gpu.device import Device
 from bench.head.implementations import IMPLEMENTATIONS, HeadProblem, make_problem
 from bench.sizing import save_random
-from bench.trainer.groups import random_group
+from bench.trainer.groups import learner_config, random_group
 from bench.weights.publishing import Masters
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.weights.shard import PolicyShard, Task
 from penstock.deploy.launch.memory import ModelShape
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.config import ModelConfig
 from penstock.schemas.keys import Keys
 
 HEAD_MATMULS = {"recompute": 4, "in forward": 3}
@@ -29,7 +28,7 @@ CHANGED = 0.01
 """Share of the elements that an update changes."""
 
 
-class HeadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_tokens: int
     hidden_size: int
@@ -45,7 +44,7 @@ class HeadFound(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, list[float]]
 
 
-class TrainerJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
     """One update of rows of one length, on random weights that the process writes into `folder`."""
 
     device: str
@@ -70,7 +69,7 @@ class TrainerFound(msgspec.Struct, frozen=True, kw_only=True):
     phase_s: dict[str, float]
 
 
-class WeightsJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WeightsJob(msgspec.Struct, frozen=True, kw_only=True):
     """num_bytes: of the policy in bfloat16. folder: of the chunks."""
 
     device: str
@@ -88,7 +87,7 @@ class WeightsFound(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class KernelJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class KernelJob(msgspec.Struct, frozen=True, kw_only=True):
     """One operator of vLLM's extension."""
 
     device: str
@@ -100,7 +99,7 @@ class KernelFound(msgspec.Struct, frozen=True, kw_only=True):
     """The largest, relative to the same in float32 by torch."""
 
 
-class LoadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
     """A policy read from a file in `folder` onto the device, as an engine reads it."""
 
     device: str
@@ -115,23 +114,6 @@ class LoadFound(msgspec.Struct, frozen=True, kw_only=True):
     pinned_s: list[float]
     mapped_s: list[float]
     buffer_s: list[float]
-
-
-Job = HeadJob | TrainerJob | WeightsJob | KernelJob | LoadJob
-Found = HeadFound | TrainerFound | WeightsFound | KernelFound | LoadFound
-
-
-def measure(job: Job) -> Found:
-    match job:
-        case HeadJob():
-            return measure_head(job)
-        case TrainerJob():
-            return measure_trainer(job)
-        case WeightsJob():
-            return measure_weights(job)
-        case LoadJob():
-            return measure_load(job)
-    return measure_kernel(job)
 
 
 def measure_head(job: HeadJob) -> HeadFound:
@@ -154,7 +136,13 @@ def measure_trainer(job: TrainerJob) -> TrainerFound:
     gemm_tflops = device.gemm_tflops(job.gemm_size, job.rounds)
     save_random(job.shape, Path(job.folder), device=job.device, dtype=torch.bfloat16)
     device.forget_peak()
-    learner = Learner(_trainer_config(job))
+    config = learner_config(
+        ModelConfig(path=job.folder, dtype="bfloat16"),
+        device=job.device,
+        tokens_per_microbatch=job.tokens_per_pass,
+        gradient_checkpointing=True,
+    )
+    learner = Learner(config)
     # A token of the prompt and one short of a row's tokens sampled.
     lengths = [job.row_tokens - 1] * 2
     groups = [random_group(index, lengths, learner.vocabulary) for index in range(job.num_rows // 2)]
@@ -184,24 +172,13 @@ def measure_trainer(job: TrainerJob) -> TrainerFound:
 
 
 def update_flops(shape: ModelShape, row_tokens: int, num_rows: int) -> float:
-    """The operations of forward and backward passes, without what checkpointing computes again: 6 for a token and a
+    """Counts the operations of forward and backward passes, without what checkpointing recomputes: 6 for a token and a
     weight that it is multiplied with, 12 for a layer, an element of the query, and a pair of tokens of which one sees
     the other."""
     block = 2 * shape.hidden * (shape.query_width + shape.key_width) + 3 * shape.hidden * shape.intermediate
     weights = shape.layers * block * row_tokens + shape.vocabulary * shape.hidden * (row_tokens - 1)
     pairs = row_tokens * (row_tokens + 1) / 2
     return num_rows * (6.0 * weights + 12.0 * shape.layers * shape.query_width * pairs)
-
-
-def _trainer_config(job: TrainerJob) -> RunConfig:
-    trainer = TrainerConfig(
-        device="cuda" if job.device == "cuda" else "cpu",
-        num_threads=1,
-        tokens_per_microbatch=job.tokens_per_pass,
-        gradient_checkpointing=True,
-    )
-    model = ModelConfig(path=job.folder, dtype="bfloat16")
-    return RunConfig(name="gpu", model=model, environment=EnvironmentConfig(path="none:None"), trainer=trainer)
 
 
 def measure_weights(job: WeightsJob) -> WeightsFound:
@@ -220,7 +197,7 @@ def measure_weights(job: WeightsJob) -> WeightsFound:
         written = shard.write(Task(version, before, before is None, job.folder, math.inf, version))
         if written.failure is not None:
             raise written.failure
-        # The first two policies bring the buffers.
+        # The first two policies allocate the buffers.
         if version > 1:
             snapshot_s.append(taken - began)
             write_s.append(time.perf_counter() - taken)
@@ -279,12 +256,3 @@ def measure_load(job: LoadJob) -> LoadFound:
     if wrong:
         raise ValueError(f"{wrong} hold other values than the file")
     return found
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
-    Path(result_file).write_bytes(msgspec.json.encode(measure(job)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The rows of `python -m bench.gpu`: what each measures, against which limit. One that cannot be measured says why."""
+"""The rows of `python -m bench.gpu`, each measured against a limit. One that cannot be measured says why."""
 
 import importlib.util
 import os
@@ -29,10 +29,10 @@ from bench.gpu.part import (
     WeightsFound,
     WeightsJob,
 )
-from bench.pipeline.section import ENGINE_PART, random_model, run_config, save, streaming_figures
+from bench.pipeline.section import STREAMING, random_model, run_config, save, streaming_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
-from bench.result import BenchError, Figure, Goal, compare
-from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, wait_for
+from bench.result import BenchError, Figure, Goal, absent, compare
+from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, redis_server, wait_for
 from bench.sizing import save_random
 from bench.weights.pauses import Paused, PauseSettings
 from bench.weights.section import PAUSE_MODELS, pause_figure
@@ -40,7 +40,7 @@ from docs.sizing import SHAPES
 from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, total_gb
-from penstock.deploy.launch.redis_server import RedisServer, ServerError
+from penstock.deploy.launch.redis_server import ServerError
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.config import ConfigError
 
@@ -95,18 +95,14 @@ TOY = GpuSettings(
 """The same on a CPU, which shows that everything runs. Its figures mean nothing."""
 
 
-def absent(name: str, reason: str) -> Figure:
-    return compare(f"{name}: not measured", unit="", measured=None, details={"reason": reason})
-
-
 def failed(name: str, reason: str) -> Figure:
-    """Its goal is to be measured at all."""
+    """Returns a figure whose goal is to be measured at all."""
     goal = Goal(at_least=1.0)
     return compare(f"{name}: failed", unit="", measured=None, reference=1.0, goal=goal, details={"reason": reason})
 
 
 def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench, *, engine: bool) -> Sequence[Figure]:
-    """A row's figures; one that says why, if it cannot be measured or fails. engine: whether it needs vLLM."""
+    """Returns a row's figures; one that says why, if it cannot be measured or fails. engine: True if it needs vLLM."""
     if engine and importlib.util.find_spec("vllm") is None:
         return [absent(name, "vLLM is not installed")]
     if bench.settings.device == "cuda" and not torch.cuda.is_available():
@@ -121,8 +117,10 @@ def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench
         return [failed(name, f"{type(error).__name__}: {error}")]
 
 
-def _apart(bench: Bench, name: str, job: object, kind: type) -> Any:
-    return measure_apart(name, "bench.gpu.part", job, kind, bench.folder, environment={"HF_HUB_OFFLINE": "1"})
+def _apart(bench: Bench, name: str, function: str, job: object, kind: type) -> Any:
+    return measure_apart(
+        name, f"bench.gpu.part:{function}", job, kind, bench.folder, environment={"HF_HUB_OFFLINE": "1"}
+    )
 
 
 def measure_tests(bench: Bench) -> list[Figure]:
@@ -150,7 +148,7 @@ def _tests(bench: Bench, name: str, arguments: Sequence[str]) -> Figure:
 
 
 def passed_figure(name: str, junit: Path) -> Figure:
-    """The share of tests that passed, among those that ran. junit: pytest's report."""
+    """Counts the tests that passed among those that ran. junit: pytest's report."""
     suites = list(ElementTree.parse(junit).iter("testsuite"))
     total, skipped, failures, errors = (
         sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped", "failures", "errors")
@@ -179,7 +177,7 @@ def measure_head(bench: Bench) -> list[Figure]:
         gemm_size=settings.gemm_size,
         rounds=settings.rounds,
     )
-    return list(head_figures(job, _apart(bench, "head", job, HeadFound)))
+    return list(head_figures(job, _apart(bench, "head", "measure_head", job, HeadFound)))
 
 
 def head_figures(job: HeadJob, found: HeadFound) -> Iterator[Figure]:
@@ -219,7 +217,7 @@ def measure_trainer(bench: Bench) -> list[Figure]:
             rounds=settings.rounds,
         )
         try:
-            found = _apart(bench, f"trainer-{shape.name}", job, TrainerFound)
+            found = _apart(bench, f"trainer-{shape.name}", "measure_trainer", job, TrainerFound)
         except BenchError as error:
             figures.append(failed(f"trainer, {shape.name}", str(error)))
         else:
@@ -265,7 +263,7 @@ def measure_weights(bench: Bench) -> list[Figure]:
         job = WeightsJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
-        return list(weights_figures(job, _apart(bench, "weights", job, WeightsFound)))
+        return list(weights_figures(job, _apart(bench, "weights", "measure_weights", job, WeightsFound)))
 
 
 def weights_figures(job: WeightsJob, found: WeightsFound) -> Iterator[Figure]:
@@ -293,7 +291,7 @@ def measure_load(bench: Bench) -> list[Figure]:
         job = LoadJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
-        return [load_figure(job, _apart(bench, "load", job, LoadFound))]
+        return [load_figure(job, _apart(bench, "load", "measure_load", job, LoadFound))]
 
 
 def load_figure(job: LoadJob, found: LoadFound) -> Figure:
@@ -312,7 +310,9 @@ def load_figure(job: LoadJob, found: LoadFound) -> Figure:
 
 
 def measure_kernel(bench: Bench) -> list[Figure]:
-    return [kernel_figure(_apart(bench, "kernel", KernelJob(device=bench.settings.device), KernelFound))]
+    return [
+        kernel_figure(_apart(bench, "kernel", "measure_kernel", KernelJob(device=bench.settings.device), KernelFound))
+    ]
 
 
 def kernel_figure(found: KernelFound) -> Figure:
@@ -328,7 +328,7 @@ def kernel_figure(found: KernelFound) -> Figure:
 
 
 def measure_demo(bench: Bench) -> list[Figure]:
-    """The demo in bfloat16, as `penstock run` places it: the gate's finding, and what it learns."""
+    """Runs the demo in bfloat16, as `penstock run` places it: the parity gate's gap, and the accuracy it reaches."""
     model, runs = bench.folder / "model-demo", bench.folder / "runs"
     make_model(model)
     updates = bench.settings.demo_updates
@@ -383,7 +383,7 @@ def measure_pause(bench: Bench) -> list[Figure]:
             sequences_in_flight=32,
             spacing_s=0.5,
         )
-        found = measure_apart("pause", "bench.weights.pauses", job, Paused, bench.folder)
+        found = measure_apart("pause", "bench.weights.pauses:measure_pauses", job, Paused, bench.folder)
         return [pause_figure(f"{shape.name} in bfloat16", found)]
 
 
@@ -401,12 +401,9 @@ def measure_producer(bench: Bench) -> list[Figure]:
         rounds=settings.producer_rounds,
         window_s=8.0,
     )
-    server = RedisServer(bench.folder / "redis", maxmemory_mb=8000)
-    try:
+    with redis_server(bench.folder / "redis", maxmemory_mb=8000) as server:
         url = {"REDIS_URL": server.url}
-        found = measure_apart("producer", ENGINE_PART, job, list[Streamed], bench.folder, environment=url)
-    finally:
-        server.stop()
+        found = measure_apart("producer", STREAMING, job, list[Streamed], bench.folder, environment=url)
     return [figure for streamed in found for figure in streaming_figures(streamed, 0.5)]
 
 

@@ -60,7 +60,7 @@ def _accuracy_against_time(ax: Axes, result: Result) -> None:
 
 
 def _memory(ax: Axes, result: Result) -> None:
-    """One bar for each head and number of tokens; the naive one is the reference of ours."""
+    """Draws a bar for each head and number of tokens; the naive one is the reference of ours."""
     bars: dict[str, tuple[float, str]] = {}
     for figure in result.figures:
         kind, _, rest = figure.name.partition(", ")
@@ -87,12 +87,12 @@ def _memory(ax: Axes, result: Result) -> None:
 
 
 def _tokens_in(label: str) -> int:
-    """128 of `recompute, 128 tokens`; sorting by it keeps the order of equals."""
+    """Returns 128 for `recompute, 128 tokens`; sorting by it keeps the order of equals."""
     return int(label.rpartition(", ")[2].partition(" ")[0])
 
 
 def _plain_numbers(axis: Axis, form: str) -> None:
-    """The style leaves mathematics as text, and with it the usual labels of a logarithmic axis."""
+    """Labels a logarithmic axis with plain numbers: the style shows mathematics as text."""
     axis.set_major_formatter(StrMethodFormatter(form))
     axis.set_minor_formatter(NullFormatter())
 

@@ -24,13 +24,13 @@ class HeadProblem(NamedTuple):
     to_entropy: Tensor
 
     def loss(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Without the entropy's term if an implementation does not compute it."""
+        """Leaves the entropy's term out if an implementation does not compute it."""
         loss = (logprobs.to(self.to_logprobs.dtype) * self.to_logprobs).sum()
         return loss if entropy is None else loss + (entropy * self.to_entropy).sum()
 
 
 def make_problem(num_tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> HeadProblem:
-    """Seeded; logits have a standard deviation of 2."""
+    """Makes a seeded problem whose logits have a standard deviation of 2."""
     generator = torch.Generator().manual_seed(num_tokens)
     hidden = torch.randn(num_tokens, hidden_size, generator=generator)
     weight = torch.randn(vocabulary, hidden_size, generator=generator).mul_(2 * hidden_size**-0.5)
@@ -50,7 +50,7 @@ Head = Callable[[HeadProblem], Found]
 
 
 def _naive(problem: HeadProblem) -> Found:
-    """The straightforward way: all logits at once, in float32 after the matmul."""
+    """Computes all logits at once, in float32 after the matmul."""
     log_p = torch.log_softmax((problem.hidden @ problem.weight.t()).float(), 1)
     return log_p.gather(1, problem.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 

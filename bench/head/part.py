@@ -1,11 +1,9 @@
-"""`python -m bench.head.part JOB.json RESULT.json`: one process of the head section, in either environment."""
+"""The measuring processes of the head section, in either environment."""
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.head.implementations import IMPLEMENTATIONS, PEERS, Head, HeadProblem, make_problem, package_version
+from bench.machine import reset_peak, status_bytes
 from penstock.consumers.learning.matmul import onednn_matmul
 from penstock.schemas.config import ConfigError
 
@@ -60,7 +59,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement of one entry; `reason` alone if a peer does not run here."""
+    """The measurement of one entry; only `reason` if a peer does not run here."""
 
     entry: Entry
     package: str = ""
@@ -77,15 +76,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.seconds)
 
 
-def main() -> None:
-    job_file, result_file = map(Path, sys.argv[1:])
-    job = msgspec.json.decode(job_file.read_bytes(), type=Job)
-    torch.set_num_threads(job.num_threads)
-    result_file.write_bytes(msgspec.json.encode(measure(job)))
-
-
 def measure(job: Job) -> list[Measured]:
     """Measures every entry of the job; a peer that cannot run is reported, any other failure is raised."""
+    torch.set_num_threads(job.num_threads)
     return {"accuracy": _accuracy, "time": _times, "memory": _memory}[job.kind](job)
 
 
@@ -119,7 +112,7 @@ def _exact(problem: HeadProblem) -> tuple[Tensor, Tensor]:
 
 
 def _times(job: Job) -> list[Measured]:
-    """Every entry once in each round, so that other load on the machine affects all of them."""
+    """Measures every entry once in each round, so that other load on the machine affects all of them."""
     problems = {entry.dtype: _problem(job, entry) for entry in job.entries}
     ready = {entry: _ready(entry, problems[entry.dtype]) for entry in job.entries}
     seconds: dict[Entry, list[float]] = {entry: [] for entry in job.entries}
@@ -147,28 +140,24 @@ def _times(job: Job) -> list[Measured]:
 
 
 def _memory(job: Job) -> list[Measured]:
-    """The peak of the one entry: a process's peak cannot be divided among several."""
+    """Measures the peak of the one entry: a process's peak cannot be divided among several."""
     (entry,) = job.entries
     problem = _problem(job, entry)
     head, reason = _ready(entry, problem)
     if head is None:
         return [Measured(entry=entry, reason=reason)]
     problem.hidden.grad = problem.weight.grad = None
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _status_bytes("VmRSS")
+    reset_peak()
+    before = status_bytes("VmRSS")
     with _matmul(entry):
         _run(head, problem)
-    peak = _status_bytes("VmHWM") - before
+    peak = status_bytes("VmHWM") - before
     return [Measured(entry=entry, package=package_version(entry.name), peak_bytes=peak)]
 
 
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
 def _ready(entry: Entry, problem: HeadProblem) -> tuple[Head | None, str]:
-    """The implementation, warmed up on a few tokens (compiled, libraries loaded), or the reason why it cannot run."""
+    """Returns the implementation, warmed up on a few tokens (compiled, libraries loaded), or the reason why it cannot
+    run."""
     few = HeadProblem(
         problem.hidden[:16].detach().requires_grad_(), problem.weight, *(tensor[:16] for tensor in problem[2:])
     )
@@ -186,7 +175,7 @@ def _ready(entry: Entry, problem: HeadProblem) -> tuple[Head | None, str]:
 
 
 def _run(head: Head, problem: HeadProblem) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward."""
+    """Runs forward and backward."""
     problem.hidden.grad = problem.weight.grad = None
     found = head(problem)
     problem.loss(*found).backward()
@@ -210,7 +199,3 @@ def _largest_difference(found: Tensor, exact: Tensor) -> float:
 def _relative(found: Tensor | None, exact: Tensor | None) -> float:
     assert found is not None and exact is not None
     return float((found.double() - exact).norm() / exact.norm())
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ import msgspec
 from bench.head.chart import draw_head
 from bench.head.implementations import IMPLEMENTATIONS, PEERS
 from bench.head.part import Dtype, Entry, Job, Kind, Matmul, Measured
-from bench.result import Figure, Goal, compare
+from bench.result import Figure, Goal, absent, compare
 from bench.section import Bench, BenchSection, measure_apart
 
 OURS = ("recompute", "in forward")
@@ -74,11 +74,11 @@ def measure_time(bench: Bench) -> list[Figure]:
 
 
 def measure_peers(bench: Bench) -> list[Figure]:
-    """All implementations in the peers' environment; ours too, but for the memory, which has a row of its own."""
+    """Measures all implementations in the peers' environment; ours too, except the memory, which has its own row."""
     python = peers_python()
     if not python.is_file():
         reason = f"{python} is not there; make bench makes it"
-        return [_absent(Entry(name), reason) for name in PEERS]
+        return [absent(name, reason) for name in PEERS]
     entries = [Entry(name, dtype) for dtype in MAX_GRADIENT_ERROR for name in IMPLEMENTATIONS]
     settings = bench.settings
     num_memory_tokens = settings.memory_tokens[0]
@@ -90,14 +90,14 @@ def measure_peers(bench: Bench) -> list[Figure]:
 
 
 def peers_python() -> Path:
-    """The interpreter of the environment that `make bench` gives the peers."""
+    """Returns the interpreter of the environment that `make bench` creates for the peers."""
     return Path(os.environ.get("VENV", ".venv") + "-peers") / "bin" / "python"
 
 
 def _peaks(
     bench: Bench, entries: Sequence[Entry], num_tokens: int, python: Path = Path(sys.executable)
 ) -> dict[Entry, Measured]:
-    """One process each: memory that one leaves behind must not count as another's."""
+    """Measures each in its own process: memory that one leaves behind must not count as another's."""
     return {entry: _measure(bench, "memory", [entry], num_tokens, python)[entry] for entry in entries}
 
 
@@ -116,7 +116,7 @@ def _measure(
     )
     measured = measure_apart(
         f"head, {kind}",
-        "bench.head.part",
+        "bench.head.part:measure",
         job,
         list[Measured],
         bench.folder,
@@ -131,7 +131,7 @@ def _measure(
 
 
 def accuracy_figures(measured: dict[Entry, Measured]) -> Iterator[Figure]:
-    """The larger error of our two ways against the error allowed."""
+    """Compares the larger error of our two ways with the error allowed."""
     for dtype, allowed in MAX_GRADIENT_ERROR.items():
         found = {name: measured[Entry(name, dtype)].accuracy for name in ("naive", *OURS)}
         quantities = {"logprobs": MAX_ERROR, "entropy": MAX_ERROR, "grad_hidden": allowed, "grad_weight": allowed}
@@ -165,7 +165,7 @@ def memory_figures(num_tokens: int, peaks: dict[Entry, Measured]) -> Iterator[Fi
 
 
 def time_figures(measured: dict[Entry, Measured], num_tokens: int) -> Iterator[Figure]:
-    """The median over the rounds of ours / naive, naive with torch's default library."""
+    """Compares by the median over the rounds of ours / naive, naive with torch's default library."""
     naive = measured[Entry("naive")]
     for matmul, goals in MAX_TIME.items():
         same = measured[Entry("naive", matmul=matmul)]
@@ -192,7 +192,7 @@ def time_figures(measured: dict[Entry, Measured], num_tokens: int) -> Iterator[F
 
 
 def _ratio(ours: Measured, naive: Measured) -> float | None:
-    """The median over rounds; both of a round ran under the same load."""
+    """Returns the median over rounds; both times of a round were taken under the same load."""
     if not ours.seconds or not naive.seconds:
         return None
     return statistics.median(a / b for a, b in zip(ours.seconds, naive.seconds, strict=False))
@@ -205,12 +205,12 @@ def peer_figures(
     num_tokens: int,
     num_memory_tokens: int,
 ) -> Iterator[Figure]:
-    """Time against the naive way to the same results, and accuracy; ours in the same processes."""
+    """Compares time with the naive way to the same results, and accuracy; ours in the same processes."""
     for entry, timed in seconds.items():
         if entry.name not in (*PEERS, *OURS):
             continue
         if timed.reason:
-            yield _absent(entry, timed.reason)
+            yield absent(str(entry), timed.reason)
             continue
         naive_name = IMPLEMENTATIONS[entry.name].naive
         peak = peaks.get(entry)
@@ -247,10 +247,6 @@ def peer_figures(
                 reference=naive_peak / 1e6,
                 reference_is=f"{naive_name}; both beyond the inputs, gradients included",
             )
-
-
-def _absent(entry: Entry, reason: str) -> Figure:
-    return compare(f"{entry}: not measured", unit="", measured=None, details={"reason": reason})
 
 
 HEAD = BenchSection(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bench.machine import load_average, processor_name
 from penstock.deploy.launch.command_line import add_set
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 
@@ -99,7 +100,7 @@ def _prepare_environment(num_threads: int) -> None:
 
 
 def default_models(config: RunConfig) -> list[Path]:
-    """The two starts: the run file's own model, and one that already solves more of the task (about 0.63)."""
+    """Returns the two starts: the run file's own model, and one that already solves more of the task (about 0.63)."""
     return [Path(config.model.path), Path(config.model.path + HEAD_START)]
 
 
@@ -161,7 +162,7 @@ def _print_point(point: "CurvePoint") -> None:
 def build_result(
     config: RunConfig, measurements: Sequence["Measurement"], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The content of the result file."""
+    """Returns the content of the result file."""
     return {
         "benchmark": "peers",
         "peer": "trl.GRPOTrainer",
@@ -186,18 +187,11 @@ def build_result(
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its load, and the Python that ran."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
+    """Describes the processor, its load, and the Python that ran."""
     return {
-        "processor": model,
+        "processor": processor_name(),
         "num_cores": os.cpu_count(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": load_average(),
         "system": platform.platform(),
         "python": platform.python_version(),
     }

@@ -72,6 +72,17 @@ class Stopwatch:
     def get(self, name: str) -> float:
         return self.seconds.get(name, 0.0)
 
+    def phases_s(self, train_s: float) -> dict[str, float]:
+        """See `Measurement`."""
+        generate, rollout, forward, step = map(self.get, ("generate", "rollout", "forward", "step"))
+        return {
+            "generate": generate,
+            "score": rollout - generate,
+            "forward": forward,
+            "backward": step - rollout - forward,
+            "rest": train_s - step,
+        }
+
 
 class TimedTrainer(GRPOTrainer):
     """GRPOTrainer with a stopwatch around the parts of its step; nothing else is changed."""
@@ -124,7 +135,7 @@ class TrlEvaluator(TrainerCallback):
 
     @property
     def train_s(self) -> float:
-        """Seconds of training so far, or of all of it once it has ended."""
+        """The seconds of training so far, or of all of it once it has ended."""
         return (self._ended or time.perf_counter()) - self._began - self.stopwatch.get("evaluation")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -160,7 +171,7 @@ class TrlEvaluator(TrainerCallback):
 
     @torch.no_grad()
     def _accuracy(self, model: Any) -> float:
-        """Mean greedy reward on the held-out prompts."""
+        """Returns the mean greedy reward on the held-out prompts."""
         settings = GenerationConfig(
             max_new_tokens=self._max_tokens,
             do_sample=False,
@@ -232,21 +243,15 @@ def measure(
 
 
 def _result(model_folder: Path, num_updates: int, evaluator: TrlEvaluator, goal: float) -> Measurement:
-    seconds, train_s = evaluator.stopwatch.get, evaluator.train_s
+    train_s = evaluator.train_s
     return Measurement(
         model=str(model_folder),
         curve=evaluator.curve,
         num_updates=num_updates,
         train_s=train_s,
         train_cpu_s=evaluator.train_cpu_s,
-        evaluation_s=seconds("evaluation"),
+        evaluation_s=evaluator.stopwatch.get("evaluation"),
         updates_per_s=num_updates / train_s,
         time_to_goal_s=next((point.train_s for point in evaluator.curve if point.accuracy >= goal), None),
-        phases_s={
-            "generate": seconds("generate"),
-            "score": seconds("rollout") - seconds("generate"),
-            "forward": seconds("forward"),
-            "backward": seconds("step") - seconds("rollout") - seconds("forward"),
-            "rest": train_s - seconds("step"),
-        },
+        phases_s=evaluator.stopwatch.phases_s(train_s),
     )

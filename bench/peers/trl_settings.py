@@ -14,7 +14,7 @@ GRPO_PATH = "penstock.consumers.learning.objectives.grpo:Grpo"
 
 
 def training_rows(environment: Environment, num_rows: int) -> Dataset:
-    """The tasks 1, 2, .. in the order in which Penstock releases them."""
+    """Returns the tasks 1, 2, ... in the order in which Penstock releases them."""
     prompts = [environment.prompt(index) for index in range(1, num_rows + 1)]
     if any(prompt.text is None for prompt in prompts):
         raise ConfigError("environment: this benchmark takes prompts of plain text, not chat messages")
@@ -23,7 +23,7 @@ def training_rows(environment: Environment, num_rows: int) -> Dataset:
 
 
 def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRPOConfig:
-    """The run file in TRL's terms.
+    """Translates the run file into TRL's settings.
 
     Raises:
         ConfigError: a setting has no counterpart.

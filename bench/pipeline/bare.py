@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.producers.interfaces import Completion, Restore
-from penstock.schemas.policy import WeightManifest
+from penstock.producers.interfaces import Completion
 from penstock.schemas.rollout import SamplingSettings
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class BareEngine:
         return requests
 
     async def stream(self, prompt: list[int], num_in_flight: int, stop: asyncio.Event) -> list[float]:
-        """Samples as `generate` does, streaming: returns the time at which each token arrived."""
+        """Samples as `generate` does, streaming; returns the time at which each token arrived."""
         params = copy.copy(self._params)
         params.output_kind = type(params.output_kind).DELTA
         arrivals: list[float] = []
@@ -86,17 +85,9 @@ class Meter:
         self.requests: list[Request] = []
         self.pauses: list[tuple[float, float]] = []
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingSettings,
-        num_siblings: int,
-        request_id: str,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-    ) -> list[Completion]:
+    async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
         began = time.monotonic()
-        completions = await self._engine.generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+        completions = await self._engine.generate(*arguments, **options)
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.requests.append((began, time.monotonic(), num_tokens))
         return completions
@@ -104,8 +95,8 @@ class Meter:
     def sampled(self, request_id: str) -> list[Completion]:
         return self._engine.sampled(request_id)
 
-    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
-        pause_s = await self._engine.load_weights(manifest, path, restore)
+    async def load_weights(self, *arguments: Any, **options: Any) -> float:
+        pause_s = await self._engine.load_weights(*arguments, **options)
         self.policy_version = self._engine.policy_version
         self.pauses.append((time.monotonic(), pause_s))
         return pause_s
@@ -115,7 +106,7 @@ class Meter:
 
 
 def tokens_between(requests: Sequence[Request], start: float, end: float) -> float:
-    """Tokens sampled from `start` to `end`, each request's spread evenly over its life.
+    """Counts the tokens sampled from `start` to `end`, each request's spread evenly over its life.
 
     Requests start and end in waves: counted at their end, whole waves would fall into the window or out of it.
     """

@@ -1,4 +1,5 @@
-"""Batches filled with groups that teach against batches of what comes first: samples and seconds to an accuracy."""
+"""Batches filled with groups that have variance against batches of the first to arrive: samples and seconds to an
+accuracy."""
 
 import asyncio
 import math
@@ -37,7 +38,7 @@ WORKLOADS = {
 
 
 def samples_to_accuracy(run: ModeRun, config: RunConfig) -> int | None:
-    """Completions of all groups that were trained or skipped up to the first evaluation with `ACCURACY`."""
+    """Counts the completions of all groups that were trained or skipped up to the first evaluation with `ACCURACY`."""
     reached = next((point.update for point in run.telemetry.evaluations if point.reward >= ACCURACY), None)
     if reached is None:
         return None
@@ -52,8 +53,7 @@ def samples_to_accuracy(run: ModeRun, config: RunConfig) -> int | None:
 def fill_figures(
     workload: str, config: RunConfig, with_variance: Sequence[ModeRun], any_: Sequence[ModeRun]
 ) -> Iterator[Figure]:
-    """The figures of one run of each kind for each seed. One cut off before `ACCURACY` counts as slower than the
-    others."""
+    """Compares one run of each kind for each seed. One cut off before `ACCURACY` counts as slower than the others."""
     runs = {"with_variance": with_variance, "any": any_}
     num_updates = {fill: [run.num_updates for run in found] for fill, found in runs.items()}
     measures: tuple[tuple[str, str, Callable[[ModeRun], float | None]], ...] = (

@@ -1,5 +1,5 @@
-"""The processes of the row about killed producers: `python -m bench.pipeline.kill_part JOB RESULT` measures, and starts
-those that are killed with `--victim` before the same arguments."""
+"""The processes of the row about killed producers: the one that measures, and `python -m bench.pipeline.kill_part
+RUN.toml TALLY`, a producer that is killed."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bench.pipeline.kills import GROUPS, LENGTHS, Kill, Killed, KillJob, Spell
 from bench.pipeline.long_rollouts import LongRollouts
 from bench.pipeline.saving import SavingMeter, SocketClock, until
 from bench.result import BenchError
+from bench.running import open_producer
 from bench.section import TOLD
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
@@ -32,19 +33,16 @@ from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.producers.engines.vllm import VllmEngine
 from penstock.producers.interfaces import Completion
-from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
-from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.rollout import SamplingSettings, decode_group
 from penstock.schemas.weights.stores import RedisChunks
 
 LOOK_S = 0.05
-"""How often the victim looks how far it has come."""
+"""How often the victim counts its tokens."""
 MANY_GROUPS = 1000
 """More than are sampled while nothing fails."""
 
@@ -58,7 +56,7 @@ class EndlessEngine(VllmEngine):
 
 
 class Victim(Meter):
-    """Kills its own process once it has sampled so many tokens, and leaves in `tally` how many they are by then."""
+    """Kills its own process once it has sampled `num_tokens`, after writing the exact number to `tally`."""
 
     def __init__(self, engine: VllmEngine, tally: Path, num_tokens: int) -> None:
         super().__init__(engine)
@@ -68,22 +66,16 @@ class Victim(Meter):
         self._watching = asyncio.create_task(self._watch())
 
     async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingSettings,
-        num_siblings: int,
-        request_id: str,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
+        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str, *more: Any
     ) -> list[Completion]:
         self._running.add(request_id)
         try:
-            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, *more)
         finally:
             self._running.discard(request_id)
 
     def _num_sampled(self) -> int | None:
-        """Tokens since the start; None while a request begins or ends, when vLLM tells of none."""
+        """Counts the tokens since the start; None while a request begins or ends, when vLLM reports none."""
         running = [self._engine.sampled(request_id) for request_id in self._running]
         if not all(running):
             return None
@@ -157,7 +149,7 @@ class _Ways:
 
     @asynccontextmanager
     async def _alone(self, engine: Meter, num_groups: int = GROUPS) -> AsyncIterator[SavingMeter]:
-        """A producer that saves progress, once the time between has settled."""
+        """Serves with a producer that saves progress, once the time between saves has settled."""
         config = self._named("with")
         async with self._released(config, num_groups), self._served(config, engine) as saving:
             await until(lambda: saving.num_saves > 4)
@@ -169,7 +161,7 @@ class _Ways:
         run_file, tally = folder / "run.toml", folder / "tally"
         run_file.write_text(resolved_toml(config))
         async with self._released(config) as client:
-            command = [sys.executable, "-m", "bench.pipeline.kill_part", "--victim", str(run_file), str(tally)]
+            command = [sys.executable, "-m", "bench.pipeline.kill_part", str(run_file), str(tally)]
             victim = Child("victim", command, log=folder / "victim.log")
             await until(lambda: victim.poll() is not None)
             killed_s = time.monotonic()
@@ -177,7 +169,7 @@ class _Ways:
                 raise BenchError(f"the victim ended with status {status}; its log ends:\n{victim.last_lines()}")
             meter = Meter(self._engine)
             async with self._served(config, meter):
-                await self._arrived(config, client)
+                await until(lambda: client.xlen(Keys(config.name).rollouts) == GROUPS)
                 arrival_s = time.monotonic() - killed_s
             entries: Any = client.xrange(Keys(config.name).rollouts)
         groups = [decode_group(fields[Field.PAYLOAD]) for _, fields in entries]
@@ -187,7 +179,7 @@ class _Ways:
 
     @asynccontextmanager
     async def _released(self, config: RunConfig, num_groups: int = GROUPS) -> AsyncIterator[Any]:
-        """Stands in for the trainer: policy 0, and so many prompts."""
+        """Stands in for the trainer: announces policy 0 and releases `num_groups` prompts."""
         connection, keys = TrainerConnection(os.environ["REDIS_URL"], outage_s=10.0), Keys(config.name)
         scripts = Scripts(connection.client, keys)
         try:
@@ -205,23 +197,14 @@ class _Ways:
     @asynccontextmanager
     async def _served(self, config: RunConfig, meter: Meter) -> AsyncIterator[SavingMeter]:
         metrics = ProducerMetrics()
-        connection = ProducerConnection.open(os.environ["REDIS_URL"], outage_s=10.0, metrics=metrics)
-        try:
-            context = ProducerContext(
-                config, runs=Path(self._job.runs), producer_id="other", connection=connection, metrics=metrics
-            )
-            producer = Producer(context, meter, self._environments, self._tokenizer)
+        opened = open_producer(config, Path(self._job.runs), meter, self._environments, self._tokenizer, metrics)
+        async with opened as producer:
             saving = SavingMeter(producer, metrics, self._sockets)
             await producer.open()
             async with asyncio.TaskGroup() as serving:
                 serving.create_task(producer.serve())
                 yield saving
                 producer.stop.set()
-        finally:
-            await connection.close()
-
-    async def _arrived(self, config: RunConfig, client: Any) -> None:
-        await until(lambda: client.xlen(Keys(config.name).rollouts) == GROUPS)
 
 
 def say(line: str) -> None:
@@ -229,7 +212,7 @@ def say(line: str) -> None:
 
 
 def be_the_victim(run_file: Path, tally: Path) -> int:
-    """A producer that is killed when its rollouts are half sampled."""
+    """Runs a producer that is killed when its rollouts are half sampled."""
     config = load_config(run_file)
     half = GROUPS * config.group_size * config.sampling.max_tokens // 2
 
@@ -239,14 +222,5 @@ def be_the_victim(run_file: Path, tally: Path) -> int:
     return producer_entry.main(config, runs=tally.parent, producer_id="victim", engine_factory=start)
 
 
-def main(arguments: Sequence[str]) -> int:
-    if arguments[0] == "--victim":
-        return be_the_victim(*map(Path, arguments[1:]))
-    job_file, result_file = map(Path, arguments)
-    found = asyncio.run(measure(msgspec.json.decode(job_file.read_bytes(), type=KillJob)))
-    result_file.write_bytes(msgspec.json.encode(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(be_the_victim(*map(Path, sys.argv[1:])))

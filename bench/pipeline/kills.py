@@ -1,5 +1,5 @@
-"""A producer killed at half of its rollouts, with progress saved and without: tokens lost, time to its groups; and what
-saving takes of one that is not."""
+"""A producer killed halfway through its rollouts, with saved progress and without: tokens lost, and time to its groups;
+and the cost of saving progress for one that is not killed."""
 
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
@@ -11,18 +11,18 @@ from bench.result import Figure, Goal, compare
 GROUPS = 4
 """In flight when the producer is killed, and on one that is not."""
 NUM_TOKENS = 1024
-"""Of each rollout: no end of sequence ends one sooner."""
+"""Of each rollout: no end of sequence ends one earlier."""
 NUM_LAYERS = 12
 """Of the model: 1,024 tokens take it about as long as they take a real model; the demo's takes 5 s."""
 
 
 LENGTHS = (512, 1024, 8192, 32_768)
-"""Tokens of rollouts whose saving is measured without an engine: of none here is so much sampled in a minute."""
+"""Lengths of rollouts whose saving is measured without an engine, which would take too long to sample them."""
 
 
 class KillJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What the measuring process does. kills: producers killed in each way; spells: of a producer that nothing happens
-    to; length_s: seconds for each of `LENGTHS`."""
+    """The measuring process's job. kills: producers killed in each way; spells: of an undisturbed producer; length_s:
+    seconds for each of `LENGTHS`."""
 
     run_file: str
     runs: str
@@ -33,7 +33,7 @@ class KillJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
-    """One producer that was killed, and what came of its groups on another one.
+    """One producer that was killed, and what became of its groups on another one.
 
     num_sampled: tokens that it had sampled. num_lost: those of them that are in no group. arrival_s: from the kill to
     the last of the groups.
@@ -45,7 +45,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spell(msgspec.Struct, frozen=True):
-    """Some seconds of a producer that nothing happens to.
+    """Some seconds of an undisturbed producer.
 
     cpu_s: processor seconds of its processes. saving_s: of saving progress. sockets_s: of the loop for all connections
     to Redis, which may be for saving. num_saves: also those that found nothing new. num_bytes: written.
@@ -71,7 +71,7 @@ class Killed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kill_figures(found: Killed) -> Iterator[Figure]:
-    """Lost tokens are compared as shares of what was sampled: a kill falls at a slightly different token each time."""
+    """Compares lost tokens as shares of what was sampled: a kill comes at a slightly different token each time."""
     with_, without = ([each.num_lost / each.num_sampled for each in found.kills[name]] for name in ("with", "without"))
     details = {"progress_s": found.progress_s, "kills": msgspec.to_builtins(found.kills)}
     yield compare(
@@ -106,7 +106,7 @@ def kill_figures(found: Killed) -> Iterator[Figure]:
 
 
 def _cost(name: str, spells: Sequence[Spell], reference: float, reference_is: str) -> Figure:
-    """Every step of saving, and all reading and writing of sockets."""
+    """Compares the cost of every step of saving, and of all reading and writing of sockets."""
     num_saves, wall_s = sum(spell.num_saves for spell in spells), sum(spell.wall_s for spell in spells)
     return compare(
         name,

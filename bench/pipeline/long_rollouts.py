@@ -1,4 +1,4 @@
-"""An engine in the middle of rollouts that no processor here samples in a minute."""
+"""An engine in the middle of rollouts that are too long to sample here."""
 
 import asyncio
 import time
@@ -21,8 +21,8 @@ TOKENS_PER_S = 20
 
 
 class LongRollouts(Meter):
-    """Rollouts that are about `num_tokens` long for some `seconds`. None of them ends, and what they have come to is
-    packed from vLLM's own records of them."""
+    """Rollouts that are about `num_tokens` long for some `seconds`. None of them ends; their tokens so far are packed
+    from vLLM's own records."""
 
     def __init__(self, engine: VllmEngine, num_tokens: int, seconds: float) -> None:
         super().__init__(engine)

@@ -1,7 +1,6 @@
 """Asynchronous against synchronous: the run file's own pipeline, one producer and the trainer on a core each."""
 
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,12 +9,10 @@ from statistics import mean
 
 import msgspec
 
+from bench.machine import usable_cores
 from bench.pipeline.pinned import IDLE, CpuSnapshot
-from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare, usable_cores
-from penstock.deploy.launch.launcher import Launcher, part_command
-from penstock.deploy.launch.live_view import View
-from penstock.deploy.launch.placement import Placement
-from penstock.deploy.launch.run_folder import RunFolder
+from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
+from bench.running import DeathsView, launch
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded, read_telemetry
 from penstock.schemas.config import RunConfig
@@ -44,8 +41,8 @@ class ModeRun(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.telemetry.updates)
 
 
-class _Until(View):
-    """Shows nothing; stops the run after `limit_s` seconds of training, or once it has reached `accuracy`."""
+class _Until(DeathsView):
+    """Stops the run after `limit_s` seconds of training, or once it has reached `accuracy`."""
 
     def __init__(self, config: RunConfig, runs: Path, *, limit_s: float, accuracy: float | None) -> None:
         super().__init__(config, runs)
@@ -53,10 +50,6 @@ class _Until(View):
         self._limit_s = limit_s
         self._accuracy = accuracy
         self._since: float | None = None
-
-    def note(self, text: str) -> None:
-        if "died" in text or "ended" in text:
-            print(f"    {text}", flush=True)
 
     def draw(self) -> None:
         if self.progress.update is None or self.stopped_by_us:
@@ -80,28 +73,14 @@ def run_mode(
         KeyboardInterrupt: it was stopped from outside.
         PartDied, ServerError, ConfigError: see the launcher.
     """
-    folder = config.folder(runs)
-    cores = usable_cores()
-    core_of = (
-        {"trainer": cores[0], "producer": cores[1]} if pinned and len(cores) > 1 else {"trainer": -1, "producer": -1}
-    )
+    folder, cores = config.folder(runs), usable_cores()
+    core_of = dict(zip(("trainer", "producer"), cores, strict=False)) if pinned and len(cores) > 1 else {}
 
-    def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> Sequence[str]:
-        role = part.partition("-")[0]
-        command = part_command(part, config, runs, resume)
-        arguments = command[command.index("penstock.deploy.cli") + 1 :]
-        profile = folder / f"{role}-profile.jsonl"
-        return [sys.executable, "-m", "bench.pipeline.pinned", str(core_of[role]), str(profile), *arguments]
+    def starter(role: str) -> Sequence[str]:
+        return ["bench.pipeline.pinned", str(core_of.get(role, -1)), str(folder / f"{role}-profile.jsonl")]
 
-    with RunFolder(config, runs, resume=False) as run_folder:
-        run_folder.save(config)
-        view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy)
-        with view:
-            launcher = Launcher(
-                config, runs, Placement(), resume=False, view=view, lock=run_folder.lock, command_for=command_for
-            )
-            status = launcher.run()
-    if status and not view.stopped_by_us:
+    view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy)
+    if launch(config, runs, view, starter) and not view.stopped_by_us:
         raise KeyboardInterrupt
     return _read(folder)
 
@@ -125,7 +104,7 @@ def _lines(file: Path, kind: type) -> list:
 
 
 def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) -> Figure:
-    """Groups per second of two runs whose policy does not change.
+    """Compares groups per second of two runs whose policy does not change.
 
     In a run that learns, later batches hold more groups without variance, which cost the trainer next to nothing.
     """
@@ -150,7 +129,8 @@ def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) 
 
 
 def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
-    """Time to `ACCURACY` of two runs that learn. A synchronous one that was cut off counts with the time it had."""
+    """Compares the time to `ACCURACY` of two runs that learn. A synchronous one that was cut off counts with the time
+    it had."""
     reference_s = synchronous.time_to_accuracy_s
     return compare(
         f"time to {ACCURACY} held-out accuracy, asynchronous",
@@ -170,7 +150,7 @@ def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
 
 
 def groups_per_s(run: ModeRun, config: RunConfig) -> float:
-    """Groups that went through the trainer (trained, or skipped for lack of variance) per second."""
+    """Returns the groups that went through the trainer (trained, or skipped for lack of variance) per second."""
     start, end = _span(run)
     return (run.num_updates - FIRST_UPDATE) * config.groups_per_batch / (end - start)
 
@@ -182,7 +162,7 @@ def skipped_share(run: ModeRun) -> float:
 
 
 def paused_share(run: ModeRun) -> float:
-    """Share of the time in which the producer sampled nothing because weights were loaded."""
+    """Returns the share of time in which the producer sampled nothing because weights were loaded."""
     start, end = _span(run)
     events = [event for events in run.telemetry.producers.values() for event in events]
     loads = [event for event in events if isinstance(event, WeightsLoaded) and start <= event.time_s < end]
@@ -190,7 +170,7 @@ def paused_share(run: ModeRun) -> float:
 
 
 def _span(run: ModeRun) -> tuple[float, float]:
-    """Wall-clock times at which update `FIRST_UPDATE` and the last one were done.
+    """Returns the wall-clock times at which update `FIRST_UPDATE` and the last one were done.
 
     Raises:
         BenchError: the run did not get that far.
@@ -206,7 +186,7 @@ def _curve(run: ModeRun) -> list[tuple[int, float]]:
 
 
 def mode_breakdowns(name: str, run: ModeRun) -> list[Breakdown]:
-    """An update's time by what it is spent on, on the trainer's core and on the producer's."""
+    """Breaks an update's time down by what it is spent on, on the trainer's core and on the producer's."""
     start, end = _span(run)
     num_updates = run.num_updates - FIRST_UPDATE
     return [
@@ -228,7 +208,7 @@ def mode_breakdowns(name: str, run: ModeRun) -> list[Breakdown]:
 
 
 def trainer_parts(run: ModeRun, first_update: int = FIRST_UPDATE) -> dict[str, float]:
-    """Mean seconds per update by phase, from `first_update` on."""
+    """Returns the mean seconds per update by phase, from `first_update` on."""
     updates, phases = run.telemetry.updates[first_update:], run.phases_s[first_update : run.num_updates]
     steps = mean(update.step_s or 0.0 for update in updates)
     parts = {"wait for groups": mean(update.wait_s or 0.0 for update in updates)}
@@ -240,7 +220,8 @@ def trainer_parts(run: ModeRun, first_update: int = FIRST_UPDATE) -> dict[str, f
 
 
 def producer_parts(snapshots: Sequence[CpuSnapshot], start: float, end: float) -> dict[str, float]:
-    """Processor seconds between two wall-clock times: the engine process, and the producer's own by what it did."""
+    """Returns the processor seconds between two wall-clock times: of the engine process, and the producer's own by
+    activity."""
     within = [snapshot for snapshot in snapshots if start <= snapshot.time_s <= end]
     if len(within) < 2:
         return {}

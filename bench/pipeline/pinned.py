@@ -15,6 +15,8 @@ from types import FrameType
 
 import msgspec
 
+from bench.machine import children_cpu_s
+
 PERIOD_S = 0.01
 WRITE_S = 1.0
 
@@ -36,7 +38,7 @@ KINDS = (
 class CpuSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the start of the process.
 
-    samples: looks at the process by its activity. cpu_s: its own; children_cpu_s: of the processes it started.
+    samples: of the process, by its activity. cpu_s: its own; children_cpu_s: of the processes it started.
     """
 
     time_s: float
@@ -47,7 +49,7 @@ class CpuSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuSampler:
-    """Looks at the main thread and at a rewards thread every `PERIOD_S`, and writes a snapshot line every `WRITE_S`."""
+    """Samples the main thread and the rewards thread every `PERIOD_S`, and writes a snapshot line every `WRITE_S`."""
 
     def __init__(self, file: Path) -> None:
         self._main = threading.main_thread().ident
@@ -59,7 +61,7 @@ class CpuSampler:
         threading.Thread(target=self._run, name="bench-sampler", daemon=True).start()
 
     def _run(self) -> None:
-        """Looks once a period, as long as the process lives; nothing else wakes it."""
+        """Samples once a period, as long as the process lives; nothing else wakes it."""
         next_write = time.monotonic()
         while True:
             time.sleep(PERIOD_S)
@@ -85,7 +87,7 @@ class CpuSampler:
 
 
 def classify(frame: FrameType | None) -> str:
-    """A thread's activity by its innermost frame that matches one of `KINDS`; `event loop` if none does."""
+    """Returns a thread's activity by its innermost frame that matches one of `KINDS`; `event loop` if none does."""
     while frame is not None:
         file = frame.f_code.co_filename
         for part, kind in KINDS:
@@ -104,19 +106,6 @@ def _scores(frame: FrameType | None) -> bool:
         is_innermost = False
         frame = frame.f_back
     return False
-
-
-def children_cpu_s() -> float:
-    """Processor seconds of this process's running children; 0 if the system does not say."""
-    total = 0
-    for task in Path("/proc/self/task").glob("*/children"):
-        for child in task.read_text().split():
-            try:
-                stat = Path(f"/proc/{child}/stat").read_text()
-            except OSError:  # it has ended
-                continue
-            total += sum(map(int, stat.rpartition(")")[2].split()[11:13]))  # utime, stime
-    return total / os.sysconf("SC_CLK_TCK")
 
 
 def keep_phases(file: Path) -> None:

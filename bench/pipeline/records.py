@@ -77,7 +77,7 @@ def record_figures() -> list[Figure]:
 
 
 def make_group(prompt_tokens: int = PROMPT_TOKENS, completion_tokens: int = COMPLETION_TOKENS) -> RolloutGroup:
-    """A group as a producer sends it: siblings that repeat the prompt's ids, each sampled by several policies."""
+    """Makes a group as a producer sends it: siblings that repeat the prompt's ids, each sampled by several policies."""
     draw = random.Random(0)
     prompt_ids = [draw.randrange(50_000) for _ in range(prompt_tokens)]
     return RolloutGroup(

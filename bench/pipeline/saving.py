@@ -1,4 +1,4 @@
-"""What saving the progress of rollouts takes of a producer's processor: its own steps, timed one by one."""
+"""The processor time that saving the progress of rollouts takes from a producer: its own steps, timed one by one."""
 
 import asyncio
 import operator
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from bench.machine import children_cpu_s
 from bench.pipeline.kills import Spell
-from bench.pipeline.pinned import children_cpu_s
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.timed_steps import TimedSteps
@@ -28,8 +28,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 class SocketClock:
     """Counts in `cpu_s` the processor seconds that a loop takes to send what sockets did not take at once and to read
-    answers: of every stream of the process, so that it is the most that one part's commands can take there. Streams
-    that are open already do not count."""
+    answers: of every stream of the process, an upper bound for the commands of one part. Streams that are already open
+    do not count."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.cpu_s = 0.0
@@ -50,7 +50,7 @@ class SocketClock:
 
 
 class SavingMeter:
-    """Measures a producer that does not serve yet."""
+    """Measures the saving of a producer that does not serve yet."""
 
     def __init__(self, producer: Producer, metrics: ProducerMetrics, sockets: SocketClock) -> None:
         self._metrics = metrics

@@ -11,16 +11,14 @@ from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure
 from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import Breakdown, Figure, Goal, compare
-from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart
-from penstock.deploy.launch.redis_server import RedisServer
+from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, redis_server, run_file_model
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import RunConfig, load_config
 
 EVALUATE_EVERY = 5
 """Updates between evaluations while the time to an accuracy is measured; they bound its resolution."""
 NEVER = 10**9
-
-ENGINE_PART, KILL_PART = "bench.pipeline.engine_part", "bench.pipeline.kill_part"
+STREAMING = "bench.pipeline.streaming:measure_streaming"
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +50,8 @@ QUICK = PipelineSettings(
 """Shows that everything runs. Its figures mean nothing."""
 
 
-def measure_records(bench: Bench) -> list[Figure | Breakdown]:
-    return [*record_figures()]
-
-
 def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
-    """One producer's engine with prompts, appends and updates, against the same engine without them."""
+    """Measures a producer's engine with prompts, appends and updates, against the same engine without them."""
     model = random_model(bench, "streaming")
     config = run_config(bench, "streaming", model)
     settings = StreamingSettings(
@@ -73,19 +67,17 @@ def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
         rounds=bench.settings.streaming_rounds,
         window_s=bench.settings.streaming_window_s,
     )
-    server = RedisServer(bench.folder / "redis", maxmemory_mb=512)
-    try:
+    with redis_server(bench.folder / "redis") as server:
         url = {"REDIS_URL": server.url}
-        found = measure_apart("streaming", ENGINE_PART, settings, list[Streamed], bench.folder, environment=url)
-    finally:
-        server.stop()
+        found = measure_apart("streaming", STREAMING, settings, list[Streamed], bench.folder, environment=url)
     goal_rate = bench.settings.updates_per_s[0]
     return [figure for streamed in found for figure in streaming_figures(streamed, goal_rate)]
 
 
 def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
-    """Runs of both modes whose policy stays where it is, for rates, then runs that learn, for the time it takes."""
-    model = _run_file_s_model(bench)
+    """Measures runs of both modes: with a policy that does not change, for rates; then learning, for the time it
+    takes."""
+    model = run_file_model(bench)
     breakdowns: list[Figure | Breakdown] = []
     fixed: dict[str, ModeRun] = {}
     learning: dict[str, ModeRun] = {}
@@ -104,8 +96,8 @@ def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
-    """Runs that learn, of both ways to fill a batch in turn, for each seed."""
-    model, figures = _run_file_s_model(bench), []
+    """Measures runs that learn with both ways to fill a batch, in turn for each seed."""
+    model, figures = run_file_model(bench), []
     for workload, overrides in WORKLOADS.items():
         runs: dict[str, list[ModeRun]] = {"with_variance": [], "any": []}
         for seed in bench.settings.fill_seeds:
@@ -120,8 +112,8 @@ def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
-    """Producers killed at half of their rollouts, with progress and without, and what saving it takes of one that is
-    not."""
+    """Measures producers killed halfway through their rollouts, with saved progress and without, and the cost of
+    saving."""
     model = random_model(bench, "kills", max_tokens=2 * NUM_TOKENS, num_layers=NUM_LAYERS)
     own = {
         "sampling.max_tokens": NUM_TOKENS,
@@ -130,31 +122,20 @@ def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
         "producers.claim_idle_s": 1.0,
         "producers.claim_refresh_s": 0.25,
     }
-    server = RedisServer(bench.folder / "redis", maxmemory_mb=512)
-    try:
-        with host_folder("kills") as folder:
-            overrides = [f"{name}={value}" for name, value in own.items()]
-            config = run_config(bench, "kills", model, *overrides, f'weights.host_folder="{folder}"')
-            job = KillJob(
-                run_file=str(save(bench, config)),
-                runs=str(bench.folder / "runs"),
-                kills=bench.settings.kills,
-                spells=bench.settings.saving_spells,
-                spell_s=bench.settings.saving_spell_s,
-                length_s=bench.settings.saving_length_s,
-            )
-            url = {"REDIS_URL": server.url}
-            found = measure_apart("kills", KILL_PART, job, Killed, bench.folder, environment=url)
-    finally:
-        server.stop()
+    with redis_server(bench.folder / "redis") as server, host_folder("kills") as folder:
+        overrides = [f"{name}={value}" for name, value in own.items()]
+        config = run_config(bench, "kills", model, *overrides, f'weights.host_folder="{folder}"')
+        job = KillJob(
+            run_file=str(save(bench, config)),
+            runs=str(bench.folder / "runs"),
+            kills=bench.settings.kills,
+            spells=bench.settings.saving_spells,
+            spell_s=bench.settings.saving_spell_s,
+            length_s=bench.settings.saving_length_s,
+        )
+        url = {"REDIS_URL": server.url}
+        found = measure_apart("kills", "bench.pipeline.kill_part:measure", job, Killed, bench.folder, environment=url)
     return [*kill_figures(found)]
-
-
-def _run_file_s_model(bench: Bench) -> Path:
-    model = Path(load_config(bench.run_file).model.path)
-    if not model.is_dir():
-        make_model(model)
-    return model
 
 
 def _mode_config(bench: Bench, mode: str, model: Path, what: str, *overrides: str) -> RunConfig:
@@ -179,7 +160,7 @@ def random_model(bench: Bench, name: str, **recipe: int) -> Path:
 
 
 def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
-    """Tokens/s with its goal at one rate of updates, and the share of time paused at each."""
+    """Compares tokens/s, with a goal at one rate of updates, and the share of time paused at each."""
     where = f"{streamed.load}, {streamed.updates_per_s:g} updates/s"
     yield compare(
         f"producer tokens/s, {where}",
@@ -197,7 +178,7 @@ def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
 PIPELINE = BenchSection(
     "pipeline",
     {
-        "records": measure_records,
+        "records": lambda bench: record_figures(),
         "streaming": measure_streaming,
         "modes": measure_modes,
         "fill": measure_fill,

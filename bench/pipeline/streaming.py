@@ -14,23 +14,20 @@ import msgspec
 import redis
 
 from bench.pipeline.bare import BareEngine, Meter, tokens_between
+from bench.running import open_producer
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.launch.start_checks import resolved_toml
-from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
-from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.context import ProducerContext
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
 
 if TYPE_CHECKING:
     from penstock.producers.engines.vllm import VllmEngine
 
 NUM_PROMPTS = 1024
-PRODUCER_ID = "producer-0"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +43,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     margin_s: float
 
 
-class StreamingSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StreamingSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_file: str
     runs: str
     loads: tuple[Load, ...]
@@ -83,10 +80,11 @@ class Streamed(msgspec.Struct, frozen=True, kw_only=True):
     num_updates: int
 
 
-async def measure_streaming(config: RunConfig, settings: StreamingSettings) -> list[Streamed]:
+async def measure_streaming(settings: StreamingSettings) -> list[Streamed]:
     """Boots one engine and takes every load's windows in turn: bare, each rate of updates, bare, and so on."""
     from penstock.producers.engines.vllm import VllmEngine
 
+    config = load_config(Path(settings.run_file))
     engine = await VllmEngine.start(config, seed=1)
     try:
         return [
@@ -132,28 +130,23 @@ class _Windows:
         return Window(tokens_per_s=tokens_between(await load, start, end) / (end - start))
 
     async def _streaming_window(self, updates_per_s: float) -> Window:
-        """A complete producer on a run of its own, from its first claim to its shutdown."""
+        """Measures a complete producer in a run of its own, from its first claim to its shutdown."""
         config = msgspec.structs.replace(self._config, name=f"bench-{self._load.max_tokens}-{next(self._numbers)}")
-        metrics, meter = ProducerMetrics(), Meter(self._engine)
-        url = os.environ["REDIS_URL"]
+        meter = Meter(self._engine)
         feeder = self._start_feeder(config, updates_per_s)
-        connection = ProducerConnection.open(url, outage_s=10.0, metrics=metrics)
-        client = connect(url)
+        client = connect(os.environ["REDIS_URL"])
+        opened = open_producer(config, self._run_folders, meter, self._environments, self._tokenizer, ProducerMetrics())
         try:
-            context = ProducerContext(
-                config, runs=self._run_folders, producer_id=PRODUCER_ID, connection=connection, metrics=metrics
-            )
-            producer = Producer(context, meter, self._environments, self._tokenizer)
-            await producer.open()
-            serving = asyncio.create_task(producer.serve(), name="producer")
-            await self._wait_for_first_request(meter, serving, feeder)
-            stream = Keys(config.name).rollouts
-            start, end, num_appended = await self._wait(lambda: _num_appended(client, stream))
-            producer.stop.set()
-            await serving
+            async with opened as producer:
+                await producer.open()
+                serving = asyncio.create_task(producer.serve(), name="producer")
+                await self._wait_for_first_request(meter, serving, feeder)
+                stream = Keys(config.name).rollouts
+                start, end, num_appended = await self._wait(lambda: _num_appended(client, stream))
+                producer.stop.set()
+                await serving
         finally:
             feeder.kill()
-            await connection.close()
             client.flushdb()
             client.close()
         pauses = [pause_s for ended, pause_s in meter.pauses if start <= ended < end]
@@ -198,7 +191,7 @@ def _num_appended(client: "redis.Redis", stream: str) -> int:
 
 
 def summarize(load: str, updates_per_s: float, windows: list[Window], bare: list[Window]) -> Streamed:
-    """`bare` holds one window more than `windows`: each window lies between two bare ones."""
+    """Compares windows with the bare ones around them: `bare` holds one more than `windows`."""
     references = [mean((before.tokens_per_s, after.tokens_per_s)) for before, after in itertools.pairwise(bare)]
     ratios = [window.tokens_per_s / reference for window, reference in zip(windows, references, strict=True)]
     pauses = [window.pause_s for window in windows if window.pause_s is not None]

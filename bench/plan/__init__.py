@@ -1,1 +1,1 @@
-"""What `penstock plan` says of runs against what they came to: real processes and streams around engines that sleep."""
+"""The forecasts of `penstock plan` against recorded runs: real processes and streams around engines that sleep."""

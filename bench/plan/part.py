@@ -1,6 +1,6 @@
 """One part of a run whose speed is known: `python -m bench.plan.part PACE trainer|producer RUN.toml ...`.
 
-PACE is a `PartPace` as JSON. The trainer's updates are drawn out to their seconds; a producer has a `PacedEngine`.
+PACE is a `PartPace` as JSON. The trainer's updates are lengthened to their seconds; a producer has a `PacedEngine`.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class PartPace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tossed(Arithmetic):
-    """Rewards by chance, so that groups differ among each other whatever is sampled."""
+    """Random rewards, so that siblings differ whatever is sampled."""
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         return Reward(value=float(random.random() < 0.5))
@@ -65,7 +65,7 @@ class _Sequence:
 
 
 class PacedEngine:
-    """Samples one token over and over, in time: every sequence that has a seat gets one in each step."""
+    """Samples one token over and over at a set pace: every sequence that has a seat gets one in each step."""
 
     def __init__(self, pace: PartPace, config: RunConfig, seed: int) -> None:
         self.policy_version = 0
@@ -137,7 +137,7 @@ class PacedEngine:
 
 
 def draw_out(pace: PartPace) -> None:
-    """Makes every step of the trainer take its time, unless it takes longer by itself."""
+    """Lengthens every step of the trainer to its time, unless it already takes longer."""
     from penstock.consumers.learning.batch import Batch
     from penstock.consumers.learning.learner import Learner
     from penstock.consumers.learning.step_report import StepReport

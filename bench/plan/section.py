@@ -1,6 +1,5 @@
 """The plan section: runs in real time, each planned from its own record, and each from the record of another one."""
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,11 +9,8 @@ import msgspec
 
 from bench.plan.part import PartPace
 from bench.result import Breakdown, Figure, Goal, compare
+from bench.running import DeathsView, launch
 from bench.section import Bench, BenchSection, make_model
-from penstock.deploy.launch.launcher import Launcher, part_command
-from penstock.deploy.launch.live_view import View
-from penstock.deploy.launch.placement import Placement
-from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.plan.planning import Plan, plan
 from penstock.schemas.config import RunConfig, load_config
 
@@ -58,7 +54,7 @@ PRODUCERS = {
     "one producer, max_lag = 6": Scenario(producers=1, max_lag=6),
     "three producers, max_lag = 0": Scenario(producers=3, max_lag=0),
 }
-"""They are the limit of the first run."""
+"""Producers limit the first run."""
 TRAINER = {
     "slow trainer": Scenario(producers=2, max_lag=2),
     "slow trainer, max_lag = 5": Scenario(producers=2, max_lag=5),
@@ -66,23 +62,12 @@ TRAINER = {
     "slow trainer, completions twice as long": Scenario(producers=2, max_lag=2, median=2 * PACE.median),
     "slow trainer, half as large batches": Scenario(producers=2, max_lag=2, overrides=("groups_per_batch=4",)),
 }
-"""It is that of the first run."""
+"""The trainer limits the first run."""
 SLOW_TRAINER = msgspec.structs.replace(PACE, update_s=0.6, token_s=0.001)
 
 
-class _Quiet(View):
-    """Shows nothing but deaths."""
-
-    def note(self, text: str) -> None:
-        if "died" in text:
-            print(f"    {text}", flush=True)
-
-    def draw(self) -> None:
-        """There is no frame."""
-
-
 def measure_plans(scenarios: Mapping[str, Scenario], pace: PartPace, bench: Bench) -> list[Figure | Breakdown]:
-    """Each scenario in real time; then planned from its own record, and from that of the first one."""
+    """Runs each scenario in real time, then plans it from its own record and from that of the first one."""
     # Each table has runs of its own, under the same names.
     model, runs = bench.folder / "model", Path(tempfile.mkdtemp(prefix="runs-", dir=bench.folder))
     make_model(model, train=False)
@@ -107,7 +92,7 @@ def measure_plans(scenarios: Mapping[str, Scenario], pace: PartPace, bench: Benc
 
 
 def plan_figures(what: str, found: Plan) -> Sequence[Figure]:
-    """The planned figures against those recorded."""
+    """Compares the planned figures with those recorded."""
     figures = []
     for key, within in WITHIN.items():
         planned, recorded = found.planned[key], (found.recorded or {})[key]
@@ -129,21 +114,10 @@ def plan_figures(what: str, found: Plan) -> Sequence[Figure]:
 
 
 def run_paced(config: RunConfig, pace: PartPace, runs: Path) -> None:
-    """Runs `config` to its end at `pace`. Raises PartDied, ServerError, ConfigError as the launcher does."""
-
-    def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> Sequence[str]:
-        command = part_command(part, config, runs, resume)
-        arguments = command[command.index("penstock.deploy.cli") + 1 :]
-        return [sys.executable, "-m", "bench.plan.part", msgspec.json.encode(pace).decode(), *arguments]
-
-    with RunFolder(config, runs, resume=False) as folder:
-        folder.save(config)
-        with _Quiet(config, runs) as view:
-            launcher = Launcher(
-                config, runs, Placement(), resume=False, view=view, lock=folder.lock, command_for=command_for
-            )
-            if launcher.run():
-                raise KeyboardInterrupt
+    """Runs `config` to its end at `pace`. Raises KeyboardInterrupt, and what `launch` raises."""
+    starter = ["bench.plan.part", msgspec.json.encode(pace).decode()]
+    if launch(config, runs, DeathsView(config, runs), lambda role: starter):
+        raise KeyboardInterrupt
 
 
 PLAN = BenchSection(

@@ -40,7 +40,7 @@ def plain_client(url: str) -> "redis.Redis":
 
 
 def group_of(num_bytes: int) -> RolloutGroup:
-    """A group whose encoding has about `num_bytes`."""
+    """Makes a group whose encoding has about `num_bytes`."""
     frame = len(encode_group(make_group(completion_tokens=4))) - 4 * BYTES_PER_TOKEN
     return make_group(completion_tokens=max(4, (num_bytes - frame) // BYTES_PER_TOKEN))
 
@@ -150,7 +150,7 @@ class TrainerEnd:
         return num_entries
 
     def acknowledge(self) -> int:
-        """The one acknowledgement of the protocol: a commit that trims the stream. Returns the entries trimmed."""
+        """Commits, the protocol's only acknowledgement, which trims the stream. Returns the entries trimmed."""
         keep = self._reader.first_unsettled()
         return self._connection.call(lambda _: self._scripts.commit(0, "bench", keep, b"0-0"))
 

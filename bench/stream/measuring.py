@@ -1,19 +1,16 @@
 """Shared by the rows of the stream section: settings, a server of their own, measuring in turns."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 import redis
 
-from bench.result import Figure, Goal, compare
-from bench.section import Bench
+from bench.section import Bench, redis_server
 from bench.stream.ends import plain_client
 from bench.stream.load import LoadProcess
-from penstock.deploy.launch.redis_server import RedisServer
 
 MAXMEMORY_MB = 2048
 MEGABYTE = 1_000_000
@@ -52,21 +49,19 @@ class BenchServer(NamedTuple):
 
 @contextmanager
 def bench_server(bench: Bench, row: str) -> Iterator[BenchServer]:
-    """The server of a run: UNIX socket, append-only file with fsync every second. The file is rewritten between
-    measurements only."""
-    server = RedisServer(bench.folder / row, maxmemory_mb=MAXMEMORY_MB)
-    client = plain_client(server.url)
-    try:
+    """Starts a server as a run does: UNIX socket, append-only file with fsync every second. The file is rewritten
+    between measurements only."""
+    with (
+        redis_server(bench.folder / row, maxmemory_mb=MAXMEMORY_MB) as server,
+        plain_client(server.url) as client,
+    ):
         client.config_set("auto-aof-rewrite-percentage", 0)
         yield BenchServer(server.url, client)
-    finally:
-        client.close()
-        server.stop()
 
 
 @contextmanager
 def load_processes(bench: Bench, server: BenchServer, *names: str) -> Iterator[list[LoadProcess]]:
-    """Load processes at that server."""
+    """Starts load processes at that server; they end with the block."""
     started: list[LoadProcess] = []
     try:
         for name in names:
@@ -78,7 +73,7 @@ def load_processes(bench: Bench, server: BenchServer, *names: str) -> Iterator[l
 
 
 def groups_for(bench: Bench, payload_bytes: int) -> int:
-    """Number of groups of `payload_bytes` in one measurement."""
+    """Returns the number of groups of `payload_bytes` in one measurement."""
     return max(16, int(bench.settings.payload_mb * MEGABYTE / payload_bytes))
 
 
@@ -91,27 +86,3 @@ def empty(client: "redis.Redis") -> None:
         if not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]:
             return
         time.sleep(0.01)
-
-
-def rate_figure(
-    name: str,
-    measured: Sequence[float],
-    reference: Sequence[float],
-    *,
-    reference_is: str,
-    unit: str = "/s",
-    goal: Goal | None = None,
-    details: dict[str, Any] | None = None,
-) -> Figure:
-    """Medians over the rounds; the ratio is the median of the rounds' own ratios, which a slow moment affects less."""
-    ratios = [value / against for value, against in zip(measured, reference, strict=True)]
-    return compare(
-        name,
-        unit=unit,
-        measured=median(measured),
-        reference=median(reference),
-        reference_is=reference_is,
-        ratio=median(ratios),
-        goal=goal,
-        details={"ratio_by_round": [round(ratio, 4) for ratio in ratios], **(details or {})},
-    )

@@ -23,7 +23,7 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def texts_of(group: RolloutGroup, form: Form) -> list[dict[str, Any]]:
-    """A group's rollouts as PipelineRL writes them. Not timed."""
+    """Returns a group's rollouts as PipelineRL writes them. Not timed."""
     return [_text_of(group, n, form) for n in range(GROUP_SIZE)]
 
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from urllib.parse import urlsplit
 
-from bench.result import BenchError, Figure, Goal, in_turns
+from bench.result import BenchError, Figure, Goal, compare_rounds, in_turns
 from bench.section import Bench
 from bench.stream.ends import ProducerEnd, Span, TrainerEnd, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess
@@ -15,7 +15,6 @@ from bench.stream.measuring import (
     empty,
     groups_for,
     load_processes,
-    rate_figure,
 )
 from bench.stream.references import (
     RECEIVE_BYTES,
@@ -46,7 +45,7 @@ PRODUCERS_GOAL = 0.9
 
 
 def append_figures(bench: Bench) -> list[Figure]:
-    """XADD by the producer's writer against `redis-benchmark` with one client, both on the UNIX socket."""
+    """Compares XADD by the producer's writer with `redis-benchmark` with one client, both on the UNIX socket."""
     figures = []
     with bench_server(bench, "xadd") as server:
         add_benchmark_user(server.client)
@@ -85,7 +84,7 @@ def _append_figures(bench: Bench, server: BenchServer, kilobytes: int, at_least:
     details = {"payload_bytes": payload_bytes, "num_groups": num_groups, "link": "UNIX socket"}
     appends = "each group in a MULTI with its prompt's XACK and XDEL"
     return [
-        rate_figure(
+        compare_rounds(
             f"XADD by the writer, {kilobytes} kB",
             found["waiting"],
             found["benchmark"],
@@ -93,7 +92,7 @@ def _append_figures(bench: Bench, server: BenchServer, kilobytes: int, at_least:
             goal=Goal(at_least=at_least),
             details={**details, "what": f"groups that wait, encoded; {appends}, several in one"},
         ),
-        rate_figure(
+        compare_rounds(
             f"the same, one group at a time, {kilobytes} kB",
             found["single"],
             found["benchmark"],
@@ -116,7 +115,7 @@ async def _append(url: str, group: RolloutGroup, num_groups: int, *, singly: boo
 
 
 def read_figures(bench: Bench) -> list[Figure]:
-    """The trainer's reader and its commit against a plain TCP connection, both over loopback."""
+    """Compares the trainer's reader and its commit with a plain TCP connection, both over loopback."""
     figures = []
     with bench_server(bench, "read") as server, load_processes(bench, server, "sender") as (sender,):
         add_benchmark_user(server.client)
@@ -165,7 +164,7 @@ def _read_figures(bench: Bench, server: BenchServer, port: int, sender: LoadProc
     against = f"Python TCP loopback: sendall of as many bytes, recv_into of {RECEIVE_BYTES // KILOBYTES} kB"
     details = {"payload_bytes": payload_bytes, "num_groups": num_groups, "link": "TCP loopback"}
     return [
-        rate_figure(
+        compare_rounds(
             f"XREAD and commit, {kilobytes} kB",
             found["undecoded"],
             found["loopback"],
@@ -174,7 +173,7 @@ def _read_figures(bench: Bench, server: BenchServer, port: int, sender: LoadProc
             goal=Goal(at_least=READ_GOAL),
             details={**details, "what": "the reader's reads from cursor to end, then the commit that trims them"},
         ),
-        rate_figure(
+        compare_rounds(
             f"the same, against redis-benchmark, {kilobytes} kB",
             found["undecoded"],
             found["benchmark"],
@@ -182,7 +181,7 @@ def _read_figures(bench: Bench, server: BenchServer, port: int, sender: LoadProc
             unit="MB/s",
             details=details,
         ),
-        rate_figure(
+        compare_rounds(
             f"the same, decoded, checked and settled, {kilobytes} kB",
             found["decoded"],
             found["loopback"],
@@ -194,7 +193,7 @@ def _read_figures(bench: Bench, server: BenchServer, port: int, sender: LoadProc
 
 
 def producers_figures(bench: Bench) -> list[Figure]:
-    """Many producers on one stream against one, as many groups in all."""
+    """Compares many producers on one stream with one, with equally many groups in all."""
     group_bytes = 16 * KILOBYTES
     payload_bytes = len(encode_group(group_of(group_bytes)))
     per_producer = max(2, groups_for(bench, payload_bytes) // NUM_PRODUCERS)
@@ -237,7 +236,7 @@ def producers_figures(bench: Bench) -> list[Figure]:
         "what": "each producer has a writer, claims and a connection of its own; encoding included",
     }
     return [
-        rate_figure(
+        compare_rounds(
             f"{NUM_PRODUCERS} producers on one stream, 16 kB, {handed_over}",
             found[which],
             found["one"],

@@ -25,20 +25,20 @@ TIMEOUT_S = 300.0
 
 
 def add_benchmark_user(client: "redis.Redis") -> None:
-    """redis-benchmark takes a password on its command line only: it gets a user whom any password lets in. The server
+    """Adds a user that accepts any password, since redis-benchmark takes one on its command line only. The server
     listens on this machine alone, and holds a benchmark's records for some seconds."""
     client.acl_setuser(USER, enabled=True, nopass=True, keys=["*"], commands=["+@all"])
 
 
 def benchmark_xadd(socket_path: str, stream: str, payload_bytes: int, num_requests: int) -> float:
-    """Entries per second that one client of redis-benchmark appends one at a time."""
+    """Returns the entries per second that one client of redis-benchmark appends one at a time."""
     fields = [Field.INDEX.decode(), "1", Field.KIND.decode(), Kind.GROUP.decode(), Field.PAYLOAD.decode()]
     command = ["-n", str(num_requests), "-x", "XADD", stream, "*", *fields]
     return _requests_per_s(["-s", socket_path], command, b"x" * payload_bytes)
 
 
 def benchmark_xread(port: int, stream: str, entries_per_read: int, num_requests: int) -> float:
-    """Entries per second that one client of redis-benchmark reads, the same ones each time."""
+    """Returns the entries per second that one client of redis-benchmark reads, the same ones each time."""
     command = ["-n", str(num_requests), "XREAD", "COUNT", str(entries_per_read), "STREAMS", stream, "0"]
     return entries_per_read * _requests_per_s(["-h", "127.0.0.1", "-p", str(port)], command, b"")
 
@@ -68,7 +68,7 @@ def _binary() -> Path:
 
 
 def loopback_mb_per_s(sender: LoadProcess, message_bytes: int, num_messages: int) -> float:
-    """The rate at which Python receives messages of this size over TCP from another process."""
+    """Measures the rate at which Python receives messages of this size over TCP from another process."""
     buffer = memoryview(bytearray(RECEIVE_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

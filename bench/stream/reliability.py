@@ -11,15 +11,12 @@ from unittest.mock import patch
 import msgspec
 
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun, groups_per_s, run_mode
-from bench.result import Figure, Goal, in_turns
-from bench.section import Bench, make_model
-from bench.stream.measuring import rate_figure
-from penstock.deploy.launch.redis_server import RedisServer
+from bench.result import Figure, Goal, compare_rounds, in_turns
+from bench.section import Bench, redis_server, run_file_model
 from penstock.schemas.config import RunConfig, load_config
 
 NEVER = 10**9
 GOAL = Goal(at_least=0.97)
-MAXMEMORY_MB = 512
 CHECKPOINT_LINE = re.compile(r"checkpoint \S+ at update (\d+): ([0-9.]+) s")
 
 
@@ -36,8 +33,8 @@ VARIANTS = {
 
 
 def reliability_figures(bench: Bench) -> list[Figure]:
-    """Groups per second of short runs in turns, each with the producers and threads of the run file, pinned to no
-    core. So small a learning rate moves no weight: every update meets the same work."""
+    """Compares groups per second of short runs in turns, each with the producers and threads of the run file, pinned to
+    no core. So small a learning rate moves no weight: every update meets the same work."""
     checkpoint_s: list[float] = []
     numbers = iter(range(10**6))
 
@@ -56,7 +53,7 @@ def reliability_figures(bench: Bench) -> list[Figure]:
         "reliable_groups_per_s_by_round": found["reliable"],
     }
     return [
-        rate_figure(
+        compare_rounds(
             f"groups/s of the demo with checkpoints, against {without}",
             found["reliable"],
             found[name],
@@ -84,21 +81,18 @@ def _config(bench: Bench, name: str, variant: ReliabilityVariant) -> RunConfig:
 
 
 def _run(bench: Bench, config: RunConfig, variant: ReliabilityVariant) -> ModeRun:
-    model = Path(config.model.path)
-    if not model.is_dir():
-        make_model(model)
-    server = RedisServer(bench.folder / f"{config.name}-server", maxmemory_mb=MAXMEMORY_MB)
-    try:
+    run_file_model(bench)
+    folder = bench.folder / f"{config.name}-server"
+    with redis_server(folder) as server:
         server.client.config_set("appendonly", "yes" if variant.append_only_file else "no")
         with patch.dict(os.environ, REDIS_URL=server.url):
-            return run_mode(config, bench.folder / "runs", limit_s=bench.settings.reliability_limit_s, pinned=False)
-    finally:
-        server.stop()
-        shutil.rmtree(server.folder)
+            run = run_mode(config, bench.folder / "runs", limit_s=bench.settings.reliability_limit_s, pinned=False)
+    shutil.rmtree(folder)
+    return run
 
 
 def _checkpoints_s(run_folder: Path, run: ModeRun) -> list[float]:
-    """Seconds of each checkpoint among the updates that count for the rate."""
+    """Returns the seconds of each checkpoint among the updates that count for the rate."""
     lines = (run_folder / "logs" / "trainer.log").read_text(errors="replace")
     taken = [(int(update), float(seconds)) for update, seconds in CHECKPOINT_LINE.findall(lines)]
     return [seconds for update, seconds in taken if FIRST_UPDATE <= update < run.num_updates]

@@ -10,7 +10,7 @@ from bench.stream.whole import memory_figures, peer_figures
 
 
 def encode_figures(bench: Bench) -> list[Figure]:
-    """The figure of the records that belongs to this section too."""
+    """Returns the figure of the records that belongs to this section too."""
     return [figure for figure in record_figures() if figure.name == "encoding a group"]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import redis
 
 from bench.pipeline.records import GROUP_SIZE
-from bench.result import BenchError, Figure, Goal, compare, in_turns
+from bench.result import BenchError, Figure, Goal, compare, compare_rounds, in_turns
 from bench.section import Bench
 from bench.stream.ends import ProducerEnd, TrainerEnd, group_of, plain_client, release_prompts
 from bench.stream.load import LoadProcess, PeerWrite, Produce
-from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, load_processes, rate_figure
+from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, load_processes
 from bench.stream.peer import Form, PeerReader
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup, encode_group
@@ -58,7 +58,7 @@ def peer_figures(bench: Bench) -> list[Figure]:
         "what": "claimed, packed, encoded, appended; read, decoded, checked, settled, committed",
     }
     return [
-        rate_figure(
+        compare_rounds(
             f"rollouts/s end to end, {form} handed over, against {records}",
             found[form],
             found[records],
@@ -116,7 +116,7 @@ def _peer(server: BenchServer, process: LoadProcess, num_groups: int, form: Form
 
 
 def memory_figures(bench: Bench) -> list[Figure]:
-    """The server's memory for groups on the stream, appended by the writer; the worst of several sizes."""
+    """Measures the server's memory for groups on the stream, appended by the writer; the worst of several sizes."""
     by_size: dict[str, float] = {}
     worst: tuple[float, float, float] = (0.0, 0.0, 0.0)
     with bench_server(bench, "memory") as server:
@@ -140,7 +140,7 @@ def memory_figures(bench: Bench) -> list[Figure]:
 
 
 def _weigh(server: BenchServer, group: RolloutGroup) -> tuple[float, float]:
-    """Bytes that the server has taken, bytes of payload."""
+    """Returns the bytes that the server has taken, and the bytes of payload."""
     payload_bytes = len(encode_group(group))
     num_groups = max(8, int(MEMORY_MB * MEGABYTE / payload_bytes))
     empty(server.client)

@@ -1,1 +1,1 @@
-"""The study: what lag costs, and what each correction saves of it, on the demo's model and task (`make study`)."""
+"""The study: the cost of lag, and how much of it each correction saves, on the demo's model and task (`make study`)."""

@@ -108,7 +108,7 @@ class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
         return ModelRecipe(seed=self.seed - 1)
 
     def config(self, models: Path, num_updates: int = NUM_UPDATES) -> RunConfig:
-        """The demo's run file with what this cell changes. Raises ConfigError, see `load_config`.
+        """Returns the demo's run file with this cell's changes. Raises ConfigError, see `load_config`.
 
         models: the folder of all models.
         """
@@ -132,7 +132,7 @@ class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grid() -> list[StudyCell]:
-    """Every cell of the study: the grid on one seed, then the other seeds where the methods are compared."""
+    """Returns every cell of the study: the grid on one seed, then the other seeds where the methods are compared."""
     cells = [
         StudyCell(pace=pace.name, lag=lag, method=method, seed=GRID_SEED)
         for pace in PACES

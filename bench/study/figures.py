@@ -101,6 +101,6 @@ def _accuracy(result: StudyResult) -> tuple[np.ndarray, np.ndarray]:
 def _found(
     results: Sequence[StudyResult], pace: Pace, lag: int, method: str, seeds: Sequence[int]
 ) -> list[StudyResult]:
-    """The results of one line, one a seed."""
+    """Returns the results of one line, one for each seed."""
     wanted = [StudyCell(pace=pace.name, lag=lag, method=method, seed=seed) for seed in seeds]
     return [result for result in results if result.cell in wanted]

@@ -52,7 +52,7 @@ class StudyRecorder:
         self._sampler = sampler
 
     def groups(self, indexes: Sequence[int], version: int, seed: int) -> list[RolloutGroup]:
-        """One group an index, sampled by the weights that the sampler holds and labelled `version`.
+        """Returns a group for each index, sampled by the weights that the sampler holds and labelled `version`.
 
         Each is encoded to the wire format and decoded again.
         """
@@ -81,7 +81,7 @@ class StudyRecorder:
         return groups
 
     def held_out_accuracy(self) -> float:
-        """Share of the held-out problems that the sampler's weights answer exactly, greedily."""
+        """Returns the share of held-out problems that the sampler's weights answer exactly, greedily."""
         environment = self._environment
         prompts = [environment.evaluation_prompt(n) for n in range(1, environment.num_evaluation_prompts + 1)]
         greedy = SamplingSettings(temperature=0.0, max_tokens=self._config.sampling.max_tokens)
@@ -111,7 +111,8 @@ class StudyRecorder:
 
 
 class StudyPolicies:
-    """The latest `lag + 1` policies. The oldest of them samples: it is `lag` optimizer steps behind, less at the start.
+    """The latest `lag + 1` policies. The oldest of them samples: it is `lag` optimizer steps behind, fewer at the
+    start.
 
     weights: those of version 0.
     """
@@ -134,8 +135,8 @@ class StudyPolicies:
 def run_cell(cell: StudyCell, config: RunConfig, on_update: Callable[[int], None] = lambda update: None) -> StudyResult:
     """Trains `config.num_updates` batches at a forced lag of `cell.lag` optimizer steps.
 
-    Cells of one seed get the same problems, and the same noise for the same policy: they part where their policies do.
-    Update u is sampled by the policy of max(0, u - lag) steps; a pipeline that fills up starts likewise.
+    Cells of one seed get the same problems, and the same noise for the same policy: they diverge where their policies
+    do. Update u is sampled by the policy of max(0, u - lag) steps; a pipeline that fills up starts likewise.
 
     Args:
         config: of `cell.config()`; another number of updates is allowed.

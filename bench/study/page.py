@@ -22,7 +22,7 @@ Results = dict[StudyCell, StudyResult]
 
 
 def render(results: Sequence[StudyResult]) -> str:
-    """The tables of a complete study, and what the seeds agree on."""
+    """Returns the tables of a complete study, and what the seeds agree on."""
     by_cell = {result.cell: result for result in results}
     parts = [_compared_table(by_cell), _findings(by_cell)]
     parts += [_grid_table(by_cell, pace) for pace in PACES]
@@ -69,7 +69,7 @@ def _compared_table(results: Results) -> str:
 
 
 def beaten(results: Results, method: str) -> list[str]:
-    """Numbers of the methods whose mean accuracy is lower in every seed."""
+    """Returns the numbers of the methods whose mean accuracy is lower in every seed."""
     own = _by_seed(results, method, lambda result: result.mean_accuracy)
     return [
         str(n)
@@ -79,7 +79,7 @@ def beaten(results: Results, method: str) -> list[str]:
 
 
 def _findings(results: Results) -> str:
-    """The order of the means, and how far apart the seeds of one method are."""
+    """Returns the order of the means, and the spread of one method's seeds."""
     means = {method.label: fmean(_by_seed(results, method.name, lambda r: r.mean_accuracy)) for method in METHODS}
     order = sorted(means, key=lambda label: -means[label])
     spreads = {method.label: _spread(results, method.name) for method in METHODS}

@@ -38,7 +38,7 @@ def draw_pictures(folder: Path) -> list[Path]:
 
 
 def trust_curve(config: CorrectionConfig, lags: np.ndarray) -> np.ndarray:
-    """tau(d) of integer lags [n]; NaN beyond `max_lag`, where nothing is trusted."""
+    """Returns tau(d) of integer lags [n]; NaN beyond `max_lag`, where nothing is trusted."""
     tau = trust(torch.as_tensor(lags), config).numpy().copy()
     if config.max_lag is not None:
         tau[lags > config.max_lag] = np.nan
@@ -46,7 +46,7 @@ def trust_curve(config: CorrectionConfig, lags: np.ndarray) -> np.ndarray:
 
 
 def weight_curve(config: CorrectionConfig, log_ratios: np.ndarray, lag: int) -> np.ndarray:
-    """The weight of tokens with these log-ratios [n], all of one lag."""
+    """Returns the weight of tokens with these log-ratios [n], all of one lag."""
     proximal = torch.as_tensor(log_ratios)
     everything = torch.ones(len(log_ratios), dtype=torch.bool)
     return correct_packed(

@@ -57,7 +57,7 @@ class StudySampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], num_siblings: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sampled]]:
-        """`num_siblings` completions of each prompt, one list a prompt.
+        """Returns `num_siblings` completions of each prompt, a list for each prompt.
 
         The noise depends on `seed` and on a token's place in the batch alone: equal seeds give a policy that changed
         little mostly the same tokens.
@@ -96,7 +96,7 @@ class StudySampler:
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One token id a row of logits [B, V], and its logprob, [B] each."""
+    """Chooses a token id for each row of logits [B, V]; returns ids and logprobs, [B] each."""
     greedy = temperature < GREEDY_BELOW
     logprobs = torch.log_softmax(logits.float() / (1.0 if greedy else temperature), dim=-1)
     # multinomial takes the largest of p / e with e exponential noise: the coupling that `sample` promises.

@@ -1,11 +1,13 @@
-"""Prompt groups of random tokens, as a producer would have made them."""
+"""What a learner that is measured alone needs: a run's settings, and prompt groups of random tokens."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from bench.pipeline.records import FINGERPRINT
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     Rollout,
@@ -18,8 +20,18 @@ from penstock.schemas.rollout import (
 )
 
 
+def learner_config(model: ModelConfig, **trainer: Any) -> RunConfig:
+    """Returns a run on one thread, whose groups do not come from an environment. trainer: fields of its section."""
+    return RunConfig(
+        name="bench",
+        model=model,
+        environment=EnvironmentConfig(path="none:None"),
+        trainer=TrainerConfig(num_threads=1, **trainer),
+    )
+
+
 def random_group(index: int, lengths: Sequence[int], vocabulary: int, *, prompt_tokens: int = 1) -> RolloutGroup:
-    """One rollout of each length, in sampled tokens, which a policy of equal logits is said to have sampled."""
+    """Makes a rollout of each length, in sampled tokens, with the logprobs of a policy of equal logits."""
     rng = np.random.default_rng(index)
     prompt = rng.integers(0, vocabulary, prompt_tokens).tolist()
     return RolloutGroup(

@@ -1,4 +1,6 @@
-"""A task for measuring speed: a random model's answers, of uneven length, each with a reward of its own."""
+"""The row of long answers: its task, and the messages to and from TRL's process. Runs in both environments."""
+
+import msgspec
 
 from penstock.schemas.prompt import Prompt
 
@@ -19,3 +21,26 @@ class LongAnswers:
 
     def reward(self, prompt: Prompt, completion: str) -> float:
         return sum(map(str.isdigit, completion)) / max(1, len(completion))
+
+
+class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
+    run_file: str
+    updates: int
+    num_threads: int
+
+
+class PeerUpdates(msgspec.Struct, frozen=True, kw_only=True):
+    """seconds, tokens: of each update; tokens are sampled ones that it trains. phases_s: of the mean update."""
+
+    name: str
+    seconds: list[float]
+    tokens: list[int]
+    phases_s: dict[str, float]
+
+    @property
+    def s_per_update(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)

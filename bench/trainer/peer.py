@@ -11,7 +11,7 @@ from bench.head.section import peers_python
 from bench.pipeline.modes import ModeRun, run_mode, trainer_parts
 from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
 from bench.section import make_model, measure_apart
-from bench.trainer.peer_job import PeerUpdates, TrlJob
+from bench.trainer.long_answers import PeerUpdates, TrlJob
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import (
     EnvironmentConfig,
@@ -85,7 +85,7 @@ def _config(settings: PeerSettings, model: Path) -> RunConfig:
 
 
 def _run_trl(config: RunConfig, settings: PeerSettings, folder: Path) -> PeerUpdates | str:
-    """What TRL did, or why it did not."""
+    """Returns TRL's updates, or the reason why it did not run."""
     python = peers_python()
     if not python.is_file():
         return f"{python} is not there; make bench makes it"
@@ -95,7 +95,7 @@ def _run_trl(config: RunConfig, settings: PeerSettings, folder: Path) -> PeerUpd
     threads = str(settings.trl_threads)
     found: PeerUpdates = measure_apart(
         "trl",
-        "bench.trainer.trl_part",
+        "bench.trainer.trl_part:measure",
         job,
         PeerUpdates,
         folder,

@@ -1,4 +1,4 @@
-"""The loop that the trainer is held against: a transformers model, the float32 head, clipped AdamW, no more."""
+"""The loop that the trainer is compared with: a transformers model, the float32 head, clipped AdamW, no more."""
 
 from pathlib import Path
 

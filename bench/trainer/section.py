@@ -12,13 +12,15 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from bench.result import Breakdown, Figure, Goal, compare, in_turns
-from bench.section import Bench, BenchSection, make_model
+from bench.result import Figure, Goal, compare, compare_rounds, in_turns
+from bench.section import Bench, BenchSection, found_apart, make_model, measure_apart, wait_for
 from bench.sizing import LARGE, SMALL, MemoryCase, MemoryMeasured, MemoryModel, measure, save_model
-from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference, run_parts
+from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference
 from bench.trainer.peer import PeerSettings, peer_figures
+from bench.trainer.ranks import start_ranks
 from docs.sizing import measured_case, total_gb
 
+ON_RANKS = "bench.trainer.part:on_ranks"
 MAX_DIFFERENCE = 1e-5
 DEMO_WORK = Work(num_groups=32, group_size=8, prompt_tokens=6, sampled_tokens=4, tokens_per_pass=8192)
 """The demo's update: a sum of three digits and the end."""
@@ -71,7 +73,7 @@ def measure_compiled(bench: Bench) -> list[Figure]:
 
 
 def _timed(bench: Bench, *, compiled: bool) -> Iterator[tuple[str, Timed, int]]:
-    """By model what was timed, and the tokens of each round."""
+    """Yields, for each model, its name, its times, and the tokens of each round."""
     settings = bench.settings
     demo = bench.folder / "demo"
     if not demo.exists():
@@ -83,21 +85,19 @@ def _timed(bench: Bench, *, compiled: bool) -> Iterator[tuple[str, Timed, int]]:
     for name, (folder, work, steps) in jobs.items():
         job = AgainstPlain(model=str(folder), work=work, rounds=settings.plain_rounds, steps=steps, compiled=compiled)
         part = f"{'compiled' if compiled else 'plain'}-{folder.name}"
-        (timed,) = run_parts(part, [job], Timed, bench.folder)
+        timed = measure_apart(part, "bench.trainer.part:against_plain", job, Timed, bench.folder)
         yield name, timed, work.num_tokens * steps
 
 
 def plain_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
-    """The median over rounds of the plain loop's time / the learner's. num_tokens: of each round."""
-    learner, plain = timed.seconds["learner"], timed.seconds["plain"]
-    return compare(
+    """Compares the learner's rate with the plain loop's. num_tokens: of each round."""
+    learner, plain = ([num_tokens / seconds for seconds in timed.seconds[name]] for name in ("learner", "plain"))
+    return compare_rounds(
         f"one rank: tokens trained per second, {name}",
-        unit="/s",
-        measured=num_tokens / median(learner),
-        reference=num_tokens / median(plain),
+        learner,
+        plain,
         reference_is="a plain loop without diagnostics on the same batches, in turns; processor time of one thread",
         goal=Goal(at_least=0.97),
-        ratio=median(theirs / ours for ours, theirs in zip(learner, plain, strict=True)),
         details=msgspec.to_builtins(timed),
     )
 
@@ -110,13 +110,16 @@ def compiled_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
 
 
 def measure_ranks(bench: Bench) -> list[Figure]:
-    """In turns: one rank, two ranks, and two trainers that share nothing but the machine, each with the whole batch."""
+    """Measures in turns one rank, two ranks, and two trainers that share nothing but the machine, each with the whole
+    batch."""
     settings = bench.settings
     model = _model(bench, settings.model)
 
     def seconds(name: str, num_ranks: int, copies: int = 1) -> float:
         job = OnRanks(model=str(model), work=settings.work, num_ranks=num_ranks, steps=settings.ranks_steps)
-        return max(median(found) for found in run_parts(name, [job] * copies, list[float], bench.folder))
+        names = [f"{name}-{n}" for n in range(copies)]
+        wait_for([child for each in names for child in start_ranks(each, ON_RANKS, job, bench.folder)])
+        return max(median(found_apart(each, list[float], bench.folder)) for each in names)
 
     measures = {
         "one": lambda: seconds("one-rank", 1),
@@ -127,26 +130,22 @@ def measure_ranks(bench: Bench) -> list[Figure]:
 
 
 def ranks_figures(found: Mapping[str, Sequence[float]], settings: TrainerSettings) -> Iterator[Figure]:
-    """The second is the most that the machine can give the first: what two busy cores take from each other."""
-    num_tokens, details = settings.work.num_tokens, {f"{name}_s": list(values) for name, values in found.items()}
-    one = num_tokens / median(found["one"])
-    yield compare(
+    """Compares two ranks with one, and with the machine's limit: two trainers that share nothing."""
+    num_tokens = settings.work.num_tokens
+    one, two = ([num_tokens / seconds for seconds in found[name]] for name in ("one", "two"))
+    yield compare_rounds(
         f"two ranks: tokens trained per second, {settings.model.name}",
-        unit="/s",
-        measured=num_tokens / median(found["two"]),
-        reference=one,
+        two,
+        one,
         reference_is="one rank; one thread a rank, in turns",
         goal=Goal(at_least=1.6),
-        ratio=median(a / b for a, b in zip(found["one"], found["two"], strict=True)),
-        details=details,
+        details={f"{name}_s": list(values) for name, values in found.items()},
     )
-    yield compare(
+    yield compare_rounds(
         f"two trainers that share nothing: tokens trained per second, {settings.model.name}",
-        unit="/s",
-        measured=2 * num_tokens / median(found["apart"]),
-        reference=one,
+        [2 * num_tokens / seconds for seconds in found["apart"]],
+        one,
         reference_is="one of them alone: what is short of 2 is caches, memory and clock",
-        ratio=median(2 * a / b for a, b in zip(found["one"], found["apart"], strict=True)),
     )
 
 
@@ -194,7 +193,7 @@ def measure_weights(bench: Bench) -> list[Figure]:
             steps=settings.weights_steps - 1,
             weights=str(file),
         )
-        run_parts(name, [job], list[float], bench.folder)
+        wait_for(start_ranks(name, ON_RANKS, job, bench.folder))
         found: dict[str, torch.Tensor] = torch.load(file)
         return found
 
@@ -243,10 +242,6 @@ def _model(bench: Bench, model: MemoryModel) -> Path:
     return folder
 
 
-def measure_peer(bench: Bench) -> list[Figure | Breakdown]:
-    return list(peer_figures(bench.settings.peer, bench.folder))
-
-
 TRAINER = BenchSection(
     "trainer",
     {
@@ -255,7 +250,7 @@ TRAINER = BenchSection(
         "ranks": measure_ranks,
         "rank-memory": measure_memory,
         "weights": measure_weights,
-        "long-answers": measure_peer,
+        "long-answers": lambda bench: list(peer_figures(bench.settings.peer, bench.folder)),
     },
     TrainerSettings(),
     QUICK_TRAINER,

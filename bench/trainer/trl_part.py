@@ -1,21 +1,19 @@
-"""`python -m bench.trainer.trl_part JOB.json RESULT.json`: updates of TRL's GRPOTrainer, in the peers' environment."""
+"""Updates of TRL's GRPOTrainer, in the peers' environment."""
 
-import sys
 import tempfile
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from bench.peers.trl_run import Stopwatch, TimedTrainer
 from bench.peers.trl_settings import training_rows, trl_settings
-from bench.trainer.long_answers import LongAnswers
-from bench.trainer.peer_job import PeerUpdates, TrlJob
+from bench.trainer.long_answers import LongAnswers, PeerUpdates, TrlJob
 from penstock.schemas.config import load_config
 
 
@@ -39,11 +37,11 @@ class _Clock(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.ends_s.append(time.perf_counter())
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends_s.append(time.perf_counter())
+    on_step_end = on_train_begin
 
 
 def measure(job: TrlJob) -> PeerUpdates:
+    torch.set_num_threads(job.num_threads)
     disable_progress_bar()
     config = load_config(Path(job.run_file))
     environment = LongAnswers(seed=config.seed)
@@ -65,28 +63,10 @@ def measure(job: TrlJob) -> PeerUpdates:
         trainer.remove_callback(PrinterCallback)
         trainer.stopwatch, trainer.tokens = stopwatch, []
         trainer.train()
-    spent = stopwatch.get
-    whole_s = clock.ends_s[-1] - clock.ends_s[0]
+    phases_s = stopwatch.phases_s(clock.ends_s[-1] - clock.ends_s[0])
     return PeerUpdates(
         name=f"TRL {version('trl')}",
-        seconds=[end - start for start, end in zip(clock.ends_s, clock.ends_s[1:], strict=False)],
+        seconds=[end - start for start, end in pairwise(clock.ends_s)],
         tokens=trainer.tokens,
-        phases_s={
-            "generate": spent("generate") / job.updates,
-            "score": (spent("rollout") - spent("generate")) / job.updates,
-            "forward": spent("forward") / job.updates,
-            "backward": (spent("step") - spent("rollout") - spent("forward")) / job.updates,
-            "optimizer and loop": (whole_s - spent("step")) / job.updates,
-        },
+        phases_s={name: seconds / job.updates for name, seconds in phases_s.items()},
     )
-
-
-def main() -> None:
-    job_file, result_file = map(Path, sys.argv[1:])
-    job = msgspec.json.decode(job_file.read_bytes(), type=TrlJob)
-    torch.set_num_threads(job.num_threads)
-    result_file.write_bytes(msgspec.json.encode(measure(job)))
-
-
-if __name__ == "__main__":
-    main()

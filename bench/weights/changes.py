@@ -1,13 +1,11 @@
-"""Bytes of an update as AdamW changes bfloat16 weights: `python -m bench.weights.changes JOB.json RESULT.json`.
+"""The bytes of an update as AdamW changes bfloat16 weights.
 
 Weights are drawn as a new model's are, 0.02 wide; gradients are normal, and independent from step to step. Every
 element has one: rows of an embedding that no token meets would not change.
 """
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import torch
@@ -69,7 +67,7 @@ def _published(weights: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of the chunks, and elements changed."""
+    """Returns the bytes of the chunks, and the number of elements changed."""
     parts, num_changed = [], 0
     for tensor, (old, new) in enumerate(zip(before, after, strict=True)):
         part, count = changed(tensor, 0, as_bits(old.numpy()), as_bits(new.numpy()))
@@ -81,7 +79,7 @@ def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> tuple[int,
 
 
 def qwen_508m() -> Iterator[tuple[int, int]]:
-    """The matrices of a Qwen3 of 508 million parameters with tied embeddings."""
+    """Yields the shapes of the matrices of a Qwen3 of 508 million parameters with tied embeddings."""
     hidden, layers, heads, kv_heads, head_dim, intermediate = 1024, 22, 16, 8, 128, 3072
     yield 151_936, hidden
     for _ in range(layers):
@@ -90,12 +88,3 @@ def qwen_508m() -> Iterator[tuple[int, int]]:
         yield hidden, heads * head_dim
         yield from ((intermediate, hidden),) * 2
         yield hidden, intermediate
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=ChangesJob)
-    Path(result_file).write_bytes(msgspec.json.encode(measure_changes(job)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,15 +1,13 @@
-"""A producer without an engine, which holds each policy: `python -m bench.weights.holding JOB.json RESULT.json`."""
+"""A producer without an engine, which holds each policy."""
 
-import re
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import redis
 
+from bench.machine import status_bytes
 from bench.weights.publishing import holders_key
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.weights.host_copy import HostCopy
@@ -80,10 +78,10 @@ def hold(job: HoldingJob) -> Held:
 
 
 class _Memory:
-    """Looks again and again at the resident memory that is this process's own, and no file's."""
+    """Watches the resident memory that is this process's own, and no file's."""
 
     def __init__(self) -> None:
-        self._before = _own_bytes()
+        self._before = status_bytes("RssAnon")
         self._found: list[tuple[float, int]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look)
@@ -97,19 +95,6 @@ class _Memory:
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
-            found = _own_bytes() - self._before
+            found = status_bytes("RssAnon") - self._before
             if not self._found or found != self._found[-1][1]:
                 self._found.append((time.monotonic(), found))
-
-
-def _own_bytes() -> int:
-    return 1024 * int(re.findall(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[0])
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=HoldingJob)
-    Path(result_file).write_bytes(msgspec.json.encode(hold(job)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

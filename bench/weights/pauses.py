@@ -1,9 +1,7 @@
-"""The pause of a weight update under traffic, against the bare load of the same file by the same engine when idle:
-`python -m bench.weights.pauses JOB.json RESULT.json`."""
+"""The pause of a weight update under traffic, against the bare load of the same file by the same engine when idle."""
 
 import asyncio
 import bisect
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -52,9 +50,10 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True):
     num_updates: int
 
 
-async def measure_pauses(config: RunConfig, settings: PauseSettings) -> Paused:
+async def measure_pauses(settings: PauseSettings) -> Paused:
     from penstock.producers.engines.vllm import VllmEngine
 
+    config = load_config(Path(settings.run_file))
     engine = await VllmEngine.start(config, seed=1)
     try:
         return await _measure(config, settings, engine)
@@ -106,7 +105,7 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
 
 
 def longest_gap(arrivals: list[float], began: float, ended: float) -> float | None:
-    """The longest time between two neighbours of the ascending `arrivals` that overlaps [began, ended].
+    """Returns the longest time between two neighbours of the ascending `arrivals` that overlaps [began, ended].
 
     None if no arrival lies before or after it.
     """
@@ -116,16 +115,6 @@ def longest_gap(arrivals: list[float], began: float, ended: float) -> float | No
 
 
 def step_time(arrivals: list[float], same_step_s: float = 0.0005) -> float:
-    """The median time between two steps; arrivals closer than `same_step_s` are tokens of one step."""
+    """Returns the median time between two steps; arrivals closer than `same_step_s` are tokens of one step."""
     steps = [b - a for a, b in pairwise(arrivals) if b - a > same_step_s]
     return median(steps) if steps else 0.0
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=PauseSettings)
-    found = asyncio.run(measure_pauses(load_config(Path(job.run_file)), job))
-    Path(result_file).write_bytes(msgspec.json.encode(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

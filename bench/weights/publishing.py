@@ -1,11 +1,10 @@
-"""A trainer that only publishes: `python -m bench.weights.publishing JOB.json RESULT.json`.
+"""A trainer that only publishes.
 
 Float32 masters of any size, of which a share changes between two policies, and in place of the next batch's forward and
 backward passes matrix products on the main thread.
 """
 
 import hashlib
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -55,7 +54,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     """blocked_s: by version after the first, the waits for the snapshot before included. began_s: monotonic.
 
     copy_s: the policy's bytes copied once. today_publish_s, today_verify_s: the whole policy written as a file and
-    hashed, read and hashed again by who takes it.
+    hashed, read and hashed again by its reader.
     """
 
     blocked_s: list[float]
@@ -84,7 +83,7 @@ class Masters:
         ]
 
     def change(self, share: float) -> None:
-        """Moves this share of the elements by the least that bfloat16 can tell."""
+        """Changes this share of the elements by the smallest step of bfloat16."""
         for weight in self.weights:
             where = torch.randint(len(weight), (round(share * len(weight)),), generator=self._draw)
             weight.view(torch.int32)[where] ^= LOWEST_BIT
@@ -146,7 +145,7 @@ def _copy_s(num_bytes: int) -> float:
 
 
 def _today(masters: Masters, folder: Path) -> dict[str, float]:
-    """Seconds of a copy, a whole file and its BLAKE2b on one side, and of the same hash on the other."""
+    """Returns the seconds of a copy, a whole file and its BLAKE2b on one side, and of the same hash on the other."""
     file = folder / "today.safetensors"
     began = time.perf_counter()
     save_file({f"layers.{n}.weight": weight.bfloat16() for n, weight in enumerate(masters.weights)}, file)
@@ -161,12 +160,3 @@ def _today(masters: Masters, folder: Path) -> dict[str, float]:
 def _hash(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def main(job_file: str, result_file: str) -> None:
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=PublishingJob)
-    Path(result_file).write_bytes(msgspec.json.encode(publish(job)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
-"""The weights section: what a published policy costs the trainer, the way, the producers and their engines."""
+"""The weights section: the cost of publishing a policy for the trainer, the transfer, the producers and their
+engines."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +18,7 @@ from bench.section import (
     host_folder,
     make_model,
     measure_apart,
+    redis_server,
     start_apart,
     wait_for,
 )
@@ -131,7 +133,7 @@ def measure_changed(bench: Bench) -> list[Figure]:
             warm_steps=settings.changes_warm_steps,
             steps=settings.changes_steps,
         )
-        found = measure_apart(f"changes-{rate}", "bench.weights.changes", job, Changes, bench.folder)
+        found = measure_apart(f"changes-{rate}", "bench.weights.changes:measure_changes", job, Changes, bench.folder)
         figures.append(changed_figure(rate, found, goal))
     return figures
 
@@ -196,8 +198,7 @@ def way_figures(
 
 
 def most_at_once(own_bytes: list[list[tuple[float, int]]]) -> int:
-    """The most that several processes have together at any time; of each the times at which it has changed, and to how
-    much."""
+    """Returns the most that several processes have together at any time. own_bytes: of each, see `Held`."""
     now, most = [0] * len(own_bytes), 0
     for _, number, found in sorted((at, number, found) for number, each in enumerate(own_bytes) for at, found in each):
         now[number] = found
@@ -206,7 +207,7 @@ def most_at_once(own_bytes: list[list[tuple[float, int]]]) -> int:
 
 
 def _way_s(published: Published, held: list[Held]) -> list[float]:
-    """By version after the first, from its publication until the last producer holds it."""
+    """Returns, by version after the first, the seconds from its publication until the last producer holds it."""
     return [
         max(each.held_s[version] for each in held) - began_s
         for version, began_s in enumerate(published.began_s, start=1)
@@ -214,13 +215,13 @@ def _way_s(published: Published, held: list[Held]) -> list[float]:
 
 
 def measure_late(bench: Bench) -> list[Figure]:
-    """A producer that joins when so many policies are there, and one that joins when there is one."""
+    """Compares a producer that joins after many policies with one that joins when there is one."""
     settings = bench.settings
 
     def joined_s(name: str, num_versions: int) -> Held:
-        with _server(bench, name) as url:
-            _publish(bench, url, name, settings.late_mb, num_versions)
-            return _hold(bench, url, name, num_versions, "late")
+        with _server(bench, name) as server:
+            _publish(bench, server.url, name, settings.late_mb, num_versions)
+            return _hold(bench, server.url, name, num_versions, "late")
 
     anchor, late = joined_s("anchor", 0), joined_s("late", settings.late_versions)
     return [late_figure(settings.late_mb, settings.late_versions, late, anchor)]
@@ -253,7 +254,7 @@ def _paused(bench: Bench, size: str, recipe: dict[str, int], updates_per_block: 
         sequences_in_flight=8 if recipe else 32,
         spacing_s=0.5 if recipe else 0.15,
     )
-    return measure_apart(name, "bench.weights.pauses", settings, Paused, bench.folder)
+    return measure_apart(name, "bench.weights.pauses:measure_pauses", settings, Paused, bench.folder)
 
 
 def pause_figure(size: str, paused: Paused) -> Figure:
@@ -291,14 +292,9 @@ def demo_figure(run: ModeRun) -> Figure:
     )
 
 
-@contextmanager
-def _server(bench: Bench, name: str) -> Iterator[str]:
-    """A Redis of a row's own, by its URL."""
-    server = RedisServer(bench.folder / f"redis-{name}", maxmemory_mb=8000)
-    try:
-        yield server.url
-    finally:
-        server.stop()
+def _server(bench: Bench, name: str) -> AbstractContextManager[RedisServer]:
+    """A Redis with room for policies of any size."""
+    return redis_server(bench.folder / f"redis-{name}", maxmemory_mb=8000)
 
 
 def _run(
@@ -311,15 +307,17 @@ def _run(
     burn_s: float = 0.0,
     today: bool = False,
 ) -> tuple[Published, list[Held]]:
-    """A trainer that publishes, and producers that hold what it publishes, beside it."""
-    with host_folder(name) as scratch, _server(bench, name) as url:
+    """Runs a trainer that publishes, alongside producers that hold what it publishes."""
+    with host_folder(name) as scratch, _server(bench, name) as server:
         jobs = {
-            f"{name}-holder-{n}": HoldingJob(url=url, run=name, host_folder=str(scratch), last=num_versions)
+            f"{name}-holder-{n}": HoldingJob(url=server.url, run=name, host_folder=str(scratch), last=num_versions)
             for n in range(holders)
         }
-        children = [start_apart(each, "bench.weights.holding", job, bench.folder) for each, job in jobs.items()]
-        job = _publishing(bench, url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today)
-        children.append(start_apart(name, "bench.weights.publishing", job, bench.folder))
+        children = [start_apart(each, "bench.weights.holding:hold", job, bench.folder) for each, job in jobs.items()]
+        job = _publishing(
+            bench, server.url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today
+        )
+        children.append(start_apart(name, "bench.weights.publishing:publish", job, bench.folder))
         wait_for(children)
     return found_apart(name, Published, bench.folder), [found_apart(each, Held, bench.folder) for each in jobs]
 
@@ -329,13 +327,13 @@ def _publish(bench: Bench, url: str, name: str, size_mb: float, num_versions: in
     job = _publishing(
         bench, url, name, size_mb, num_versions, bench.folder, anchors=str(bench.folder / f"{name}-anchors")
     )
-    wait_for([start_apart(f"{name}-trainer", "bench.weights.publishing", job, bench.folder)])
+    wait_for([start_apart(f"{name}-trainer", "bench.weights.publishing:publish", job, bench.folder)])
 
 
 def _hold(bench: Bench, url: str, run: str, last: int, name: str) -> Held:
     with host_folder(name) as scratch:
         job = HoldingJob(url=url, run=run, host_folder=str(scratch), last=last)
-        found: Held = measure_apart(f"{run}-holder", "bench.weights.holding", job, Held, bench.folder)
+        found: Held = measure_apart(f"{run}-holder", "bench.weights.holding:hold", job, Held, bench.folder)
         return found
 
 

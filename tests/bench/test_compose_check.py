@@ -8,7 +8,7 @@ import pytest
 
 from bench.compose_check import __main__ as entry
 from bench.compose_check import check as module
-from bench.compose_check.check import ENDLESS, LAST_UPDATES, LIMIT_S, STALL_S, Check, CheckError
+from bench.compose_check.check import ENDLESS, LAST_UPDATES, LIMIT_S, STALL_S, Check, CheckError, wait_for
 from bench.compose_check.podman import CommandError, Podman
 from penstock.schemas.config import load_config
 
@@ -90,20 +90,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_wait_goes_on_while_something_moves(tmp_path: Path, clock: list[float]) -> None:
+def test_a_wait_goes_on_while_something_moves(clock: list[float]) -> None:
     boots_s = 8 * STALL_S
-    Check(tmp_path)._wait("two engines", lambda: clock[0] > boots_s, lambda: clock[0] // (STALL_S / 2))
+    wait_for("two engines", lambda: clock[0] > boots_s, lambda: clock[0] // (STALL_S / 2))
     assert clock[0] > boots_s
 
 
-def test_a_wait_ends_once_nothing_moves_any_more(tmp_path: Path, clock: list[float]) -> None:
+def test_a_wait_ends_once_nothing_moves_any_more(clock: list[float]) -> None:
     with pytest.raises(CheckError, match=r"waited 401 s for two engines; nothing has moved for the last 301 s"):
-        Check(tmp_path)._wait("two engines", lambda: False, lambda: min(clock[0], 100.0))
+        wait_for("two engines", lambda: False, lambda: min(clock[0], 100.0))
 
 
-def test_a_wait_for_what_moves_in_circles_ends_too(tmp_path: Path, clock: list[float]) -> None:
+def test_a_wait_for_what_moves_in_circles_ends_too(clock: list[float]) -> None:
     with pytest.raises(CheckError, match=f"waited {LIMIT_S + 1:.0f} s"):
-        Check(tmp_path)._wait("an engine", lambda: False, lambda: clock[0])
+        wait_for("an engine", lambda: False, lambda: clock[0])
 
 
 class RunInContainers:

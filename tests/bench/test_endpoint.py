@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from bench.__main__ import RUN_FILE
 from bench.endpoint import servers
@@ -121,9 +122,7 @@ def test_a_conversation_is_encoded_about_once():
 
 
 def test_encoding_everything_at_each_call_would_miss_the_goal(monkeypatch):
-    monkeypatch.setattr(
-        "penstock.producers.endpoint.splice.suffix_encoding._cuts_at_special_tokens", lambda tokenizer: False
-    )
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     tokens, _ = encoding_figures(TINY)
     assert tokens.reached is False and tokens.measured >= tokens.details["num_encoded_whole"]
 
@@ -181,7 +180,7 @@ def test_calls_are_compared_pair_by_pair_where_both_sampled_as_much():
 
 
 def test_calls_that_cannot_be_compared_are_an_error():
-    with pytest.raises(BenchError, match="2,000 tokens: in none of 1 pairs of calls both sampled as many tokens"):
+    with pytest.raises(BenchError, match="in none of 1 pairs of calls did both sample equally many tokens"):
         time_figure("2,000 tokens", [held((answer(0.02), answer(0.02, num_sampled=2)))], None)
 
 

@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,14 +23,15 @@ from bench.gpu import __main__ as command
 from bench.gpu import section
 from bench.gpu.part import (
     HeadJob,
-    Job,
     KernelFound,
     LoadFound,
     LoadJob,
     TrainerFound,
     TrainerJob,
     WeightsJob,
-    measure,
+    measure_head,
+    measure_trainer,
+    measure_weights,
     update_flops,
 )
 from bench.gpu.section import (
@@ -54,8 +56,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "bench" / "gpu"
 
 
-def through_json(job: Job) -> Job:
-    return msgspec.json.decode(msgspec.json.encode(job), type=Job)
+def through_json(job: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(job), type=type(job))
 
 
 def bench(tmp_path: Path, settings: GpuSettings = TOY) -> Bench:
@@ -64,7 +66,7 @@ def bench(tmp_path: Path, settings: GpuSettings = TOY) -> Bench:
 
 def test_the_head_is_measured_against_a_matrix_product() -> None:
     job = HeadJob(device="cpu", num_tokens=32, hidden_size=16, vocabulary=40, gemm_size=32, rounds=3)
-    found = measure(through_json(job))
+    found = measure_head(through_json(job))
     assert found.gemm_tflops > 0
     for figure, products in zip(head_figures(job, found), (4, 3), strict=True):
         seconds = figure.details["seconds"]
@@ -79,7 +81,7 @@ def test_an_update_of_the_trainer_is_measured_with_its_peak_of_memory(tmp_path: 
         device="cpu", folder=str(tmp_path / "m"), shape=TINY, row_tokens=16, num_rows=4, tokens_per_pass=32,
         gemm_size=32, rounds=2,
     )  # fmt: skip
-    found = measure(through_json(job))
+    found = measure_trainer(through_json(job))
     assert found.num_tokens == 64 and len(found.seconds) == 2 and found.peak_bytes > 0
     assert found.flops == update_flops(TINY, 16, 4) and found.peak_tflops is None
     assert {"forward", "backward", "optimizer"} <= set(found.phase_s)
@@ -116,7 +118,7 @@ def test_model_flops_count_what_a_transformers_model_multiplies(tmp_path: Path) 
 
 def test_a_snapshot_and_a_delta_are_measured_against_a_copy(tmp_path: Path) -> None:
     job = WeightsJob(device="cpu", folder=str(tmp_path), num_bytes=200_000, rounds=3)
-    found = measure(through_json(job))
+    found = measure_weights(through_json(job))
     assert len(found.snapshot_s) == len(found.write_s) == 3
     assert 0 < found.num_bytes < 0.05 * job.num_bytes  # a delta, not the whole
     snapshot, delta = weights_figures(job, found)

@@ -1,6 +1,9 @@
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -46,8 +49,9 @@ def run_file(tmp_path: Path, model: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_prepare_environment", lambda num_threads: None)
+def unchanged_environment() -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def test_without_trl_it_says_what_to_install(

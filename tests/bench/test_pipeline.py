@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import redis.asyncio
 import torch
 from safetensors.torch import save_file
 
+from bench.machine import children_cpu_s
 from bench.pipeline.bare import tokens_between
 from bench.pipeline.fill import SlowlyJudged, fill_figures, samples_to_accuracy
 from bench.pipeline.kills import Kill, Killed, Spell, kill_figures
@@ -24,7 +26,7 @@ from bench.pipeline.modes import (
     time_figure,
     trainer_parts,
 )
-from bench.pipeline.pinned import KINDS, CpuSnapshot, children_cpu_s, classify
+from bench.pipeline.pinned import KINDS, CpuSnapshot, classify
 from bench.pipeline.records import make_group, record_figures
 from bench.pipeline.saving import SocketClock
 from bench.pipeline.section import streaming_figures
@@ -32,9 +34,10 @@ from bench.pipeline.streaming import Streamed, Window, summarize
 from bench.result import (
     BenchError,
 )
+from mode_runs import mode_run as timed_run
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.start_checks import resolved_toml
-from penstock.deploy.report.telemetry import EvaluationPoint, RunTelemetry, Update
+from penstock.deploy.report.telemetry import EvaluationPoint
 from penstock.producers.stream.timed_steps import TimedSteps
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Commit, Keys
@@ -57,37 +60,12 @@ def run_config(tmp_path: Path, *overrides: str) -> RunConfig:
 def mode_run(
     *, step_s: float, num_updates: int, time_to_accuracy_s: float | None = 5.0, wall_s: float = 9.0
 ) -> ModeRun:
-    updates = tuple(
-        Update(
-            update=n,
-            policy_version=n,
-            time_s=100.0 + n * step_s,
-            lag_histogram={0: 10},
-            num_tokens_trained=10,
-            num_tokens_masked_lag=0,
-            num_groups_trained=3,
-            num_groups_skipped=1,
-            wait_s=0.1,
-            step_s=0.25,
-            publish_s=0.05,
-        )
-        for n in range(1, num_updates + 1)
-    )
-    points = (EvaluationPoint(policy_version=0, update=0, reward=0.4, num_prompts=8, time_s=100.0),)
-    telemetry = RunTelemetry(
-        name="b",
-        config=None,
-        ledger=None,
-        updates=updates,
-        evaluations=points,
-        producers={},
-        missing=(),
-        num_torn_lines=0,
-    )
-    return ModeRun(
-        telemetry=telemetry,
+    point = EvaluationPoint(policy_version=0, update=0, reward=0.4, num_prompts=8, time_s=100.0)
+    return timed_run(
+        step_s,
+        num_updates,
+        telemetry={"evaluations": (point,)},
         phases_s=[{"forward": 0.1, "backward": 0.12}] * num_updates,
-        snapshots=[],
         time_to_accuracy_s=time_to_accuracy_s,
         wall_s=wall_s,
     )
@@ -273,7 +251,7 @@ def test_a_thread_is_classified_by_its_innermost_frame_that_tells():
 
     class Awkward(list):
         def __iter__(self):
-            seen.append(classify(sys._getframe()))
+            seen.append(classify(inspect.currentframe()))
             return super().__iter__()
 
     group = make_group(prompt_tokens=3, completion_tokens=4)

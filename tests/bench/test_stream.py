@@ -1,24 +1,28 @@
 """The stream section runs, moves what it says it moves, and sets each figure beside a reference and a goal."""
 
+import contextlib
 import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from bench.__main__ import RUN_FILE
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun
-from bench.result import BenchError, in_turns
+from bench.result import BenchError, compare_rounds, in_turns
 from bench.section import Bench, measure
 from bench.stream.ends import ProducerEnd, TrainerEnd, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess, Produce, group_maker
-from bench.stream.measuring import QUICK_STREAM, rate_figure
+from bench.stream.measuring import QUICK_STREAM
 from bench.stream.peer import PeerReader, PeerWriter, texts_of
 from bench.stream.rates import KEYS
-from bench.stream.reliability import VARIANTS, reliability_figures
+from bench.stream.reliability import VARIANTS, ReliabilityVariant, reliability_figures
 from bench.stream.section import STREAM
-from penstock.deploy.report.telemetry import RunTelemetry, Update
+from mode_runs import mode_run
+from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Field
 from penstock.schemas.rollout import decode_group, encode_group
 
@@ -66,7 +70,7 @@ def test_measures_take_turns_and_ratios_are_taken_round_by_round():
     found = in_turns(3, {"ours": lambda: measure("ours"), "reference": lambda: measure("reference")})
     assert order == ["ours", "reference", "reference", "ours", "ours", "reference"]
     assert found == {"ours": [10.0, 10.0, 30.0], "reference": [20.0, 40.0, 10.0]}
-    figure = rate_figure("rate", found["ours"], found["reference"], reference_is="the other")
+    figure = compare_rounds("rate", found["ours"], found["reference"], reference_is="the other")
     assert (figure.measured, figure.reference, figure.ratio) == (10.0, 20.0, 0.5)
     assert figure.details["ratio_by_round"] == [0.5, 0.25, 3.0]
 
@@ -169,41 +173,31 @@ def test_the_peer_reads_what_it_wrote_in_order(form, redis_client):
 
 def test_the_cost_of_reliability_is_taken_from_runs_in_turns(tmp_path, monkeypatch):
     order: list[str] = []
+    has_file: list[str] = []
     seconds = {"reliable": 2.0, "no checkpoints": 1.0, "no checkpoints, no file": 0.5}
 
-    def run(bench: Bench, config, variant) -> ModeRun:
+    @contextlib.contextmanager
+    def server(folder: Path) -> Iterator[SimpleNamespace]:
+        folder.mkdir()
+        yield SimpleNamespace(url="", client=SimpleNamespace(config_set=lambda name, value: has_file.append(value)))
+
+    def run(config: RunConfig, runs: Path, **_: object) -> ModeRun:
+        variant = ReliabilityVariant(
+            checkpoints=config.checkpoint.every != 10**9, append_only_file=has_file[-1] == "yes"
+        )
         name = next(name for name, each in VARIANTS.items() if each == variant)
         order.append(name)
-        assert (config.checkpoint.every == 10**9) == (not variant.checkpoints)
-        logs = config.folder(bench.folder / "runs") / "logs"
+        logs = config.folder(runs) / "logs"
         logs.mkdir(parents=True)
         (logs / "trainer.log").write_text("x checkpoint c-1 at update 7: 0.25 s, 3 entries trimmed\nother\n")
         return mode_run(seconds[name], FIRST_UPDATE + 4)
 
-    monkeypatch.setattr("bench.stream.reliability._run", run)
+    monkeypatch.setattr("bench.stream.reliability.redis_server", server)
+    monkeypatch.setattr("bench.stream.reliability.run_file_model", lambda bench: None)
+    monkeypatch.setattr("bench.stream.reliability.run_mode", run)
     setup = Bench(msgspec.structs.replace(QUICK_STREAM, reliability_rounds=2), RUN_FILE, tmp_path)
     without_checkpoints, without_either = reliability_figures(setup)
     assert order == [*VARIANTS, *reversed(VARIANTS)]
     assert without_checkpoints.ratio == pytest.approx(0.5) and without_either.ratio == pytest.approx(0.25)
     assert without_checkpoints.reached is False and without_checkpoints.goal.at_least == 0.97
     assert without_checkpoints.details["checkpoint_s"] == 0.25
-
-
-def mode_run(step_s: float, num_updates: int) -> ModeRun:
-    updates = tuple(
-        Update(
-            update=n,
-            policy_version=n,
-            time_s=100.0 + n * step_s,
-            lag_histogram={0: 10},
-            num_tokens_trained=10,
-            num_tokens_masked_lag=0,
-            num_groups_trained=3,
-            num_groups_skipped=1,
-        )
-        for n in range(1, num_updates + 1)
-    )
-    telemetry = RunTelemetry(
-        name="b", config=None, ledger=None, updates=updates, evaluations=(), producers={}, missing=(), num_torn_lines=0
-    )
-    return ModeRun(telemetry=telemetry, phases_s=[], snapshots=[], time_to_accuracy_s=None, wall_s=1.0)

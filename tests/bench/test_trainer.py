@@ -10,10 +10,9 @@ from bench.result import BenchError, Breakdown
 from bench.section import wait_for
 from bench.sizing import LARGE, MemoryCase, MemoryMeasured
 from bench.trainer.groups import random_group
-from bench.trainer.long_answers import LongAnswers
+from bench.trainer.long_answers import LongAnswers, PeerUpdates
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, against_plain, on_ranks
 from bench.trainer.peer import compared
-from bench.trainer.peer_job import PeerUpdates
 from bench.trainer.section import (
     TrainerSettings,
     compiled_figure,
@@ -22,7 +21,6 @@ from bench.trainer.section import (
     ranks_figures,
     weights_figures,
 )
-from penstock.consumers.learning.ranks import Ranks
 from penstock.deploy.launch.child import Child
 from training_groups import tiny_model
 
@@ -40,7 +38,7 @@ def test_the_plain_loop_trains_what_the_learner_trains(tmp_path: Path) -> None:
 def test_a_rank_times_its_steps_and_keeps_the_weights(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     job = OnRanks(model=str(tmp_path / "model"), work=WORK, num_ranks=1, steps=3, weights=str(tmp_path / "w.pt"))
-    assert len(on_ranks(job, Ranks())) == 3
+    assert len(on_ranks(job)) == 3
     weights = torch.load(tmp_path / "w.pt")
     start = model.state_dict()
     assert all(tensor.shape == start[name].shape for name, tensor in weights.items())

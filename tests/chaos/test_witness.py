@@ -88,13 +88,13 @@ def test_a_digest_tells_weights_and_moments_of_one_another():
 def test_the_files_of_a_checkpoint_are_what_the_last_step_has_made(tmp_path, tied):
     tiny_model(tmp_path / "base", tied=tied)
     learner = observed_learner(tmp_path / "steps")(configuration(tmp_path / "base"))
-    before = learner._digest()
+    before = learner.weights_digest()
     assert digest_of_base(tmp_path / "base") == before
     seen = {"rows_in": lambda batch: [1, 1], "sampled_in": lambda batch: Counter({(1, 5): 3})}
     with mock.patch.multiple("tests.chaos.witness", **seen):
         learner.step(pack([random_group(1, 0)], lag_from(7), learner.config))
     learner.begin_checkpoint(tmp_path / "tensors").result()
-    assert digest_of_checkpoint(tmp_path) == learner._digest() != before
+    assert digest_of_checkpoint(tmp_path) == learner.weights_digest() != before
 
 
 PARTS = ({"w": torch.arange(3.0), "step": torch.tensor(1.0)}, {"w": torch.arange(3.0, 5.0)})

@@ -135,9 +135,9 @@ def observed_learner(file: Path) -> type[Learner]:
             """On every rank, with its own part of the batch."""
             rows = [index for of_rank in self._from_all(rows_in(batch)) for index in of_rank]
             sampled = sum(self._from_all(sampled_in(batch)), Counter[tuple[int, int]]())
-            before = self._digest()
+            before = self.weights_digest()
             report = super()._step(batch)
-            after = self._digest()
+            after = self.weights_digest()
             if after != before and self.ranks.is_lead:
                 tokens = ",".join(f"{index}.{token}.{count}" for (index, token), count in sorted(sampled.items()))
                 line = f"{before} {after} {','.join(map(str, sorted(rows)))} {tokens}\n".encode()
@@ -145,7 +145,7 @@ def observed_learner(file: Path) -> type[Learner]:
                     raise OSError(f"{file}: a line was written in part")
             return report
 
-        def _digest(self) -> str:
+        def weights_digest(self) -> str:
             tensors: dict[str, torch.Tensor] = {}
             for name, parameter in self.model.at_rest().named_parameters():
                 moments = self.optimizer.state.get(parameter, {})

@@ -44,6 +44,10 @@ class Fault:
     def wait(self, timeout_s: float = 60.0) -> None:
         assert self.happened.wait(timeout_s), f"no {self.command} came in {timeout_s} s"
 
+    def hold(self) -> None:
+        """Waits until the fault is released."""
+        self._may_go_on.wait()
+
     def release(self) -> None:
         """Lets a held command or reply go."""
         self._may_go_on.set()
@@ -177,7 +181,7 @@ class CuttingProxy:
         """Waits out a held fault (False) or notes a cut (True)."""
         if fault.held:
             fault.happened.set()
-            fault._may_go_on.wait()
+            fault.hold()
             return False
         self.num_cuts += 1
         if fault.away_s:

@@ -27,7 +27,7 @@ class FaultyWorker(EngineReport):
         """One layer's rotary embedding gets another base."""
         worker: Any = self
         attention = worker.get_model().model.layers[layer].self_attn
-        worker._penstock_mend = (attention, "rotary_emb", attention.rotary_emb)
+        worker.penstock_replaced = (attention, "rotary_emb", attention.rotary_emb)
         rope = copy.deepcopy(attention.rotary_emb)
         rope.base *= factor
         rope.cos_sin_cache.copy_(rope._compute_cos_sin_cache())
@@ -37,9 +37,9 @@ class FaultyWorker(EngineReport):
         """One layer's norm gets another epsilon."""
         worker: Any = self
         norm = getattr(worker.get_model().model.layers[layer], name)
-        worker._penstock_mend = (norm, "variance_epsilon", norm.variance_epsilon)
+        worker.penstock_replaced = (norm, "variance_epsilon", norm.variance_epsilon)
         norm.variance_epsilon = epsilon
 
     def penstock_mend(self) -> None:
         worker: Any = self
-        setattr(*worker._penstock_mend)
+        setattr(*worker.penstock_replaced)

@@ -6,11 +6,12 @@ which are most of a start, are shared.
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkProcess, ForkServerProcess
 from multiprocessing.process import current_process
@@ -88,10 +89,8 @@ class ForkedProgram(ForkServerProcess):
         _write_through()
         sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.argv = ["-c", *arguments]
-        try:
+        with _exit_functions():
             exec(compile(text, "<program>", "exec"), {"__name__": "__main__"})
-        finally:
-            atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
 
     @property
     def returncode(self) -> int | None:
@@ -113,6 +112,20 @@ class ForkedProgram(ForkServerProcess):
             os.kill(self.pid, number)
 
 
+@contextlib.contextmanager
+def _exit_functions() -> Iterator[None]:
+    """Runs at the end what `atexit` has registered, which a process of multiprocessing leaves out."""
+    try:
+        yield
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _allow_children() -> None:
+    """Lets this process start others, which multiprocessing forbids a daemon."""
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
 def _write_through() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -130,7 +143,7 @@ def fork_ranks() -> None:
         rank_file(log.parent, os.getpid(), env["RANK"]).write_text(str(rank.pid))
         return rank
 
-    current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes
+    _allow_children()
     start.subprocess = SimpleNamespace(Popen=fork)  # type: ignore[assignment]
 
 
@@ -177,10 +190,8 @@ class _ForkedPart(ForkProcess):
         os.environ.update(self._env)
         atexit._clear()  # what the launcher has registered
         sys.argv = self._command[2:]
-        try:
+        with _exit_functions():
             sys.exit(main())
-        finally:
-            atexit._run_exitfuncs()
 
     def wait(self) -> int:
         self.join()
@@ -202,7 +213,7 @@ def fork_parts() -> None:
         wanted = {name: options[name] for name in ("stdout", "env", "preexec_fn")}
         return _ForkedPart(command, **wanted)
 
-    current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes
+    _allow_children()
     child.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
     )

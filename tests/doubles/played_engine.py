@@ -63,15 +63,15 @@ class PlayedEngine:
     def __init__(
         self, folder: Path, files: Mapping[int, Path], *, dtype: str = "float32", head: str = "float32"
     ) -> None:
-        self._model: Any = copy.deepcopy(_model(folder, dtype))
-        self._files = files
+        self.model: Any = copy.deepcopy(_model(folder, dtype))
+        self.files = files
         self._head = head
         self.convention: Callable[[Tensor, SamplingSettings, Tensor], Tensor] | None = None
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:
         """[T, V] float32 of one sequence, by the weights loaded last."""
-        return self._model(input_ids=torch.tensor([ids])).logits[0].float()
+        return self.model(input_ids=torch.tensor([ids])).logits[0].float()
 
     @torch.no_grad()
     def generate(
@@ -134,16 +134,16 @@ class PlayedEngine:
         ]
 
     def load(self, version: int) -> None:
-        if version in self._files:
-            state = load_file(self._files[version])
-            missing = self._model.load_state_dict(state, strict=False).missing_keys
+        if version in self.files:
+            state = load_file(self.files[version])
+            missing = self.model.load_state_dict(state, strict=False).missing_keys
             assert set(missing) <= {"lm_head.weight"}, missing
 
     def _body(self, ids: Tensor, cache: DynamicCache) -> Tensor:
-        return self._model.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        return self.model.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight = self._model.lm_head.weight
+        weight = self.model.lm_head.weight
         if self._head == "bfloat16":
             return (hidden.bfloat16() @ weight.bfloat16().t()).float()
         return hidden.float() @ weight.float().t()

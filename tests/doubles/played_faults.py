@@ -75,7 +75,7 @@ def stale_prefix(bench: ParityBench) -> list[RolloutGroup]:
 
 def another_layer(bench: ParityBench) -> list[RolloutGroup]:
     engine = bench.engine()
-    for layer in engine._model.model.layers:
+    for layer in engine.model.model.layers:
         layer.input_layernorm.variance_epsilon = 3.0
     return groups_of(engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
 

@@ -82,7 +82,7 @@ class PlayedProducers:
         return path
 
     def _right(self, index: int, version: int) -> RolloutGroup:
-        self._engine._files = {version: self._file(version)}
+        self._engine.files = {version: self._file(version)}
         (answer,) = self._engine.generate(
             prompts(1, 20, seed=index), SIBLINGS["float32"], LENGTH, version=version, sampling=COLD, seed=index
         )
