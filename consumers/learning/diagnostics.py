@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.learning.rows import clamped, row_numbers
 from penstock.schemas.metrics import LAG_LABELS, LAG_STARTS, lag_key
 
 PEER_PREFIX = "rollout_correction/"
@@ -31,7 +31,6 @@ TOKEN_TERMS = (
     *("num_tokens", "minus_l", "abs_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
     *("weight", "weight_squared", "bounded", "bounded_squared"),
     *("corrected", "masked", "num_positive", "masked_positive", "num_negative", "masked_negative"),
-    "num_lags_below_0",
 )
 ROW_TERMS = (
     *("num_rows", "num_filled", "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
@@ -111,33 +110,12 @@ class MismatchSums:
             level: what `clipped_frac` holds against the threshold: each token's rho, or each row's geometric mean
                 or product of them.
             environments: [M] int64, the number of each token's environment, below `num_environments`.
-
-        Raises:
-            ValueError: shapes that differ, a mask that is not bool, a lag that is no integer, a threshold below 1, an
-                unknown level.
         """
-        optional = {"weights": weights, "lag": lag, "advantages": advantages, "keep_mask": keep_mask}
-        optional["corrected_mask"] = corrected_mask
-        tensors = {"rollout_logprobs": rollout_logprobs, "loss_mask": loss_mask, "row_ids": row_ids, **optional}
-        tensors |= {"current_logprobs": current_logprobs, "environments": environments}
-        for name, tensor in tensors.items():
-            if tensor is not None and (tensor.dim() != 1 or tensor.shape != train_logprobs.shape):
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, expected that of train_logprobs, [M]; "
-                    f"got {tuple(train_logprobs.shape)} there"
-                )
-        if loss_mask.dtype != torch.bool:
-            raise ValueError(f"loss_mask has dtype {loss_mask.dtype}, expected torch.bool")
-        if lag is not None and lag.is_floating_point():
-            raise ValueError(f"lag has dtype {lag.dtype}, expected an integer type")
-        if threshold is not None and not threshold >= 1:
-            raise ValueError(f"threshold = {threshold}: expected at least 1")
-        if level not in ("token", "geometric", "product"):
-            raise ValueError(f"level = {level!r}: expected 'token', 'geometric' or 'product'")
+        given = {"weights": weights, "lag": lag, "threshold": threshold, "advantages": advantages}
+        given |= {"keep_mask": keep_mask, "corrected_mask": corrected_mask}
         tokens = Tokens.of(train_logprobs, rollout_logprobs, loss_mask, row_ids, current_logprobs, threshold)
         rows = row_terms(tokens, level)
-        known = {name for name, tensor in optional.items() if tensor is not None}
-        terms = token_terms(tokens, weights, lag, advantages, keep_mask, corrected_mask)
+        terms = token_terms(tokens, weights, advantages, keep_mask, corrected_mask)
         buckets = lag_buckets(lag, tokens.row)
         if environments is not None:
             buckets = buckets + len(LAG_LABELS) * environments
@@ -147,19 +125,11 @@ class MismatchSums:
             maxima=maxima_of(tokens, rows["diff"]),
             threshold=threshold,
             level=level,
-            known=frozenset(known | ({"threshold"} if threshold is not None else set())),
+            known=frozenset(name for name, value in given.items() if value is not None),
         )
 
     def merge(self, other: "MismatchSums") -> "MismatchSums":
-        """The sums over the rows of both. Sums without rows change nothing.
-
-        Raises:
-            ValueError: the two were made with different inputs, thresholds or levels.
-        """
-        for name in ("known", "threshold", "level"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"merge: {name} is {mine!r} here and {theirs!r} there, expected the same")
+        """The sums over the rows of both, which were made with the same inputs, threshold and level."""
         return replace(
             self,
             tokens=self.tokens + other.tokens,
@@ -180,36 +150,28 @@ class MismatchSums:
         Left out are metrics that need an input that was not given, lag buckets without tokens, and the masked share of
         a sign of the advantage that no token has. Without a single token in the mask the rest has the values of
         identical policies: 0 for divergences and shares, 1 for perplexities, ratios, weights and effective sizes.
-
-        Raises:
-            ValueError: tokens of a lag below 0.
         """
-        values = torch.cat([self.tokens.sum(0).flatten(), self.rows, self.maxima]).tolist()
-        width = len(TOKEN_TERMS)
-        buckets = [
-            dict(zip(TOKEN_TERMS, values[i * width : (i + 1) * width], strict=True)) for i in range(len(LAG_LABELS))
-        ]
-        rest = values[len(LAG_LABELS) * width :]
-        rows = dict(zip(ROW_TERMS, rest, strict=False))
-        extremes = dict(zip(MAXIMA, rest[len(ROW_TERMS) :], strict=True))
+        values = iter(torch.cat([self.tokens.sum(0).flatten(), self.rows, self.maxima]).tolist())
+        buckets = [dict(zip(TOKEN_TERMS, values, strict=False)) for _ in LAG_LABELS]
+        rows, extremes = (dict(zip(names, values, strict=False)) for names in (ROW_TERMS, MAXIMA))
         total = {name: sum(bucket[name] for bucket in buckets) for name in TOKEN_TERMS}
-        if total["num_lags_below_0"]:
-            raise ValueError(f"lag: {total['num_lags_below_0']:.0f} tokens have a lag below 0, expected 0 or more")
-        found = self._peers(total, rows, extremes) | self._ours(total, rows, extremes)
+        found = self._peer_metrics(total, rows, extremes) | self._own_metrics(total, rows, extremes)
         if "lag" in self.known:
             if buckets[0]["num_tokens"]:
                 found["mismatch_lag0"] = _mean(buckets[0], "abs_l")
             for label, bucket in zip(LAG_LABELS, buckets, strict=True):
                 if bucket["num_tokens"]:
-                    found |= {lag_key(name, label): value for name, value in self._of_bucket(bucket).items()}
+                    found |= {lag_key(name, label): value for name, value in self._bucket_metrics(bucket).items()}
         return found
 
     def by_environment(self) -> list[dict[str, float]]:
         """The metrics that lag buckets have, of each environment's tokens; empty without one in the loss mask."""
         sums = [dict(zip(TOKEN_TERMS, own, strict=True)) for own in self.tokens.sum(1).tolist()]
-        return [self._of_bucket(own) if own["num_tokens"] else {} for own in sums]
+        return [self._bucket_metrics(own) if own["num_tokens"] else {} for own in sums]
 
-    def _peers(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
+    def _peer_metrics(
+        self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]
+    ) -> dict[str, float]:
         """The peers' metrics under the peers' names and by their formulas, epsilons and empty rows included."""
         has_rows, num_filled = rows["num_rows"] > 0, max(rows["num_filled"], 1.0)
         found = {
@@ -236,8 +198,10 @@ class MismatchSums:
             pipeline["clamp_log_ratio_new_old_indicator"] = rows["above_in_row"] / num_filled
         return {PEER_PREFIX + name: value for name, value in found.items()} | pipeline
 
-    def _ours(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
-        found = {name: value for name, value in self._of_bucket(total).items() if name not in _ONLY_BY_LAG}
+    def _own_metrics(
+        self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]
+    ) -> dict[str, float]:
+        found = {name: value for name, value in self._bucket_metrics(total).items() if name not in _ONLY_BY_LAG}
         has_tokens = total["num_tokens"] > 0
         return found | {
             "ratio_mean": _mean(total, "rho", 1.0),
@@ -247,7 +211,7 @@ class MismatchSums:
             "chi2_seq_product": rows["chi2_product"] / rows["num_rows"] - 1 if rows["num_rows"] else 0.0,
         }
 
-    def _of_bucket(self, sums: dict[str, float]) -> dict[str, float]:
+    def _bucket_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """The metrics of one lag bucket, of one environment and, except `_ONLY_BY_LAG`, of the whole batch."""
         found = {
             "num_tokens": sums["num_tokens"],
@@ -307,20 +271,18 @@ class Tokens:
         threshold: float | None,
     ) -> "Tokens":
         train, rollout = _where(loss_mask, train_logprobs), _where(loss_mask, rollout_logprobs)
-        clamped = (train - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        rho = _where(loss_mask, clamped.exp())
-        starts = torch.ones_like(row_ids)
-        starts[1:] = row_ids[1:] != row_ids[:-1]
+        log_ratios = clamped(train - rollout)
+        rho = _where(loss_mask, log_ratios.exp())
         current = train if current_logprobs is None else _where(loss_mask, current_logprobs)
         return cls(
             mask=loss_mask,
-            row=starts.cumsum(0) - 1,
+            row=row_numbers(row_ids),
             train=train,
             rollout=rollout,
-            clamped=clamped,
+            clamped=log_ratios,
             rho=rho,
             above=torch.zeros_like(rho) if threshold is None else (rho > threshold).double(),
-            new_old=(current - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND),
+            new_old=clamped(current - rollout),
             threshold=threshold,
         )
 
@@ -328,20 +290,19 @@ class Tokens:
 def token_terms(
     tokens: Tokens,
     weights: Tensor | None,
-    lag: Tensor | None,
     advantages: Tensor | None,
     keep_mask: Tensor | None,
     corrected_mask: Tensor | None,
 ) -> dict[str, Tensor]:
     """[M] of each of TOKEN_TERMS that the inputs allow, 0 under the mask."""
-    mask, rho, clamped = tokens.mask, tokens.rho, tokens.clamped
+    mask, rho = tokens.mask, tokens.rho
     log_ratios = tokens.train - tokens.rollout
     terms = {
         "num_tokens": mask,
         "minus_l": -log_ratios,
         "abs_l": log_ratios.abs(),
         # Masked tokens have l = 0, and k3 of that is 0.
-        "k3": (clamped.exp() - clamped - 1).clamp(max=K3_BOUND),
+        "k3": bounded_k3(log_ratios),
         "k3_unclamped": log_ratios.clamp(max=EXP_BOUND).exp() - log_ratios - 1,
         "rho": rho,
         "rho_squared": rho.square(),
@@ -362,9 +323,13 @@ def token_terms(
             positive, negative = mask & (advantages > 0), mask & (advantages < 0)
             terms |= {"num_positive": positive, "masked_positive": positive & masked}
             terms |= {"num_negative": negative, "masked_negative": negative & masked}
-    if lag is not None:
-        terms["num_lags_below_0"] = mask & (lag < 0)
     return terms
+
+
+def bounded_k3(log_ratios: Tensor) -> Tensor:
+    """k3 = e^c - c - 1 of each token, `K3_BOUND` at most."""
+    bounded = clamped(log_ratios)
+    return (bounded.exp() - bounded - 1).clamp(max=K3_BOUND)
 
 
 def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
@@ -402,14 +367,14 @@ def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
     columns = torch.stack(
         [mask.double(), tokens.train, tokens.rollout, tokens.clamped, x.exp() - x - 1, tokens.above], dim=1
     )
-    count, train, rollout, clamped, kl_new_old, above = (
+    count, train, rollout, bounded, kl_new_old, above = (
         torch.zeros_like(columns).index_add_(0, tokens.row, columns).unbind(1)
     )
     exists = torch.zeros_like(mask).index_fill_(0, tokens.row, True)
     filled = count.clamp(min=1)
     log_ratio = train - rollout
     mean = log_ratio / filled
-    geometric, product = (clamped / filled).exp(), log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    geometric, product = (bounded / filled).exp(), clamped(log_ratio).exp()
     above_row = geometric if level == "geometric" else product
     terms = {
         "num_rows": exists,
@@ -421,7 +386,7 @@ def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
         "log_ppl_diff": -mean,
         "log_ppl_abs_diff": mean.abs(),
         "ppl_ratio": _exp(-mean),
-        "chi2_seq": mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).mul(2).exp(),
+        "chi2_seq": clamped(mean).mul(2).exp(),
         "chi2_product": product.square(),
         "above": above_row > (tokens.threshold or torch.inf),
         "kl_new_old": kl_new_old / filled,

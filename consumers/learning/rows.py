@@ -18,6 +18,11 @@ def clamped(log_ratios: Tensor) -> Tensor:
     return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
+def row_numbers(row_ids: Tensor) -> Tensor:
+    """[M] int64, each token's row counted from 0 without gaps. row_ids: [M] int64, ascending."""
+    return torch.cat([row_ids[:1] * 0, (row_ids.diff() != 0).long()]).cumsum(0)
+
+
 class Rows:
     """Reductions over the unmasked tokens of each row; results are [M] float64, each token holding its row's value.
 
@@ -30,9 +35,7 @@ class Rows:
     """
 
     def __init__(self, row_ids: Tensor, loss_mask: Tensor) -> None:
-        starts = torch.ones_like(row_ids)
-        starts[1:] = row_ids[1:] != row_ids[:-1]
-        self._row = starts.cumsum(0) - 1
+        self._row = row_numbers(row_ids)
         # As many as there can be; the last ones are empty. Integers are added exactly in any order.
         self._lengths = torch.zeros_like(row_ids).scatter_add_(0, self._row, torch.ones_like(row_ids))
         self._mask = loss_mask
@@ -40,7 +43,7 @@ class Rows:
         """[M] unmasked tokens of the row."""
 
     def sum(self, values: Tensor) -> Tensor:
-        return self._reduced(self._masked(values), "sum")
+        return self._reduced(torch.where(self._mask, values.double(), 0.0), "sum")
 
     def mean(self, values: Tensor) -> Tensor:
         """0 in a row without an unmasked token."""
@@ -49,9 +52,6 @@ class Rows:
     def max(self, values: Tensor) -> Tensor:
         """-inf in a row without an unmasked token."""
         return self._reduced(torch.where(self._mask, values.double(), float("-inf")), "max")
-
-    def _masked(self, values: Tensor) -> Tensor:
-        return torch.where(self._mask, values.double(), 0.0)
 
     def _reduced(self, values: Tensor, reduction: str) -> Tensor:
         if not values.numel():

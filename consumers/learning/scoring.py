@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
 from penstock.consumers.learning.head import selected_logprobs
-from penstock.consumers.learning.importance import Correction, correct_packed, correct_sound
+from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
@@ -257,7 +257,7 @@ class TokenScorer:
         row_ids = microbatch.row_ids[part]
         behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
         if constants.correction is None:
-            return correct_sound(
+            return correct_packed(
                 proximal,
                 behavior,
                 sampled,
@@ -275,7 +275,6 @@ class TokenScorer:
         return Correction(
             torch.where(kept, whole.weights, whole.weights.new_zeros(())),
             whole.keep_mask & kept,
-            whole.metrics,
             whole.corrected_mask | ~kept,
         )
 
@@ -323,7 +322,7 @@ class TokenScorer:
         found = (whole.weights, whole.keep_mask, whole.corrected_mask)
         split = (column[first : first + sum(sizes)].split(sizes) for column in found)
         return [
-            dataclasses.replace(each, correction=Correction(weights, keep, {}, corrected))
+            dataclasses.replace(each, correction=Correction(weights, keep, corrected))
             for each, weights, keep, corrected in zip(constants, *split, strict=True)
         ]
 
