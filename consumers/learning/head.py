@@ -54,11 +54,10 @@ def selected_logprobs(
         logprobs [N] and entropy [N] in nats, float32 (float64 if hidden or weight is float64).
 
     Raises:
-        ValueError: an argument's shape, dtype, device or value does not fit; the message names it.
+        ValueError: a target outside the vocabulary or its support, a temperature that is negative or not finite.
     """
     dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
-    _check_shapes(hidden, weight, targets, support)
-    scale = _check_temperature(temperature, targets, dtype)
+    scale = torch.as_tensor(temperature, dtype=dtype, device=targets.device)
     is_one = _check_values(weight, targets, scale, support)
     greedy = scale < GREEDY_TEMPERATURE
     inverse = None if is_one else torch.where(greedy, torch.ones_like(scale), scale).reciprocal().expand(targets.shape)
@@ -66,41 +65,6 @@ def selected_logprobs(
         return _SelectedLogprobs.apply(
             hidden, weight, targets, inverse, support, token_grads if torch.is_grad_enabled() else None
         )
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, support: Support | None) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"selected_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
-            f"{tuple(targets.shape)}; expected [N, H], [V, H], [N]"
-        )
-    if not len(weight):
-        raise ValueError("selected_logprobs: weight has no rows, expected a vocabulary of 1 or more")
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if not tensor.is_floating_point():
-            raise ValueError(f"selected_logprobs: {name} is {tensor.dtype}, expected a float type")
-    if targets.dtype != torch.int64:
-        raise ValueError(f"selected_logprobs: targets is {targets.dtype}, expected torch.int64")
-    if support is not None and support.counts.shape != targets.shape:
-        raise ValueError(f"selected_logprobs: support is of {len(support.counts)} tokens, expected {len(targets)}")
-    others = [("weight", weight), ("targets", targets)]
-    for name, other in others if support is None else [*others, ("support", support.kept)]:
-        if other.device != hidden.device:
-            raise ValueError(f"selected_logprobs: {name} is on {other.device}, expected hidden's {hidden.device}")
-
-
-def _check_temperature(temperature: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The temperature as a tensor, scalar or [N]."""
-    if not isinstance(temperature, Tensor | float | int):
-        raise ValueError(f"selected_logprobs: temperature = {temperature!r}, expected a number or a tensor")
-    if isinstance(temperature, Tensor) and temperature.requires_grad:
-        raise ValueError("selected_logprobs: temperature requires a gradient, which this function does not compute")
-    scale = torch.as_tensor(temperature, dtype=dtype, device=targets.device)
-    if scale.ndim and scale.shape != targets.shape:
-        raise ValueError(
-            f"selected_logprobs: temperature {tuple(scale.shape)}, expected a scalar or {tuple(targets.shape)}"
-        )
-    return scale
 
 
 def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Support | None) -> bool:

@@ -134,7 +134,8 @@ class Head:
                 self._fill(logits, tokens, vocabulary, self._operands.weight_tile(vocabulary))
                 running.fold(tokens, vocabulary.start, self._targets[tokens], logits, scratch)
             results = running.results(tokens)
-            part = _checked(token_grads(tokens, results.logprobs, results.entropy), results.logprobs)
+            found = token_grads(tokens, results.logprobs, results.entropy)
+            part = Grads(*(None if grad is None else grad.detach().to(self._dtype) for grad in found))
             promised.append(part)
             for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
                 logits = _view(buffer, tokens, vocabulary)
@@ -313,19 +314,6 @@ def _view(buffer: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
     """The front of a flat buffer as a contiguous tile."""
     shape = (tokens.stop - tokens.start, vocabulary.stop - vocabulary.start)
     return buffer[: shape[0] * shape[1]].view(shape)
-
-
-def _checked(found: tuple[Tensor, Tensor | None], like: Tensor) -> Grads:
-    """The result of `token_grads` for tokens whose logprobs are `like`; ValueError if it does not fit."""
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
-        raise ValueError(f"token_grads returned {type(found).__name__}, expected (Tensor, Tensor or None)")
-    for name, grad in zip(("logprobs", "entropy"), found, strict=True):
-        if grad is not None and (grad.shape != like.shape or grad.device != like.device):
-            raise ValueError(
-                f"token_grads returned {tuple(grad.shape)} on {grad.device} for {name}, expected "
-                f"{tuple(like.shape)} on {like.device}"
-            )
-    return Grads(*(None if grad is None else grad.detach().to(like.dtype) for grad in found))
 
 
 def _joined(parts: list[Grads]) -> Grads:

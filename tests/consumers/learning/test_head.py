@@ -297,26 +297,14 @@ def test_autocast_does_not_reach_into_the_head() -> None:
 
 
 BAD = {
-    r"hidden \(4, 2\), weight \(5, 3\).*expected \[N, H\], \[V, H\], \[N\]": {"hidden": torch.ones(4, 2)},
-    r"targets \(3,\); expected": {"targets": torch.zeros(3, dtype=torch.int64)},
-    "targets is torch.int32, expected torch.int64": {"targets": torch.zeros(4, dtype=torch.int32)},
     r"targets\[2\] = 5, expected a token in \[0, 5\)": {"targets": torch.tensor([0, 4, 5, 1])},
     r"targets\[0\] = -100, expected": {"targets": torch.tensor([-100, 4, 2, 1])},
-    "hidden is torch.int64, expected a float": {"hidden": torch.ones(4, 3, dtype=torch.int64)},
-    "weight has no rows": {"weight": torch.ones(0, 3)},
     r"temperature = -0\.5, expected a finite number": {"temperature": -0.5},
     "temperature = nan, expected": {"temperature": float("nan")},
     "temperature = inf, expected": {"temperature": torch.tensor([1.0, float("inf"), 1.0, 1.0])},
-    r"temperature \(3,\), expected a scalar or \(4,\)": {"temperature": torch.ones(3)},
-    "temperature requires a gradient": {"temperature": torch.ones(4, requires_grad=True)},
-    "support is of 3 tokens, expected 4": {"support": Support(torch.arange(3), torch.ones(3, dtype=torch.int64))},
     "the support of token 2 lacks its target 1": {
         "support": Support(torch.tensor([3, 0, 0, 4, 2]), torch.tensor([1, 1, 2, 1]))
     },
-    "support is on meta, expected hidden's cpu": {
-        "support": Support(torch.arange(4, device="meta"), torch.ones(4, dtype=torch.int64))
-    },
-    "weight is on meta, expected hidden's cpu": {"weight": torch.ones(5, 3, device="meta")},
 }
 
 

@@ -181,17 +181,3 @@ def test_a_frozen_input_is_given_no_gradient(recomputed, frozen) -> None:
     assert not recomputed and tensors[frozen].grad is None
     expected = _gradients(torch.float64, promise=False)[1 - frozen]
     torch.testing.assert_close(tensors[1 - frozen].grad, expected)
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda part, logprobs, entropy: logprobs, "token_grads returned Tensor, expected"),
-        (lambda part, logprobs, entropy: (logprobs[1:], None), r"token_grads returned \(4,\) on cpu for logprobs"),
-        (lambda part, logprobs, entropy: (logprobs, entropy.sum()), r"token_grads returned \(\) on cpu for entropy"),
-    ],
-)
-def test_an_answer_that_does_not_fit_is_refused(answer, message) -> None:
-    hidden, weight, targets, _ = _inputs()
-    with pytest.raises(ValueError, match=message):
-        selected_logprobs(hidden, weight, targets, token_grads=answer)
