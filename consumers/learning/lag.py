@@ -1,6 +1,7 @@
 """The lag of tokens: how old they are when they are consumed."""
 
 from collections.abc import Callable
+from functools import cache
 
 from penstock.schemas.policy import UnknownVersionError, lag
 from penstock.schemas.rollout import RolloutGroup, Segment
@@ -35,28 +36,21 @@ class LagTable:
 
 def is_stale(group: RolloutGroup, lag_of: LagTable, bound: int) -> bool:
     """True if no token of known version lies within the lag bound (and some version is known)."""
-    known = []
-    for rollout in group.rollouts:
-        for segment in rollout.segments:
-            for span in segment.version_spans:
-                try:
-                    known.append(lag_of(span.version))
-                except UnknownVersionError:
-                    continue
+    lag = known_lags(lag_of)
+    lags = [lag(span.version) for each in group.rollouts for segment in each.segments for span in segment.version_spans]
+    known = [each for each in lags if each is not None]
     return bool(known) and min(known) > bound
 
 
 def known_lags(lag_of: Lags) -> KnownLags:
-    """`lag_of` with its results kept, and None if it raises UnknownVersionError."""
-    known: dict[int, int | None] = {}
+    """Returns `lag_of` with None in place of an UnknownVersionError; it remembers its results."""
 
+    @cache
     def lag(version: int) -> int | None:
-        if version not in known:
-            try:
-                known[version] = lag_of(version)
-            except UnknownVersionError:
-                known[version] = None
-        return known[version]
+        try:
+            return lag_of(version)
+        except UnknownVersionError:
+            return None
 
     return lag
 

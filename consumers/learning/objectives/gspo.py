@@ -23,6 +23,7 @@ and AReaL are `gradient = "sequence"`. The paper, verl, TRL, ms-swift, NeMo RL a
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -42,15 +43,13 @@ class Gspo(ClippedObjective):
         ValueError: an argument out of range.
     """
 
+    token_level: ClassVar[bool] = False
+
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     aggregation: str = "sequence"
     gradient: str = "sequence"
     """"sequence" or "token"."""
-
-    @property
-    def token_level(self) -> bool:
-        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()

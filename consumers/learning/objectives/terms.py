@@ -39,6 +39,7 @@ token, and unweighted.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,11 @@ from penstock.consumers.learning.rows import clamped
 
 AGGREGATIONS = ("token", "sequence", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+_MASKED = (
+    *("current_logprobs", "proximal_logprobs", "behavior_logprobs", "importance_weights", "advantages", "entropy"),
+    *("reference_logprobs", "lag"),
+)
+"""The inputs that are 0 under the mask before any arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,8 @@ class PolicyObjective(ABC):
     Raises:
         ValueError: on construction, an argument out of range; when called, a KL term without reference logprobs.
     """
+
+    token_level: ClassVar[bool] = True
 
     aggregation: str = "token"
     """"token", "sequence" or "constant"."""
@@ -70,14 +78,6 @@ class PolicyObjective(ABC):
     """Multiplies the KL by importance weight and policy ratio: the module's docstring."""
     entropy_coefficient: float = 0.0
     """Share of the token entropy that is subtracted from the loss."""
-
-    @property
-    def token_level(self) -> bool:
-        return True
-
-    @property
-    def reads_behavior(self) -> bool:
-        return False
 
     @property
     def needs_reference(self) -> bool:
@@ -181,20 +181,9 @@ def reference_kl(current_logprobs: Tensor, reference_logprobs: Tensor, estimator
 
 
 def _zero_under_mask(inputs: LossInputs) -> LossInputs:
-    """The inputs, 0 under the mask before any arithmetic: masked values reach neither the loss nor a gradient."""
-    mask = inputs.loss_mask
-
-    def selected(values: Tensor) -> Tensor:
-        return torch.where(mask, values, values.new_zeros(()))
-
+    """Returns the inputs without masked values, which thus reach neither the loss nor a gradient."""
+    given = {name: values for name in _MASKED if (values := getattr(inputs, name)) is not None}
     return replace(
         inputs,
-        current_logprobs=selected(inputs.current_logprobs),
-        proximal_logprobs=selected(inputs.proximal_logprobs),
-        behavior_logprobs=selected(inputs.behavior_logprobs),
-        importance_weights=selected(inputs.importance_weights),
-        advantages=selected(inputs.advantages),
-        entropy=selected(inputs.entropy),
-        reference_logprobs=None if inputs.reference_logprobs is None else selected(inputs.reference_logprobs),
-        lag=None if inputs.lag is None else selected(inputs.lag),
+        **{name: torch.where(inputs.loss_mask, values, values.new_zeros(())) for name, values in given.items()},
     )
