@@ -1,6 +1,6 @@
 """Several ranks: torch.distributed behind the seam that the numerics know."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.consumers.learning.ranks import Ranks, Shared, Thread, Value
+from penstock.consumers.learning.ranks import Ranks, Thread, Value
 
 FOREVER = timedelta(days=365)
 """An order may be a long time coming: the trainer waits for rollouts. `Watch` tells whether the lead is there. The lead
@@ -55,10 +55,6 @@ class World(Ranks):
             name, part = received[0]
             self.phase = name
             orders[name](*part)
-
-    def hand_out_next(self, items: Iterator[Shared]) -> Shared | None:
-        item = next(items, None) if self.is_lead else None
-        return self.hand_out(lambda rank: None if item is None else item.of_rank(rank, self.size))
 
     def hand_out(self, part: Callable[[int], Value]) -> Value:
         received: list[Any] = [None]

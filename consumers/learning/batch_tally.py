@@ -4,9 +4,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,15 @@ _OWN_METRICS = frozenset(
 )
 
 
+class _Step(NamedTuple):
+    """An optimizer step of the mini-batch at a place in the batch; reason: why it was not taken, None if it was."""
+
+    place: int
+    loss: float
+    grad_norm: float
+    reason: str | None
+
+
 class BatchTally:
     """Adds up the optimizer steps of one batch, and makes its report.
 
@@ -41,16 +51,10 @@ class BatchTally:
         self._indexes: list[int] = indexes.tolist()
         self._groups = torch.from_numpy(groups.astype(np.int64)).to(device)
         self._fresh = torch.zeros(len(indexes), len(RowGap._fields), dtype=torch.float64, device=device)
-        self.failed: dict[int, str] = {}
-        """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
         self._failed_groups: dict[int, str] = {}
         self._spared: set[int] = set()
         self._config = config
-        self._trained: set[int] = set()
-        self._losses: list[float] = []
-        self._grad_norms: list[float] = []
-        self._taken: list[bool] = []
-        self._skipped: Counter[str] = Counter()
+        self._steps: list[_Step] = []
         self._mismatch: MismatchSums | None = None
         self._findings: dict[int, list[TokenFindings]] = {}
         self._sums: dict[str, Tensor] = {}
@@ -103,40 +107,46 @@ class BatchTally:
             found.append(torch.stack([part.correction.keep_mask.any() for part in scored]).sum())
         norm, *own = torch.stack([value.double() for value in found]).tolist()
         loss, num_kept = self._ranks.add(torch.tensor(own or [0.0, 0.0], dtype=torch.float64)).tolist()
-        self._losses.append(loss)
-        self._grad_norms.append(norm)
         reason = _reason_to_skip(num_kept > 0, loss, norm)
-        self._taken.append(reason is None)
-        if reason is None:
-            self._trained.add(place)
-        else:
-            self._skipped[reason] += 1
-            if reason != NOTHING_TO_TRAIN:
-                self.failed[place] = reason
-                if self._ranks.is_lead:
-                    log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
+        self._steps.append(_Step(place, loss, norm, reason))
         if place not in self.failed:
             for values in sums:
                 for name, value in values.items():
                     self._sums[name] = self._sums[name] + value if name in self._sums else value
+        elif self._ranks.is_lead:
+            log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
         return reason is None
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
+        return {step.place: step.reason for step in self._steps if step.reason and step.reason != NOTHING_TO_TRAIN}
+
+    @property
+    def _taken(self) -> list["_Step"]:
+        return [step for step in self._steps if step.reason is None]
 
     def blame(self, place: int, is_finite: Callable[[MiniBatch], bool], minibatch: MiniBatch) -> None:
         """Divides the groups of a failed mini-batch that has taken no step into failed and spared ones.
 
         is_finite: whether loss and gradient of a mini-batch are.
         """
-        if place in self._trained:
+        if any(step.place == place for step in self._taken):
             return
         finite: dict[int, bool] = {}
         waiting = minibatch.alone()
-        while (alone := self._ranks.hand_out_next(waiting)) is not None:
+        while (alone := self._next_part(waiting)) is not None:
             finite[alone.indexes[0]] = is_finite(alone)
         spared = {index for index, is_spared in finite.items() if is_spared}
         if len(spared) == len(finite):
             spared = set()  # each is finite alone: which of them it was cannot be told
         self._spared |= spared
         self._failed_groups |= dict.fromkeys(finite.keys() - spared, self.failed[place])
+
+    def _next_part(self, waiting: Iterator[MiniBatch]) -> MiniBatch | None:
+        """Returns this rank's part of the next mini-batch, which the lead alone has; None after the last."""
+        whole, size = next(waiting, None), self._ranks.size
+        return self._ranks.hand_out(lambda rank: None if whole is None else whole.of_rank(rank, size))
 
     def report(self, batch: Batch, learning_rate: float) -> StepReport:
         """The report after the last step. Fetches the sums, for which it waits for the device.
@@ -166,9 +176,9 @@ class BatchTally:
             advantages=batch.group_advantages,
             has_teacher=self._config.teacher is not None,
             num_tokens_rejected=num_rejected,
-            num_optimizer_steps=sum(self._taken),
-            skipped_reason=None if self._trained else next(iter(self.failed.values()), NOTHING_TO_TRAIN),
-            steps_skipped=dict(self._skipped),
+            num_optimizer_steps=len(self._taken),
+            skipped_reason=None if self._taken else next(iter(self.failed.values()), NOTHING_TO_TRAIN),
+            steps_skipped=dict(Counter(step.reason for step in self._steps if step.reason is not None)),
             failed=self._failed_groups,
             spared=frozenset(self._spared),
             phase_s=self._phase_s,
@@ -183,9 +193,8 @@ class BatchTally:
 
     def _means(self) -> dict[str, float]:
         """Loss and gradient norm over the steps taken; over all of them if none was."""
-        which = [n for n, taken in enumerate(self._taken) if taken] or range(len(self._taken))
-        columns = {"loss": self._losses, "grad_norm": self._grad_norms}
-        return {name: sum(values[n] for n in which) / max(1, len(which)) for name, values in columns.items()}
+        steps = self._taken or self._steps
+        return {name: sum(getattr(step, name) for step in steps) / max(1, len(steps)) for name in ("loss", "grad_norm")}
 
 
 @dataclass(frozen=True)

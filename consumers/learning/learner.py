@@ -101,24 +101,19 @@ class Learner:
         if batch.num_rows < self.ranks.size and not self._said:
             self._said = True
             log.warning("a batch of %d rows for %d ranks: some compute nothing", batch.num_rows, self.ranks.size)
-        return self._step(self._order("step", batch))
+        size = self.ranks.size
+        self.ranks.order("step", lambda rank: (batch.of_rank(rank, size),))
+        return self._step(batch.of_rank(0, size))
 
     @property
     def orders(self) -> dict[str, Callable[..., object]]:
         """What the lead starts on the other ranks, by name."""
         return {
             "step": self._step,
-            "proximal logprobs": self._proximal_logprobs,
             "published weights": self.model.published_weights,
             "begin checkpoint": self._begin_checkpoint,
             "load checkpoint": self._load_checkpoint,
         }
-
-    def _order(self, name: str, batch: Batch) -> Batch:
-        """Starts a method on the other ranks, with their parts of a batch; returns the lead's own."""
-        size = self.ranks.size
-        self.ranks.order(name, lambda rank: (batch.of_rank(rank, size),))
-        return batch if size == 1 else batch.of_rank(0, size)
 
     def _step(self, batch: Batch) -> StepReport:
         tally = BatchTally(self.config, self.ranks, batch, self.device)
@@ -138,23 +133,10 @@ class Learner:
         self.ranks.phase = BETWEEN_STEPS
         return report
 
-    def proximal_logprobs(self, batch: Batch) -> list[Tensor]:
-        """The present policy's logprobs of each micro-batch's sampled tokens, [M] float32 each; no step is taken.
-
-        With several ranks of the lead's own micro-batches alone.
-        """
-        return self._proximal_logprobs(self._order("proximal logprobs", batch))
-
-    @torch.no_grad()
-    def _proximal_logprobs(self, batch: Batch) -> list[Tensor]:
-        return [self.scorer.logprobs(each.to(self.device))[0] for each in batch.microbatches]
-
     def published_weights(self) -> dict[str, Tensor]:
         """Copies on CPU in `model.dtype`, by the names that `save_pretrained` would write; no two share memory."""
         self.ranks.order("published weights")
-        weights = self.model.published_weights()
-        self.ranks.phase = BETWEEN_STEPS
-        return weights
+        return self.model.published_weights()
 
     def published_parts(self) -> Callable[[], list[PublishedPart]]:
         """See `PackedModel.published_parts`. Every rank calls it, at one point of the training."""

@@ -1,29 +1,18 @@
 """The ranks of a trainer: what the numerics know of the processes beside their own."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
-
-
 Thread = Literal["checkpoint", "publisher"]
 """The threads that communicate beside the main one."""
 
 BETWEEN_STEPS = "between steps"
 """The lead's phase while it does what the other ranks have no part in."""
-
-
-class OfRank(Protocol):
-    """What has a part for each rank."""
-
-    def of_rank(self, rank: int, num_ranks: int) -> Self: ...
-
-
-Shared = TypeVar("Shared", bound=OfRank)
 
 
 class Ranks:
@@ -61,10 +50,6 @@ class Ranks:
         """Waits for the orders of the lead and carries them out, until it ends. Called by every other rank."""
         raise NotImplementedError("there is no lead to follow in a world of one")
 
-    def hand_out_next(self, items: Iterator[Shared]) -> Shared | None:
-        """The part of this rank of the next item, which the lead alone has; None after the last."""
-        return next(items, None)
-
     def hand_out(self, part: Callable[[int], Value]) -> Value:
         """The part of this rank; asked for on the lead alone, for each rank."""
         return part(0)
@@ -77,7 +62,7 @@ class Ranks:
         """The sum over the ranks, on all of them; of tensors of one shape and type."""
         return values
 
-    def beside(self, thread: "Thread") -> "Ranks":
+    def beside(self, thread: Thread) -> "Ranks":
         """The same ranks for one thread beside the main one, whose calls do not mix with those of others. Its `phase`
         is empty while it has nothing to do."""
         return Ranks()
