@@ -73,25 +73,21 @@ class PackedModel:
         """By name of a master that of the published tensor; empty if there is no such tensor for each."""
         self._shards: Any = None
         """What runs the body of a model that several ranks share; None in a world of one."""
+        whole = None
         if self._ranks.mesh is None:
-            self._take(_load(path, self._named).to(device), gradient_checkpointing)
-            self._check()
-            if lora is not None:
-                adapt(self.module, lora, DTYPES[dtype], seed, path)
-            if compiled:
-                compile_blocks(self.module, device)
+            module = _load(path, self._named).to(device)
         else:
-            whole = None
             if self._ranks.is_lead:
                 whole = PackedModel(path, dtype, torch.device("cpu"), lora=lora, seed=seed, field=field).module
-            self._take(
-                empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype]),
-                gradient_checkpointing,
-            )
-            if lora is not None:
-                adapt(self.module, lora, DTYPES[dtype], seed, path)
-            if compiled:
-                compile_blocks(self.module, device)
+            module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype])
+        self._take(module, gradient_checkpointing)
+        if self._ranks.mesh is None:
+            self._check()
+        if lora is not None:
+            adapt(self.module, lora, DTYPES[dtype], seed, path)
+        if compiled:
+            compile_blocks(self.module, device)
+        if self._ranks.mesh is not None:
             self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._named)
             fill(self.module, whole, self._ranks, device)
         self._dtype = DTYPES[dtype]
@@ -231,18 +227,20 @@ class PackedModel:
             self._published_names = _renamed(state, self._published)
         names = self._published_names
         if names:
-            return lambda: [self._part(names[name], tensor.detach()) for name, tensor in state.items()]
+            return lambda: self._parts({names[name]: tensor for name, tensor in state.items()})
         if self._shards is None:
-            return lambda: self._whole_parts(self._published(state))
+            return lambda: self._parts(self._published(state))
         weights = self.published_weights()
-        return lambda: self._whole_parts(weights)
+        return lambda: self._parts(weights)
 
-    def _whole_parts(self, state: dict[str, Tensor]) -> list[PublishedPart]:
-        return [self._part(name, tensor.detach()) for name, tensor in state.items()]
-
-    def _part(self, name: str, tensor: Tensor) -> PublishedPart:
-        start, values = held(tensor, self._ranks)
-        return PublishedPart(name, self._published_dtype(tensor), tuple(tensor.shape), start, values.contiguous())
+    def _parts(self, tensors: Mapping[str, Tensor]) -> list[PublishedPart]:
+        """Returns this rank's part of each published tensor."""
+        parts = []
+        for name, tensor in tensors.items():
+            start, values = held(tensor.detach(), self._ranks)
+            dtype = self._published_dtype(tensor)
+            parts.append(PublishedPart(name, dtype, tuple(tensor.shape), start, values.contiguous()))
+        return parts
 
     def _published_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
@@ -294,10 +292,6 @@ class PackedModel:
         """Whether the policy is the base: nothing was trained into its adapters."""
         factors = [tensor for name, tensor in self.state().items() if name.endswith("lora_B")]
         return self.lora is not None and not any(bool(held(each, self._ranks)[1].any()) for each in factors)
-
-    def base(self) -> "BaseOfAdapter":
-        """The model without its adapters, in the same memory."""
-        return BaseOfAdapter(self)
 
     @torch.no_grad()
     def copy(self, weights: Mapping[str, Tensor]) -> None:

@@ -26,19 +26,30 @@ class _Row:
 
     segment: Segment
     place: Place
-    prefix: tuple[int, bytes]
-    """Group and context bytes before the first sampled token: rows with an equal prefix share it."""
-    prefix_length: int
-    length: int
-    lags: tuple[tuple[int, int], ...]
-    """(lag, tokens) along the sampled tokens."""
     rollout: int
     """The place of its rollout among all of the batch."""
-    advantage: float
+    lags: tuple[tuple[int, int], ...]
+    """(lag, tokens) along the sampled tokens."""
     temperature: float
     rollout_tokens: int
+    advantage: float = 0.0
     is_masked: bool = False
     """All of it: its rollout is truncated."""
+
+    @property
+    def prefix_length(self) -> int:
+        """Context tokens before the first sampled one."""
+        return self.segment.loss_mask[0][0]
+
+    @property
+    def prefix(self) -> tuple[int, bytes]:
+        """Group and bytes of the context: rows with an equal prefix share it."""
+        return self.place.group, self.segment.token_ids[: 4 * self.prefix_length]
+
+    @property
+    def length(self) -> int:
+        """Tokens up to the one before the last sampled one."""
+        return self.segment.loss_mask[-1][1] - 1
 
 
 def pack(
@@ -122,23 +133,16 @@ def pack_segments(
     rows = [
         _Row(
             segment=segment,
-            place=Place(group, 0, 0),
-            prefix=(group, segment.token_ids[: 4 * segment.loss_mask[0][0]]),
-            prefix_length=segment.loss_mask[0][0],
-            length=segment.loss_mask[-1][1] - 1,
+            place=Place(group, number, 0),
+            rollout=number,
             lags=((0, segment.num_sampled_tokens),),
-            rollout=0,
-            advantage=0.0,
             temperature=temperature,
             rollout_tokens=segment.num_sampled_tokens,
         )
-        for group, segment, temperature in segments
+        for number, (group, segment, temperature) in enumerate(segments)
     ]
-    first = 0
-    for part in _split(rows, budget):
-        order = sorted(range(len(part)), key=lambda place: -part[place].length)
-        yield _pack_rows([part[place] for place in order], 0), tuple(first + place for place in order)
-        first += len(part)
+    for part in map(_longest_first, _split(rows, budget)):
+        yield _pack_rows(part, 0), tuple(row.rollout for row in part)
 
 
 @dataclass(frozen=True)
@@ -159,10 +163,10 @@ def _rows_of(
 ) -> _Part:
     """advantages: by a group's index, after the place of its first rollout in the batch."""
     part = _Part(groups, [], [])
-    for g, group in enumerate(groups):
+    for group in groups:
         first, own = advantages[group.index]
         rows = part.rows if every_row or any(own) else part.skipped
-        rows += _rows(g, group, first, own, lags, config)
+        rows += _rows(group, first, own, lags, config)
     return part
 
 
@@ -216,15 +220,14 @@ def _a_rollout_of_each_group(rows: list[_Row]) -> list[_Row]:
 
 
 def _rows(
-    g: int, group: RolloutGroup, first: int, advantages: list[float], lag: KnownLags, config: RunConfig
+    group: RolloutGroup, first: int, advantages: list[float], lag: KnownLags, config: RunConfig
 ) -> Iterator[_Row]:
     for r, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
         rollout_tokens = rollout.num_sampled_tokens
         for s, segment in enumerate(rollout.segments):
             if not segment.loss_mask:
                 continue
-            prefix_length = segment.loss_mask[0][0]
-            if prefix_length < 1:
+            if segment.loss_mask[0][0] < 1:
                 raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
             if config.teacher_url is not None:
                 check_taught(group, segment)
@@ -232,14 +235,11 @@ def _rows(
             yield _Row(
                 segment=segment,
                 place=Place(group.index, r, s),
-                prefix=(g, segment.token_ids[: 4 * prefix_length]),
-                prefix_length=prefix_length,
-                length=segment.loss_mask[-1][1] - 1,
-                lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
                 rollout=first + r,
-                advantage=advantage,
+                lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
+                advantage=advantage,
                 is_masked=_is_masked(rollout, config),
             )
 
@@ -268,7 +268,7 @@ def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]
     """
     if sharing.num_ranks == 1:
         return list(_split(rows, budget))
-    groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.prefix[0])]
+    groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.place.group)]
     shares = shared_out(groups, lambda row: sharing.cost(row.length), sharing.num_ranks)
     num_passes = max(sum(1 for _ in _split(share, budget)) for share in shares)
     spread_out = [spread(share, lambda row: row.length, num_passes) for share in shares]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
 from penstock.consumers.learning.head import selected_logprobs
+from penstock.consumers.learning.head_kernels import TokenGrads
 from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
@@ -22,7 +23,6 @@ from penstock.consumers.learning.reward_kl import penalized
 from penstock.consumers.learning.teacher import open_teacher, teacher_advantages
 from penstock.schemas.config import ConfigError, RunConfig
 
-TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 _ALL = slice(None)
 
 
@@ -97,7 +97,7 @@ class TokenScorer:
         if not (getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient):
             return
         if config.lora is not None and config.model.reference is None:
-            self.reference = model.base()
+            self.reference = BaseOfAdapter(model)
         else:
             self.reference = PackedModel(
                 config.model.reference or config.model.path,
