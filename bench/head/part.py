@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.head.implementations import IMPLEMENTATIONS, PEERS, Head, HeadProblem, make_problem, package_version
-from penstock.consumers.learning.matmul import onednn_matmul
+from penstock.consumers.learning.device import onednn_matmul
 from penstock.schemas.config import ConfigError
 
 SLOW_S = 5.0

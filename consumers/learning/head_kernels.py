@@ -145,7 +145,9 @@ class Head:
                 self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
         if grad_hidden is not None:
             grad_hidden = self._operands.finish(grad_hidden)
-        return running.results(slice(None)), Promise(_joined(promised), grad_hidden, grad_weight)
+        columns = zip(*promised, strict=True) if promised else (None, None)
+        joined = Grads(*(torch.cat(column) if column and column[0] is not None else None for column in columns))
+        return running.results(slice(None)), Promise(joined, grad_hidden, grad_weight)
 
     def _fill(self, logits: Tensor, tokens: slice, vocabulary: slice, weight: Tensor) -> None:
         self._operands.logits(tokens, weight, logits)
@@ -314,16 +316,3 @@ def _view(buffer: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
     """The front of a flat buffer as a contiguous tile."""
     shape = (tokens.stop - tokens.start, vocabulary.stop - vocabulary.start)
     return buffer[: shape[0] * shape[1]].view(shape)
-
-
-def _joined(parts: list[Grads]) -> Grads:
-    """The derivatives of all tokens, from those of consecutive slices."""
-
-    def join(grads: list[Tensor | None], others: list[Tensor | None]) -> Tensor | None:
-        if all(grad is None for grad in grads):
-            return None
-        pairs = zip(grads, others, strict=True)
-        return torch.cat([torch.zeros_like(other) if grad is None else grad for grad, other in pairs])  # type: ignore[arg-type]
-
-    logprobs, entropies = [part.logprobs for part in parts], [part.entropy for part in parts]
-    return Grads(join(logprobs, entropies), join(entropies, logprobs))

@@ -74,7 +74,8 @@ def correct_packed(
         current_logprobs: [M] float; needed by `off_policy_delta`.
     """
     loss_mask = loss_mask.detach()
-    log_ratios = log_ratio(proximal_logprobs, behavior_logprobs, loss_mask).double()
+    given = log_ratio(proximal_logprobs, behavior_logprobs, loss_mask)
+    log_ratios = given.double()
     lag = torch.where(loss_mask, lag, 0)
     rows = Rows(row_ids, loss_mask)
 
@@ -95,7 +96,7 @@ def correct_packed(
         keep = keep & ~beyond_m2_budget(log_ratios, keep, config.m2_budget)
 
     return Correction(
-        weights=torch.where(keep, weights, 0.0).to(_result_type(proximal_logprobs, behavior_logprobs)),
+        weights=torch.where(keep, weights, 0.0).to(given.dtype),
         keep_mask=keep,
         corrected_mask=loss_mask & (bounded | ~keep),
     )
@@ -173,7 +174,3 @@ def _batch_mean(weights: Tensor, keep: Tensor, row_ids: Tensor, config: Correcti
     total = shares.sum()
     mean = torch.where(keep, weights * shares, 0.0).sum() / total
     return torch.where(total > 0, mean, 1.0)
-
-
-def _result_type(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32

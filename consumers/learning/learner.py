@@ -16,18 +16,16 @@ from torch.distributed.tensor import DTensor
 from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.batch_tally import BatchTally, metric_sums
-from penstock.consumers.learning.device import choose_device
+from penstock.consumers.learning.device import choose_device, enable_onednn_matmul
 from penstock.consumers.learning.export import export_adapter, export_model
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.lag import Lags
 from penstock.consumers.learning.learner_state import LearnerState
-from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.learning.optimizer import make_optimizer
+from penstock.consumers.learning.optimizer import learning_rate, make_optimizer
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
-from penstock.consumers.learning.schedule import learning_rate
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
 from penstock.consumers.learning.step_report import StepReport
