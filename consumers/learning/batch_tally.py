@@ -1,4 +1,4 @@
-"""The sums of a batch's optimizer steps, from which its report is made."""
+"""Sums over a batch's optimizer steps, from which its report is made."""
 
 import logging
 import math
@@ -38,10 +38,7 @@ class _Step(NamedTuple):
 
 
 class BatchTally:
-    """Adds up the optimizer steps of one batch, and makes its report.
-
-    device: of the micro-batches.
-    """
+    """Adds up the optimizer steps of one batch, and makes its report. device: the micro-batches' device."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, batch: Batch, device: torch.device) -> None:
         self._ranks = ranks
@@ -63,7 +60,7 @@ class BatchTally:
         self._phase_began_s = time.perf_counter()
 
     def end_phase(self, name: str) -> None:
-        """Charges the time since the last call to this phase."""
+        """Adds the time since the last call to this phase."""
         now = time.perf_counter()
         self._phase_s[name] = self._phase_s.get(name, 0.0) + now - self._phase_began_s
         self._phase_began_s = now
@@ -97,9 +94,10 @@ class BatchTally:
     def end_step(
         self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: Tensor
     ) -> bool:
-        """Adds a mini-batch after its backward passes; returns whether the optimizer step is to be taken.
+        """Adds a mini-batch after its backward passes; returns whether to take the optimizer step.
 
-        The same on every rank: the loss is the sum of theirs. grad_norm: of all of them. Waits for the device once.
+        The answer is the same on every rank: the loss is summed over them. grad_norm: over all ranks. Waits for the
+        device once.
         """
         found = [grad_norm]
         if scored:
@@ -119,7 +117,7 @@ class BatchTally:
 
     @property
     def failed(self) -> dict[int, str]:
-        """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
+        """By a mini-batch's place in the batch: why its loss or gradient was not finite."""
         return {step.place: step.reason for step in self._steps if step.reason and step.reason != NOTHING_TO_TRAIN}
 
     @property
@@ -129,7 +127,7 @@ class BatchTally:
     def blame(self, place: int, is_finite: Callable[[MiniBatch], bool], minibatch: MiniBatch) -> None:
         """Divides the groups of a failed mini-batch that has taken no step into failed and spared ones.
 
-        is_finite: whether loss and gradient of a mini-batch are.
+        is_finite: returns whether a mini-batch's loss and gradient are finite.
         """
         if any(step.place == place for step in self._taken):
             return
@@ -139,7 +137,7 @@ class BatchTally:
             finite[alone.indexes[0]] = is_finite(alone)
         spared = {index for index, is_spared in finite.items() if is_spared}
         if len(spared) == len(finite):
-            spared = set()  # each is finite alone: which of them it was cannot be told
+            spared = set()  # each is finite alone: the cause cannot be found
         self._spared |= spared
         self._failed_groups |= dict.fromkeys(finite.keys() - spared, self.failed[place])
 
@@ -149,13 +147,13 @@ class BatchTally:
         return self._ranks.hand_out(lambda rank: None if whole is None else whole.of_rank(rank, size))
 
     def report(self, batch: Batch, learning_rate: float) -> StepReport:
-        """The report after the last step. Fetches the sums, for which it waits for the device.
+        """Makes the report after the last step. Fetches the sums, and waits for the device.
 
-        learning_rate: of the batch's first step.
+        learning_rate: the rate of the batch's first step.
         """
         metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
         fetched = torch.stack([value.double() for value in self._sums.values()]).tolist() if self._sums else []
-        own = _Found(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._fresh)
+        own = _RankFindings(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._fresh)
         found = _merged(self._ranks.gather(own.cpu()))
         sums = found.sums
         num_tokens = sums.pop("num_tokens", 0)
@@ -192,29 +190,29 @@ class BatchTally:
         )
 
     def _means(self) -> dict[str, float]:
-        """Loss and gradient norm over the steps taken; over all of them if none was."""
+        """Returns mean loss and gradient norm over the steps taken; over all steps if none was."""
         steps = self._taken or self._steps
         return {name: sum(getattr(step, name) for step in steps) / max(1, len(steps)) for name in ("loss", "grad_norm")}
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one rank adds to a report; see `BatchTally`."""
+class _RankFindings:
+    """One rank's contribution to a report; see `BatchTally`."""
 
     sums: dict[str, float]
     mismatch: MismatchSums | None
     findings: dict[int, list[TokenFindings]]
     fresh: Tensor
 
-    def cpu(self) -> "_Found":
+    def cpu(self) -> "_RankFindings":
         findings = {place: [part.cpu() for part in parts] for place, parts in self.findings.items()}
         mismatch = None if self.mismatch is None else self.mismatch.cpu()
-        return _Found(self.sums, mismatch, findings, self.fresh.cpu())
+        return _RankFindings(self.sums, mismatch, findings, self.fresh.cpu())
 
 
-def _merged(by_rank: Sequence[_Found]) -> _Found:
-    """Merges the findings of all ranks, those of a mini-batch in the order of its micro-batches: each rank's first,
-    and so on."""
+def _merged(by_rank: Sequence[_RankFindings]) -> _RankFindings:
+    """Merges the findings of all ranks; those of a mini-batch in the order of its micro-batches, each rank's first one
+    first."""
     sums: dict[str, float] = {}
     mismatch: MismatchSums | None = None
     for each in by_rank:
@@ -231,15 +229,15 @@ def _merged(by_rank: Sequence[_Found]) -> _Found:
         ]
         for place in places
     }
-    return _Found(sums, mismatch, findings, torch.stack([each.fresh for each in by_rank]).sum(0))
+    return _RankFindings(sums, mismatch, findings, torch.stack([each.fresh for each in by_rank]).sum(0))
 
 
 def metric_sums(
     microbatch: MicroBatch, scored: Scored, config: RunConfig, *, first_epoch: bool, scale: float | None
 ) -> dict[str, Tensor]:
-    """Sums over a micro-batch's unmasked tokens: the trainer's own, and the objective's metrics.
+    """Returns sums over a micro-batch's unmasked tokens: the trainer's own, and the objective's metrics.
 
-    scale: None for a micro-batch that is trained on; for one of `MiniBatch.skipped` the tokens that each stands for.
+    scale: None for a micro-batch that is trained on; for one of `MiniBatch.skipped` the tokens each token stands for.
 
     Raises:
         ConfigError: a metric of the objective has a name of the trainer's own.
@@ -262,7 +260,7 @@ def metric_sums(
 
 
 def _judged_level(correction: CorrectionConfig) -> Level:
-    """Which ratio the correction compares with its threshold."""
+    """Returns which ratio the correction compares with its threshold."""
     return correction.sequence_ratio if correction.mode.startswith("sequence") else "token"
 
 

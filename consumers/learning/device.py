@@ -9,12 +9,12 @@ from torch import Tensor
 from penstock.schemas.config import ConfigError
 
 ONEDNN_MAX_ERROR = 1e-5
-"""Largest error of a product, relative to its largest element: float32 stays below 1e-6, TF32 comes to 3e-4, bfloat16
-to 2e-3."""
+"""Largest error of a product, relative to its largest element: float32 stays below 1e-6, TF32 reaches 3e-4, bfloat16
+2e-3."""
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device that `trainer.device` means here, for the rank of that number on this machine.
+    """Returns the device that `trainer.device` means on this machine, for the rank of that local number.
 
     Raises:
         ConfigError: "cuda" without a CUDA device for this rank.
@@ -34,14 +34,13 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 def enable_onednn_matmul() -> None:
     """Makes this process run float32 matmuls on CPU with oneDNN instead of torch's default library.
 
-    Worth it if the default is MKL on a processor that MKL is slow on. Torch's only switch is
+    Useful if the default is MKL on a processor on which MKL is slow. Torch's only switch is
     `torch.set_float32_matmul_precision`: "medium" and "high" send matmuls to oneDNN and allow it bfloat16 and TF32,
-    which it takes if the processor has them. So each is tried with products of the head's three layouts against
-    float64, and the first that keeps float32's accuracy stays; on CUDA the same switch allows TF32, so this is for runs
-    on CPU.
+    which it uses if the processor has them. So each is tried on products of the head's three layouts against float64,
+    and the first that keeps float32's accuracy stays. On CUDA the same switch allows TF32, so this is for CPU runs.
 
     Raises:
-        ConfigError: neither keeps the accuracy here, or neither changes anything.
+        ConfigError: neither keeps the accuracy on this processor, or neither changes anything.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -63,11 +62,7 @@ def enable_onednn_matmul() -> None:
 
 @contextmanager
 def onednn_matmul() -> Iterator[None]:
-    """`enable_onednn_matmul` for the length of a block.
-
-    Raises:
-        ConfigError: as it does.
-    """
+    """Enables oneDNN's matmuls for a block; raises as `enable_onednn_matmul` does."""
     before = torch.get_float32_matmul_precision()
     enable_onednn_matmul()
     try:
@@ -77,7 +72,7 @@ def onednn_matmul() -> Iterator[None]:
 
 
 def _products(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Products of the layouts that the head uses: logits, gradient of the hidden states, gradient of the weight."""
+    """Multiplies in the head's three layouts: logits, gradient of the hidden states, gradient of the weight."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, logits = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((192, 512), (640, 512), (192, 640))

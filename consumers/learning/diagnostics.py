@@ -1,4 +1,5 @@
-"""How far the sampling policies were from the trainer's: sums over tokens and rows that add up over micro-batches.
+"""The distance between the sampling policies and the trainer's: sums over tokens and rows that add up over
+micro-batches.
 
 Notation: l = train - rollout logprob of a token (proximal - behavior), c = l clamped to +-20, rho = e^c, w = the weight
 the correction applied, tau = the threshold, <.> = mean over the tokens of the loss mask, [.] = mean over rows, a row
@@ -23,7 +24,7 @@ PEER_PREFIX = "rollout_correction/"
 K3_BOUND = 10.0
 """Bound of a token's k3 estimate, as in ms-swift; verl has none."""
 EXP_BOUND = 100.0
-"""Bound of the exponents that the peers leave open: e^100 keeps any sum finite, and no run that learns comes near."""
+"""Bound of exponents that the peers leave unbounded: e^100 keeps any sum finite, and no run that learns comes near."""
 
 Level = Literal["token", "geometric", "product"]
 
@@ -48,9 +49,9 @@ _ROW_MEANS = {
     "ppl_ratio": 1.0,
     "chi2_seq": 1.0,
 }
-"""The peers' means over rows, with their value without any row; of chi2_seq before 1 is taken off."""
+"""The peers' means over rows, with their value without rows; chi2_seq before 1 is subtracted."""
 _ONLY_BY_LAG = frozenset(("num_tokens", "kl", "k3_kl"))
-"""For the whole batch these have the peers' names, or the name of the trainer's own count of tokens."""
+"""For the whole batch these are reported under the peers' names, or as the trainer's own token count."""
 _ESS_EPSILON = 1e-8
 
 
@@ -58,7 +59,7 @@ _ESS_EPSILON = 1e-8
 class MismatchSums:
     """Sums, counts and extremes over some rows; those of more rows come from `merge`, in any order and grouping.
 
-    Nothing here waits for a device: the tensors stay where the tokens were until `metrics` fetches them at once.
+    Nothing here waits for a device: the tensors stay on the tokens' device until `metrics` fetches them together.
     """
 
     tokens: Tensor
@@ -93,7 +94,7 @@ class MismatchSums:
         environments: Tensor | None = None,
         num_environments: int = 1,
     ) -> "MismatchSums":
-        """The sums of M sampled tokens, whole rows packed one behind the other.
+        """Returns the sums of M sampled tokens, whole rows packed one after another.
 
         Args:
             train_logprobs: [M] natural logarithms, the proximal policy's.
@@ -107,8 +108,8 @@ class MismatchSums:
             keep_mask: [M] bool, False where the correction rejects; left out, a weight of 0 says so.
             corrected_mask: [M] bool, True where it rejects or bounds the weight, by the threshold of the token's lag.
             current_logprobs: [M], the policy under update if it has left the proximal one; for kl_new_old alone.
-            level: what `clipped_frac` holds against the threshold: each token's rho, or each row's geometric mean
-                or product of them.
+            level: what `clipped_frac` compares with the threshold: each token's rho, or each row's geometric mean or
+                product of them.
             environments: [M] int64, the number of each token's environment, below `num_environments`.
         """
         given = {"weights": weights, "lag": lag, "threshold": threshold, "advantages": advantages}
@@ -129,7 +130,7 @@ class MismatchSums:
         )
 
     def merge(self, other: "MismatchSums") -> "MismatchSums":
-        """The sums over the rows of both, which were made with the same inputs, threshold and level."""
+        """Returns the sums over the rows of both, which were made with the same inputs, threshold and level."""
         return replace(
             self,
             tokens=self.tokens + other.tokens,
@@ -138,18 +139,18 @@ class MismatchSums:
         )
 
     def scaled(self, factor: float) -> "MismatchSums":
-        """The sums of `factor` times as many rows like these."""
+        """Returns the sums of `factor` times as many rows like these."""
         return replace(self, tokens=self.tokens * factor, rows=self.rows * factor)
 
     def cpu(self) -> "MismatchSums":
         return replace(self, tokens=self.tokens.cpu(), rows=self.rows.cpu(), maxima=self.maxima.cpu())
 
     def metrics(self) -> dict[str, float]:
-        """All names with their values, the sums fetched in one transfer.
+        """Returns all metrics by name; the sums are fetched in one transfer.
 
         Left out are metrics that need an input that was not given, lag buckets without tokens, and the masked share of
-        a sign of the advantage that no token has. Without a single token in the mask the rest has the values of
-        identical policies: 0 for divergences and shares, 1 for perplexities, ratios, weights and effective sizes.
+        a sign of the advantage that no token has. Without a token in the mask the rest have the values of identical
+        policies: 0 for divergences and shares, 1 for perplexities, ratios, weights and effective sizes.
         """
         values = iter(torch.cat([self.tokens.sum(0).flatten(), self.rows, self.maxima]).tolist())
         buckets = [dict(zip(TOKEN_TERMS, values, strict=False)) for _ in LAG_LABELS]
@@ -165,14 +166,14 @@ class MismatchSums:
         return found
 
     def by_environment(self) -> list[dict[str, float]]:
-        """The metrics that lag buckets have, of each environment's tokens; empty without one in the loss mask."""
+        """Returns a lag bucket's metrics for each environment's tokens; empty without tokens in the loss mask."""
         sums = [dict(zip(TOKEN_TERMS, own, strict=True)) for own in self.tokens.sum(1).tolist()]
         return [self._bucket_metrics(own) if own["num_tokens"] else {} for own in sums]
 
     def _peer_metrics(
         self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]
     ) -> dict[str, float]:
-        """The peers' metrics under the peers' names and by their formulas, epsilons and empty rows included."""
+        """Returns the peers' metrics under their names and by their formulas, including epsilons and empty rows."""
         has_rows, num_filled = rows["num_rows"] > 0, max(rows["num_filled"], 1.0)
         found = {
             "kl": _mean(total, "minus_l"),
@@ -212,7 +213,7 @@ class MismatchSums:
         }
 
     def _bucket_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """The metrics of one lag bucket, of one environment and, except `_ONLY_BY_LAG`, of the whole batch."""
+        """Returns the metrics of a lag bucket or an environment, and, except `_ONLY_BY_LAG`, of the whole batch."""
         found = {
             "num_tokens": sums["num_tokens"],
             "kl": _mean(sums, "minus_l"),
@@ -239,7 +240,7 @@ def _mean(sums: dict[str, float], name: str, of_none: float = 0.0) -> float:
 
 
 def _ess_fraction(sums: dict[str, float], name: str) -> float:
-    """(sum v)^2 / (N sum v^2), N the tokens of the loss mask; 0 where every weight is 0, 1 without a token."""
+    """Returns (sum v)^2 / (N sum v^2), N the tokens of the loss mask; 0 if every weight is 0, 1 without tokens."""
     if not sums["num_tokens"]:
         return 1.0
     squared = sums["num_tokens"] * sums[f"{name}_squared"]
@@ -248,7 +249,7 @@ def _ess_fraction(sums: dict[str, float], name: str) -> float:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some tokens as float64 [M], 0 under the mask, and the index of each one's row, [M] int64 counted from 0."""
+    """Values of M tokens, [M] float64, 0 under the mask; row: [M] int64, each token's row counted from 0."""
 
     mask: Tensor
     row: Tensor
@@ -294,7 +295,7 @@ def token_terms(
     keep_mask: Tensor | None,
     corrected_mask: Tensor | None,
 ) -> dict[str, Tensor]:
-    """[M] of each of TOKEN_TERMS that the inputs allow, 0 under the mask."""
+    """Returns [M] for each of TOKEN_TERMS that the inputs allow, 0 under the mask."""
     mask, rho = tokens.mask, tokens.rho
     log_ratios = tokens.train - tokens.rollout
     terms = {
@@ -327,15 +328,15 @@ def token_terms(
 
 
 def bounded_k3(log_ratios: Tensor) -> Tensor:
-    """k3 = e^c - c - 1 of each token, `K3_BOUND` at most."""
+    """Returns k3 = e^c - c - 1 of each token, at most `K3_BOUND`."""
     bounded = clamped(log_ratios)
     return (bounded.exp() - bounded - 1).clamp(max=K3_BOUND)
 
 
 def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
-    """[M] int64, each token's place in LAG_LABELS; 0 without lags. row: [M] int64, the token's row, counted from 0.
+    """Returns [M] int64, each token's place in LAG_LABELS; 0 without lags. row: [M] int64, counted from 0.
 
-    In a row that holds an older token, one of lag 0 saw keys and values of older weights: it has a bucket of its own.
+    A token of lag 0 in a row with older tokens attended to keys and values of older weights: it has its own bucket.
     """
     if lag is None:
         return torch.zeros_like(row)
@@ -347,7 +348,7 @@ def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
 
 
 def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor, num_environments: int) -> Tensor:
-    """[num_environments, 6, len(TOKEN_TERMS)] float64: `token_terms` summed by environment and lag bucket.
+    """Sums `token_terms` by environment and lag bucket: [num_environments, 6, len(TOKEN_TERMS)] float64.
 
     buckets: [M] int64, the environment's number times 6, and the place in LAG_LABELS.
     """
@@ -359,9 +360,9 @@ def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor, num_environment
 
 
 def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
-    """[M] of each of ROW_TERMS, the first as many as there are rows in use, 0 in the others; and `diff`, -inf there.
+    """Returns [M] for each of ROW_TERMS, one element per row, then 0; and `diff`, then -inf.
 
-    M is the most rows there can be. Their number is not asked for: that would wait for the device.
+    M is the largest possible number of rows. To ask for their number would wait for the device.
     """
     x, mask = tokens.new_old, tokens.mask
     columns = torch.stack(
@@ -397,7 +398,7 @@ def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
 
 
 def maxima_of(tokens: Tokens, diff: Tensor) -> Tensor:
-    """[len(MAXIMA)] float64: the largest of each over rows or tokens, -inf over none."""
+    """Returns [len(MAXIMA)] float64: the maximum of each over rows or tokens, -inf over none."""
     nothing = torch.full_like(diff, -torch.inf)
     minus_diff = torch.where(diff > -torch.inf, -diff, nothing)
     rho = torch.where(tokens.mask, tokens.rho, nothing)

@@ -1,4 +1,4 @@
-"""The gap between engine and trainer in rows recomputed under the very policy that sampled them: no drift, by group."""
+"""The gap between engine and trainer, by group, in rows recomputed under the policy that sampled them: no drift."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class RowGap(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Tensor, engine: Tensor, num_rows: int) -> "RowGap":
-        """The gap of rows whose tokens have these logprobs, [M]."""
+        """Returns the gap of rows whose tokens have these logprobs, [M]."""
         return cls(num_rows, len(trainer), *_sums(trainer.double() - engine.double()).sum(0).tolist())
 
     def plus(self, other: "RowGap") -> "RowGap":
@@ -47,7 +47,7 @@ def fresh_sums(
     group: Tensor,
     num_groups: int,
 ) -> Tensor:
-    """[num_groups, 4] float64, the `RowGap` of each group's rows of lag 0 throughout.
+    """Returns [num_groups, 4] float64, the `RowGap` of each group's rows in which every token has lag 0.
 
     All but the last are [M]: logprobs, the loss mask, ascending rows, lags, and the place of each token's group, below
     `num_groups`. Waits for no device.
@@ -62,10 +62,10 @@ def fresh_sums(
 
 
 def gaps_of(sums: Tensor) -> list[RowGap]:
-    """[G, 4], of each group."""
+    """Returns the gap of each group from [G, 4] sums."""
     return [RowGap(int(rows), int(tokens), *rest) for rows, tokens, *rest in sums.tolist()]
 
 
 def _sums(difference: Tensor) -> Tensor:
-    """[M, 2], |l| and k3 of each of [M] l in float64."""
+    """Returns [M, 2], |l| and k3 of each l, [M] float64."""
     return torch.stack([difference.abs(), bounded_k3(difference)], dim=1)

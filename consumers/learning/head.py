@@ -1,4 +1,4 @@
-"""The language-model head in float32: logprobs and entropies of chosen tokens, without ever holding all the logits."""
+"""The language-model head in float32: logprobs and entropies of chosen tokens, without holding all logits."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def selected_logprobs(
     support: Support | None = None,
     token_grads: TokenGrads | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of each distribution.
+    """Returns log softmax(hidden @ weight.T / temperature) at the targets, and each distribution's entropy.
 
     Works through tiles of tokens by vocabulary with a running log-normalizer (Milakov & Gimelshein, "Online normalizer
     calculation for softmax", 2018), so that [N, V] never exists. With z the logits over the temperature, y the target,
@@ -30,11 +30,11 @@ def selected_logprobs(
         logprob = z_y - log sum_v exp(z_v)                 d logprob / d z_v = [v = y] - p_v
         H = -sum_v p_v log p_v                             d H / d z_v = -p_v (log p_v + H)
 
-    Both results are differentiable in hidden and weight, once. Backward computes the tiles again, which keeps O(N·H)
-    alive between the two. `token_grads` saves that second pass if the loss is a sum over tokens: forward asks it
-    for the loss's derivatives of a slice of tokens and computes the gradients at once, which keeps a weight's gradient
-    too. It is a promise: backward compares it with what arrives, allows a common factor (loss scaling) and a rounding
-    error of the largest derivative, and computes the gradients again if it does not hold.
+    Both results are differentiable in hidden and weight, once. Backward computes the tiles again, so that only O(N·H)
+    stays in memory between the two. `token_grads` saves that second pass if the loss is a sum over tokens: forward asks
+    it for the loss's derivatives of a slice of tokens and computes the gradients immediately, which keeps the weight's
+    gradient in memory too. It is a promise: backward compares it with the derivatives that arrive, allows a common
+    factor (loss scaling) and a rounding error of the largest one, and computes the gradients again if it is broken.
 
     Matmuls: float32 operands in float32, except that bfloat16 hidden and weight on CUDA are multiplied as they are and
     accumulated in float32, with the gradient of the logits rounded to bfloat16 in backward. Float32 matmuls follow
@@ -122,7 +122,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, logprobs, entropy, log_normalizer = ctx.saved_tensors
         inputs = [*tensors, ctx.support]
-        # Kept for one backward only: its gradients are returned as they are, a second backward computes its own.
+        # Used by one backward only, which returns its gradients as they are; a second backward computes its own.
         promise, ctx.promise = ctx.promise, None
         nothing = (None,) * 4
         if grad_logprobs is None and grad_entropy is None:
@@ -143,7 +143,7 @@ def _scaled(gradient: Tensor, factor: float) -> Tensor:
 
 
 def _common_factor(promised: Grads, arrived: Grads) -> float | None:
-    """The c with arrived = c * promised to within rounding; None if there is none. Waits for CUDA once."""
+    """Returns c with arrived = c * promised to within rounding; None if there is none. Waits for CUDA once."""
     present = next(grad for grad in arrived if grad is not None)
     if not present.numel():
         return 1.0
@@ -156,7 +156,7 @@ def _common_factor(promised: Grads, arrived: Grads) -> float | None:
     largest = want.take(place)  # want[place] would wait for the place
     factor = torch.where(largest == 0, 0.0, got.take(place) / largest)
     expected, eps = want * factor, torch.finfo(want.dtype).eps
-    # The second term is for derivatives that are small by cancellation.
+    # The second term allows for derivatives that are small by cancellation.
     allowed = 16 * eps * expected.abs() + eps * expected.abs().max()
     holds, value = torch.stack([((got - expected).abs() <= allowed).all(), factor]).tolist()
     return value if holds else None

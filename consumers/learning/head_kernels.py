@@ -9,16 +9,16 @@ from torch import Tensor
 from penstock.consumers.learning.batch import Support
 
 _TILE = (1024, 4096)
-"""Tokens by vocabulary of one tile on CPU: 16 MB. Smaller ones make slower matmuls, larger ones no faster ones."""
+"""Tokens by vocabulary of one tile on CPU: 16 MB. Smaller tiles make matmuls slower, larger ones no faster."""
 _BLOCK_ELEMENTS = 1 << 17
-"""Elements of a tile on CPU that go through all elementwise steps at a time: 512 KB, so that they stay in cache."""
+"""Elements of a tile on CPU that pass through all elementwise steps together: 512 KB, so that they stay in cache."""
 _TILE_CUDA = (4096, 8192)
-"""On CUDA: 128 MB, taken whole. By arithmetic, not measured."""
+"""On CUDA: 128 MB, not divided into blocks. Calculated, not measured."""
 _ROW_ELEMENTS = 1 << 25
-"""Logits held at once on CPU if forward computes the gradients, for which whole rows are needed: 128 MB."""
+"""Logits held on CPU if forward computes the gradients, which need whole rows: 128 MB."""
 _ROW_ELEMENTS_CUDA = 1 << 28
 _MASKED = -1e30
-"""Logit of a token outside the support: exp() of it is 0, and the difference of two of them is no NaN."""
+"""Logit of a token outside the support: its exp() is 0, and the difference of two of them is not NaN."""
 
 TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Needs = tuple[bool, bool]
@@ -33,7 +33,7 @@ class Grads(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """Gradients that forward computed, and the derivatives they are for; all in the results' dtype."""
+    """Gradients that forward computed, and the derivatives they assume; all in the results' dtype."""
 
     grads: Grads
     hidden: Tensor | None
@@ -89,10 +89,10 @@ class Head:
         return running.results(slice(None))
 
     def backward(self, grads: Grads, results: Results, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of hidden and weight, in their dtypes.
+        """Computes the gradients of hidden and weight, in their dtypes.
 
-        The vocabulary is the outer loop: a tile of the weight's gradient is complete before the next one begins, and
-        no wide copy of the whole is needed.
+        The vocabulary is the outer loop: a tile of the weight's gradient is complete before the next one begins, so
+        that no wide copy of all of it is needed.
         """
         grad_hidden = self._zeros(self._hidden) if needs[0] else None
         grad_weight = torch.empty_like(self._weight) if needs[1] else None
@@ -115,15 +115,15 @@ class Head:
         return grad_hidden, grad_weight
 
     def forward_with_gradients(self, token_grads: TokenGrads, needs: Needs) -> tuple[Results, Promise]:
-        """The results, and the gradients for the derivatives that `token_grads` names.
+        """Computes the results, and the gradients for the derivatives that `token_grads` returns.
 
         The tokens are the outer loop: the logits of a token are kept until its normalizer is known.
         """
         running = _Running(len(self._targets), self._hidden, self._dtype)
         grad_hidden = self._zeros(self._hidden) if needs[0] else None
         grad_weight = self._zeros(self._weight) if needs[1] else None
-        # The weight's gradient is read and written once per slice of tokens, so a slice is never made tiny to keep to
-        # the budget: rows of a quarter of that gradient's size are no burden beside it.
+        # The weight's gradient is read and written once per slice of tokens, so the budget does not make slices tiny:
+        # rows may take a quarter of that gradient's size.
         size = min(self._tile_tokens, max(self._row_elements // len(self._weight), self._hidden.shape[1] // 4, 1))
         rows = [self._buffer(size, vocabulary) for vocabulary in self._vocabulary_tiles]
         scratch = self._scratch(2)
@@ -179,13 +179,13 @@ class Head:
             logits.scatter_add_(1, place, torch.where(inside, grads.logprobs, 0.0)[:, None])
 
     def _buffer(self, num_tokens: int, vocabulary: slice | None = None) -> Tensor:
-        """Room for a tile of so many tokens, of the widest one's vocabulary unless another is given."""
+        """Allocates a tile of `num_tokens`, by the vocabulary of the widest tile unless another is given."""
         widest = vocabulary or self._vocabulary_tiles[0]
         elements = min(num_tokens, len(self._targets)) * (widest.stop - widest.start)
         return torch.empty(elements, dtype=self._dtype, device=self._hidden.device)
 
     def _scratch(self, count: int) -> list[Tensor]:
-        """Room for as many blocks of a tile; on CUDA for as many tiles."""
+        """Allocates `count` blocks of a tile; on CUDA `count` tiles."""
         width = self._vocabulary_tiles[0].stop
         tile = min(self._tile_tokens, max(1, len(self._targets))) * width
         elements = tile if self._on_cuda else min(tile, max(_BLOCK_ELEMENTS, width))
@@ -207,13 +207,13 @@ class _Operands:
         return self._weight[vocabulary].to(self._dtype)
 
     def logits(self, tokens: slice, weight: Tensor, out: Tensor) -> None:
-        """Writes them, over the temperature, [n, v]."""
+        """Writes the logits over the temperature, [n, v]."""
         torch.mm(self._hidden[tokens], weight.t(), out=out)
 
     def add_gradients(
         self, grad_logits: Tensor, tokens: slice, weight: Tensor, to_hidden: Tensor | None, to_weight: Tensor | None
     ) -> None:
-        """Adds what a tile [n, v] gives to to_hidden [N, H] and to_weight [v, H]; may overwrite grad_logits."""
+        """Adds a tile's part [n, v] to to_hidden [N, H] and to_weight [v, H]; may overwrite grad_logits."""
         if to_hidden is not None:
             to_hidden[tokens].addmm_(grad_logits, weight)
         if to_weight is not None:
@@ -249,7 +249,7 @@ class _BfloatOperands(_Operands):
 
 
 def _mm_to_float32(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """`out_dtype` exists on CUDA only and has no autograd formula."""
+    """Multiplies with `out_dtype`, which exists on CUDA only and has no autograd formula."""
     torch.mm(left, right, out_dtype=torch.float32, out=out)
 
 
@@ -258,14 +258,14 @@ def _addmm_to_float32(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Running:
-    """For each token, over the tiles so far: the largest logit m, sum exp(z - m), sum exp(z - m)(z - m), z_target."""
+    """Each token's largest logit m, sum exp(z - m), sum exp(z - m)(z - m) and z_target, over the tiles so far."""
 
     def __init__(self, num_tokens: int, like: Tensor, dtype: torch.dtype) -> None:
         self._max = torch.full((num_tokens,), _MASKED, dtype=dtype, device=like.device)
         self._sum, self._weighted, self._target = (torch.zeros_like(self._max) for _ in range(3))
 
     def fold(self, tokens: slice, start: int, targets: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
-        """Adds a tile [n, v] whose vocabulary begins at `start`; one scratch buffer overwrites it, two leave it."""
+        """Adds a tile [n, v] whose vocabulary begins at `start`; overwrites it unless there are two scratch buffers."""
         place, inside = _inside(targets, start, logits.shape[1])
         self._target[tokens] = torch.where(inside, logits.gather(1, place).squeeze(1), self._target[tokens])
         old_max, old_sum = self._max[tokens], self._sum[tokens]
@@ -276,7 +276,7 @@ class _Running:
             torch.exp(relative, out=exp)
             torch.sum(exp, 1, out=tile_sum[rows])
             torch.sum(relative.mul_(exp), 1, out=tile_weighted[rows])
-        # Relative to the new maximum, every z - m so far moves by the shift.
+        # Relative to the new maximum, every earlier z - m moves by the shift.
         shift = old_max - new_max
         decay = shift.exp()
         self._weighted[tokens] = (self._weighted[tokens] + shift * old_sum) * decay + tile_weighted
@@ -284,7 +284,7 @@ class _Running:
         self._max[tokens] = new_max
 
     def results(self, tokens: slice) -> Results:
-        """The results of tokens to which every tile was added."""
+        """Returns the results of tokens to which every tile was added."""
         log_sum = self._sum[tokens].log()
         return Results(
             (self._target[tokens] - self._max[tokens]) - log_sum,
@@ -294,7 +294,7 @@ class _Running:
 
 
 def _inside(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Each target's column in a tile [n, 1], 0 if it lies in another, and whether it lies in this one [n]."""
+    """Returns each target's column in a tile [n, 1], 0 if it is in another, and whether it is in this one [n]."""
     place = targets - start
     inside = (place >= 0) & (place < width)
     return torch.where(inside, place, 0)[:, None], inside
@@ -305,7 +305,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _blocks(tile: Tensor, *scratch: Tensor) -> Iterator[tuple[Any, ...]]:
-    """(rows, those of the tile, a view of the same shape of each scratch buffer), as many rows as fit the buffers."""
+    """Yields (rows, the tile's rows, a view of that shape of each scratch buffer), as many rows as fit the buffers."""
     num_rows, width = tile.shape
     for rows in _slices(num_rows, max(1, scratch[0].numel() // width)):
         shape = (rows.stop - rows.start, width)
@@ -313,6 +313,6 @@ def _blocks(tile: Tensor, *scratch: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def _view(buffer: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
-    """The front of a flat buffer as a contiguous tile."""
+    """Returns the front of a flat buffer as a contiguous tile."""
     shape = (tokens.stop - tokens.start, vocabulary.stop - vocabulary.start)
     return buffer[: shape[0] * shape[1]].view(shape)

@@ -1,4 +1,4 @@
-"""The importance weight of each token: how far its behavior logprob is trusted.
+"""The importance weight of each token: the trust in its behavior logprob.
 
 Per token, l = proximal - behavior, c(l) = l clamped to +-20, rho = exp(c(l)). Everything is detached, and computed in
 float64 whatever the input. tau_0 is the configuration's threshold, lower_0 its lower bound (0 without one):
@@ -15,14 +15,14 @@ float64 whatever the input. tau_0 is the configuration's threshold, lower_0 its 
     lo(d)               lower_0 ** (ln tau(d) / ln tau_0), which for lower_0 = 1 / tau_0 is 1 / tau(d)
 
 Sources: the modes with constant tau are ms-swift's rollout_importance_sampling_mode; truncation goes back to Ionides
-(2008) and to Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), masks on both
+(2008) and Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), masks on both
 sides to IcePop (Ling-team, 2025), product ratios to verl and TRL. The dependence on lag is this project's own. The
-lower bound of a truncation stays where it is at every lag: raised, it would give older tokens more weight.
+lower bound of a truncation is the same at every lag: raised, it would give older tokens more weight.
 
-What masks beside the mode: `max_lag`; verl's rejections; off-policy sequence masking; and, over what all of these
-keep, the M2 budget. Statistics of rows read every token of the loss mask. `batch_normalize` divides the weights by
-their mean over the tokens that mode and max_lag keep, before the other masks, so that masking never inflates what
-survives; a weight of a whole row counts once per row.
+Other masks than the mode's: `max_lag`; verl's rejections; off-policy sequence masking; and, over the tokens that all
+of these keep, the M2 budget. Statistics of rows read every token of the loss mask. `batch_normalize` divides the
+weights by their mean over the tokens that mode and max_lag keep, before the other masks, so that masking never inflates
+the remaining weights; the weight of a whole row counts once per row.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from penstock.schemas.config import CorrectionConfig
 class Correction:
     """weights: like the inputs, detached; float64 if an input is, else float32; 0 where `keep_mask` is False.
 
-    keep_mask: bool, the loss mask less what the correction masks. Denominators are to be counted before it.
+    keep_mask: bool, the loss mask without tokens that the correction masks. Denominators are counted before it.
     corrected_mask: bool, tokens of the loss mask that are not kept, or kept with a weight that the mode bounded.
     """
 
@@ -103,7 +103,7 @@ def correct_packed(
 
 
 def trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
-    """tau(d), the largest weight that a token of this lag may have: 1 + (threshold - 1) * s(d); lag 0 has threshold.
+    """Returns tau(d), the largest weight of a token of this lag: 1 + (threshold - 1) * s(d); the threshold at lag 0.
 
     s is 1 for "const" and "max_lag" (which masks beyond max_lag instead), (1 + d / lag_scale) ** -lag_power for "power"
     and, where the advantage is negative, "sign_aware", lag_decay ** d for "exponential".
@@ -121,14 +121,14 @@ def trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
         share = config.lag_decay**lag
     else:
         share = torch.ones_like(lag)
-    # 1 + (tau_0 - 1) may miss tau_0 by a rounding error, and lag 0 has to agree with a constant threshold to the bit.
+    # 1 + (tau_0 - 1) may differ from tau_0 by rounding, and lag 0 must equal a constant threshold to the bit.
     return torch.where(share == 1, config.threshold, 1 + (config.threshold - 1) * share).clamp(max=config.threshold)
 
 
 def _weigh(
     log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig, advantages: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mode's weights, what it masks, and which weights it bounded; [M] each."""
+    """Returns the mode's weights, the tokens it masks, and the tokens whose weights it bounds; [M] each."""
     ratio = torch.exp(clamped(log_ratios))
     nothing = torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "none":
@@ -149,7 +149,7 @@ def _weigh(
 
 
 def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest ratio trusted, [M] each."""
+    """Returns the smallest and the largest trusted ratio, [M] each."""
     upper = trust(lag, config)
     lower = torch.zeros_like(upper)
     if config.lower is not None:
@@ -167,7 +167,7 @@ def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) ->
 
 
 def _batch_mean(weights: Tensor, keep: Tensor, row_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Mean weight over the kept tokens, or over the rows if weights go by row; 1 if nothing is kept."""
+    """Returns the mean weight over the kept tokens, or over the rows if a row has one weight; 1 if none is kept."""
     shares = keep.double()
     if config.mode == "sequence_truncate" or config.sequence_mask_weight == "sequence":
         shares = torch.where(keep, 1 / Rows(row_ids, keep).count, 0.0)

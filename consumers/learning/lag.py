@@ -1,4 +1,4 @@
-"""The lag of tokens: how old they are when they are consumed."""
+"""The lag of tokens: their age when they are consumed."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +11,7 @@ KnownLags = Callable[[int], int | None]
 
 
 class LagTable:
-    """`table(version)` is the lag of a token sampled by `version`, for the trainer's present version.
+    """Maps a policy version to the lag of its tokens at the trainer's current version.
 
     Raises:
         UnknownVersionError, FutureVersionError: see `penstock.schemas.policy.lag`.
@@ -43,7 +43,7 @@ def is_stale(group: RolloutGroup, lag_of: LagTable, bound: int) -> bool:
 
 
 def known_lags(lag_of: Lags) -> KnownLags:
-    """Returns `lag_of` with None in place of an UnknownVersionError; it remembers its results."""
+    """Returns a function like `lag_of` that caches its results and returns None for an UnknownVersionError."""
 
     @cache
     def lag(version: int) -> int | None:
@@ -56,7 +56,7 @@ def known_lags(lag_of: Lags) -> KnownLags:
 
 
 def masked_tokens(group: RolloutGroup, lag: KnownLags, lag_bound: int) -> list[int]:
-    """By rollout, its sampled tokens beyond the lag bound."""
+    """Returns each rollout's number of sampled tokens beyond the lag bound."""
     return [
         sum(
             span.end - span.start
@@ -69,7 +69,7 @@ def masked_tokens(group: RolloutGroup, lag: KnownLags, lag_bound: int) -> list[i
 
 
 def span_lags(segment: Segment, lag: KnownLags, lag_bound: int) -> tuple[int, ...]:
-    """The lag of each of a segment's version spans, those of an unknown version as `pack` counts them."""
+    """Returns the lag of each of a segment's version spans; `pack` says what an unknown version counts as."""
     known = [lag(span.version) for span in segment.version_spans]
     # Unknown is not fresh: at least 1, even if every other token is fresh.
     fallback = max(1, max((d for d in known if d is not None), default=lag_bound))

@@ -14,7 +14,7 @@ class ShardPublisher:
 
     def __init__(self, shard: PolicyShard, ranks: Ranks) -> None:
         self._shard = shard
-        self._beside = ranks.beside("publisher")
+        self._beside = ranks.for_thread("publisher")
         self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
         self._failure: Exception | None = None
 

@@ -24,8 +24,8 @@ REFUSALS = {
     "not transformers' logprobs": "differ from those of transformers' own forward pass",
     "dropout": "between two passes over the same rows",
     "soft-capped or sinks": "logit soft-capping and attention sinks are not supported",
-    "MLA": r"values of width 8 beside queries of 16 \(MLA\)",
-    "layout not passed on": "does not pass the layout of the rows on to its attention",
+    "MLA": r"values of width 8 with queries of width 16 \(MLA\)",
+    "layout not passed on": "does not pass the layout of the rows to its attention",
     "body and head in one": "does not tell its body from its head",
     "biased head": "expected a linear language-model head without bias",
 }

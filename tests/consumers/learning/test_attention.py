@@ -206,7 +206,7 @@ def test_what_packed_attention_does_not_compute_is_refused() -> None:
     for refused, value, why in (
         ({"layout": layout, "softcap": 30.0}, states, "soft-capping"),
         ({"layout": layout, "s_aux": torch.zeros(1)}, states, "sinks"),
-        ({"layout": layout}, states[..., :1], "values of width 1 beside queries of 2"),
+        ({"layout": layout}, states[..., :1], "values of width 1 with queries of width 2"),
         ({}, states, "does not pass the layout"),
     ):
         with pytest.raises(NotImplementedError, match=why):
