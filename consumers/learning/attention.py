@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 IMPLEMENTATION = "penstock_packed"
 """The name under which models find `packed_attention`: `attn_implementation=IMPLEMENTATION`."""
 
-_MIN_BUCKET_TOKENS = 4096
+MIN_BUCKET_TOKENS = 4096
 """Rows of different lengths are padded to one rectangle up to this size: below it another kernel call costs more."""
 _MAX_PADDING = 0.25
 """In larger buckets, a row shorter than the bucket's longest by more than this share starts a bucket of its own."""
@@ -62,7 +62,12 @@ class OwnAttention(Protocol):
 
 
 def make_layout(
-    prefix_starts: np.ndarray, prefix_lengths: np.ndarray, own_starts: np.ndarray, lengths: np.ndarray, num_packed: int
+    prefix_starts: np.ndarray,
+    prefix_lengths: np.ndarray,
+    own_starts: np.ndarray,
+    lengths: np.ndarray,
+    num_packed: int,
+    min_bucket_tokens: int = MIN_BUCKET_TOKENS,
 ) -> PackedLayout:
     """Returns the layout of rows, longest first.
 
@@ -71,7 +76,7 @@ def make_layout(
     """
     slots = np.empty(num_packed, dtype=np.int64)
     buckets, used = [], 0
-    for first, last in _bucket_bounds(lengths):
+    for first, last in _bucket_bounds(lengths, min_bucket_tokens):
         rows = slice(first, last)
         columns = np.arange(lengths[first])[None]
         prefix, own = prefix_lengths[rows, None], own_starts[rows, None]
@@ -116,11 +121,11 @@ def _bounds(sizes: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
-def _bucket_bounds(lengths: np.ndarray) -> list[tuple[int, int]]:
+def _bucket_bounds(lengths: np.ndarray, min_bucket_tokens: int) -> list[tuple[int, int]]:
     bounds, first = [], 0
     for row, length in enumerate(lengths):
         longest = lengths[first]
-        if (row - first) * longest >= _MIN_BUCKET_TOKENS and length < longest * (1 - _MAX_PADDING):
+        if (row - first) * longest >= min_bucket_tokens and length < longest * (1 - _MAX_PADDING):
             bounds.append((first, row))
             first = row
     bounds.append((first, len(lengths)))

@@ -24,7 +24,7 @@ class RowGap(NamedTuple):
         return cls(num_rows, len(trainer), *_sums(trainer.double() - engine.double()).sum(0).tolist())
 
     def plus(self, other: "RowGap") -> "RowGap":
-        return RowGap(*(own + others for own, others in zip(self, other, strict=True)))
+        return RowGap._make(own + others for own, others in zip(self, other, strict=True))
 
     @property
     def mean(self) -> float:

@@ -8,15 +8,24 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch import Support
 
-_TILE = (1024, 4096)
-"""Tokens by vocabulary of one tile on CPU: 16 MB. Smaller tiles make matmuls slower, larger ones no faster."""
-_BLOCK_ELEMENTS = 1 << 17
-"""Elements of a tile on CPU that pass through all elementwise steps together: 512 KB, so that they stay in cache."""
-_TILE_CUDA = (4096, 8192)
-"""On CUDA: 128 MB, not divided into blocks. Calculated, not measured."""
-_ROW_ELEMENTS = 1 << 25
-"""Logits held on CPU if forward computes the gradients, which need whole rows: 128 MB."""
-_ROW_ELEMENTS_CUDA = 1 << 28
+
+class TileSizes(NamedTuple):
+    """The sizes of tiles of logits.
+
+    tokens, vocabulary: of one tile. block_elements: elements of a tile that pass through all elementwise steps
+    together; None for all of them. row_elements: logits held if forward computes the gradients, which need whole rows.
+    """
+
+    tokens: int
+    vocabulary: int
+    block_elements: int | None
+    row_elements: int
+
+
+CPU_TILES = TileSizes(1024, 4096, 1 << 17, 1 << 25)
+"""Tiles of 16 MB: smaller ones make matmuls slower, larger ones no faster. Blocks of 512 KB, which stay in cache."""
+CUDA_TILES = TileSizes(4096, 8192, None, 1 << 28)
+"""Tiles of 128 MB. Calculated, not measured."""
 _MASKED = -1e30
 """Logit of a token outside the support: its exp() is 0, and the difference of two of them is not NaN."""
 
@@ -65,16 +74,15 @@ class Head:
     ) -> None:
         self._dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
         self._hidden, self._weight, self._targets, self._support = hidden, weight, targets, support
-        self._on_cuda = hidden.device.type == "cuda"
-        if self._on_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
+        on_cuda = hidden.device.type == "cuda"
+        if on_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
             self._operands: _Operands = _BfloatOperands(hidden, weight, inverse_temperature)
         else:
             self._operands = _Operands(hidden, weight, inverse_temperature, self._dtype)
-        tile_tokens, tile_vocabulary = _TILE_CUDA if self._on_cuda else _TILE
-        self._row_elements = _ROW_ELEMENTS_CUDA if self._on_cuda else _ROW_ELEMENTS
+        self._sizes = CUDA_TILES if on_cuda else CPU_TILES
         # A vocabulary smaller than a tile makes room for more tokens.
-        self._tile_tokens = tile_tokens * tile_vocabulary // min(tile_vocabulary, len(weight))
-        self._vocabulary_tiles = _slices(len(weight), tile_vocabulary)
+        self._tile_tokens = self._sizes.tokens * self._sizes.vocabulary // min(self._sizes.vocabulary, len(weight))
+        self._vocabulary_tiles = _slices(len(weight), self._sizes.vocabulary)
 
     def forward(self) -> Results:
         running = _Running(len(self._targets), self._hidden, self._dtype)
@@ -124,7 +132,7 @@ class Head:
         grad_weight = self._zeros(self._weight) if needs[1] else None
         # The weight's gradient is read and written once per slice of tokens, so the budget does not make slices tiny:
         # rows may take a quarter of that gradient's size.
-        size = min(self._tile_tokens, max(self._row_elements // len(self._weight), self._hidden.shape[1] // 4, 1))
+        size = min(self._tile_tokens, max(self._sizes.row_elements // len(self._weight), self._hidden.shape[1] // 4, 1))
         rows = [self._buffer(size, vocabulary) for vocabulary in self._vocabulary_tiles]
         scratch = self._scratch(2)
         promised: list[Grads] = []
@@ -188,7 +196,8 @@ class Head:
         """Allocates `count` blocks of a tile; on CUDA `count` tiles."""
         width = self._vocabulary_tiles[0].stop
         tile = min(self._tile_tokens, max(1, len(self._targets))) * width
-        elements = tile if self._on_cuda else min(tile, max(_BLOCK_ELEMENTS, width))
+        block = self._sizes.block_elements
+        elements = tile if block is None else min(tile, max(block, width))
         return [torch.empty(elements, dtype=self._dtype, device=self._hidden.device) for _ in range(count)]
 
     def _zeros(self, like: Tensor) -> Tensor:
@@ -232,7 +241,7 @@ class _BfloatOperands(_Operands):
         self._scale = inverse_temperature
 
     def logits(self, tokens: slice, weight: Tensor, out: Tensor) -> None:
-        _mm_to_float32(self._hidden[tokens], weight.t(), out)
+        torch.mm(self._hidden[tokens], weight.t(), out_dtype=torch.float32, out=out)
         if self._scale is not None:
             out.mul_(self._scale[tokens, None])
 
@@ -243,18 +252,10 @@ class _BfloatOperands(_Operands):
             grad_logits.mul_(self._scale[tokens, None])
         narrow = grad_logits.to(torch.bfloat16)
         if to_hidden is not None:
-            _addmm_to_float32(to_hidden[tokens], narrow, weight)
+            into = to_hidden[tokens]
+            torch.addmm(into, narrow, weight, out_dtype=torch.float32, out=into)
         if to_weight is not None:
-            _addmm_to_float32(to_weight, narrow.t(), self._hidden[tokens])
-
-
-def _mm_to_float32(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Multiplies with `out_dtype`, which exists on CUDA only and has no autograd formula."""
-    torch.mm(left, right, out_dtype=torch.float32, out=out)
-
-
-def _addmm_to_float32(into: Tensor, left: Tensor, right: Tensor) -> None:
-    torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
+            torch.addmm(to_weight, narrow.t(), self._hidden[tokens], out_dtype=torch.float32, out=to_weight)
 
 
 class _Running:

@@ -190,7 +190,7 @@ def reference_kl(current_logprobs: Tensor, reference_logprobs: Tensor, estimator
 
 def _zero_under_mask(inputs: LossInputs) -> LossInputs:
     """Sets masked inputs to 0, so that they reach neither the loss nor a gradient."""
-    given = {name: values for name in _MASKED if (values := getattr(inputs, name)) is not None}
+    given: dict[str, Any] = {name: values for name in _MASKED if (values := getattr(inputs, name)) is not None}
     return replace(
         inputs,
         **{name: torch.where(inputs.loss_mask, values, values.new_zeros(())) for name, values in given.items()},

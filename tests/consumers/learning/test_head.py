@@ -45,9 +45,8 @@ def _oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float 
 
 
 def _small_tiles(monkeypatch: pytest.MonkeyPatch, tokens: int, vocabulary: int) -> None:
-    monkeypatch.setattr(head_kernels, "_TILE", (tokens, vocabulary))
-    monkeypatch.setattr(head_kernels, "_ROW_ELEMENTS", 1)
-    monkeypatch.setattr(head_kernels, "_BLOCK_ELEMENTS", 2 * vocabulary + 1)
+    tiles = head_kernels.TileSizes(tokens, vocabulary, block_elements=2 * vocabulary + 1, row_elements=1)
+    monkeypatch.setattr(head_kernels, "CPU_TILES", tiles)
 
 
 def _relative(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
@@ -317,16 +316,16 @@ def test_an_argument_that_does_not_fit_is_named(message) -> None:
 
 
 def _cuda_matmuls_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mm(left, right, out):
-        assert left.dtype == right.dtype == torch.bfloat16 and out.dtype == torch.float32
+    def mm(left, right, *, out_dtype, out):
+        assert left.dtype == right.dtype == torch.bfloat16 and out.dtype == out_dtype == torch.float32
         out.copy_(left.float() @ right.float())
 
-    def addmm(into, left, right):
-        assert left.dtype == right.dtype == torch.bfloat16 and into.dtype == torch.float32
+    def addmm(into, left, right, *, out_dtype, out):
+        assert left.dtype == right.dtype == torch.bfloat16 and into.dtype == out_dtype == torch.float32 and out is into
         into.addmm_(left.float(), right.float())
 
-    monkeypatch.setattr(head_kernels, "_mm_to_float32", mm)
-    monkeypatch.setattr(head_kernels, "_addmm_to_float32", addmm)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
     operands = head_kernels._BfloatOperands
     monkeypatch.setattr(head_kernels, "_Operands", lambda hidden, weight, inverse, _: operands(hidden, weight, inverse))
 
@@ -345,7 +344,7 @@ def test_the_cuda_path_is_within_its_budget_where_only_its_matmuls_are_replaced(
 @pytest.mark.parametrize("temperature", [1.0, "per token"])
 @pytest.mark.parametrize("promised", [False, True], ids=["recompute", "in forward"])
 def test_bfloat16_on_cuda_is_within_its_budget(monkeypatch, temperature, promised) -> None:
-    monkeypatch.setattr(head_kernels, "_TILE_CUDA", (32, 64))
+    monkeypatch.setattr(head_kernels, "CUDA_TILES", head_kernels.CUDA_TILES._replace(tokens=32, vocabulary=64))
     _check_bfloat16("cuda", temperature, promised)
 
 

@@ -13,8 +13,8 @@ N, H, V = 23, 6, 17
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_kernels, "_TILE", (5, 7))
-    monkeypatch.setattr(head_kernels, "_BLOCK_ELEMENTS", 14)
+    sizes = {"tokens": 5, "vocabulary": 7, "block_elements": 14, "row_elements": 1 << 25}
+    monkeypatch.setattr(head_kernels, "CPU_TILES", head_kernels.TileSizes(**sizes))
 
 
 @pytest.fixture
