@@ -190,8 +190,9 @@ def reference_kl(current_logprobs: Tensor, reference_logprobs: Tensor, estimator
 
 def _zero_under_mask(inputs: LossInputs) -> LossInputs:
     """Sets masked inputs to 0, so that they reach neither the loss nor a gradient."""
-    given: dict[str, Any] = {name: values for name in _MASKED if (values := getattr(inputs, name)) is not None}
-    return replace(
-        inputs,
-        **{name: torch.where(inputs.loss_mask, values, values.new_zeros(())) for name, values in given.items()},
-    )
+    masked: dict[str, Any] = {}
+    for name in _MASKED:
+        values = getattr(inputs, name)
+        if values is not None:
+            masked[name] = torch.where(inputs.loss_mask, values, values.new_zeros(()))
+    return replace(inputs, **masked)
