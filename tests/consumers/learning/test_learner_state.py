@@ -34,7 +34,7 @@ class Gloo(Ranks):
             self.mesh = init_device_mesh("cpu", (self.size,))
             self.group = dist.new_group(timeout=timedelta(seconds=60))
 
-    def beside(self, thread):
+    def for_thread(self, thread):
         return self
 
 
