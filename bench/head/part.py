@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.head.implementations import IMPLEMENTATIONS, PEERS, Head, HeadProblem, make_problem, package_version
 from bench.machine import reset_peak, status_bytes
-from penstock.consumers.learning.matmul import onednn_matmul
+from penstock.consumers.learning.device import onednn_matmul
 from penstock.schemas.config import ConfigError
 
 SLOW_S = 5.0

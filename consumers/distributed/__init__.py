@@ -1,5 +1,5 @@
-"""The trainer's processes: their group, the orders of rank 0, and the watch for a rank that is lost.
+"""The trainer's processes: their group, rank 0's orders, and the watch for lost ranks.
 
-Imported by the trainer's start alone: `start` makes or joins the `world`, `led_rank` is what all ranks but the lead
-run, and `watch` is over all of them.
+Imported only where the trainer starts: `start` makes or joins the `world`, all ranks but the lead run `led_rank`, and
+`watch` covers all of them.
 """

@@ -18,10 +18,10 @@ from penstock.schemas.rollout import RolloutGroup
 
 
 def follow(config: RunConfig, ranks: Ranks, watch: Watch, url: Callable[[], str] | None = None) -> int:
-    """Follows the lead until it ends, which ends this process; returns 1 after an error, which `watch` tells the
-    others.
+    """Follows the lead until the lead ends, which ends this process; returns 1 after an error, which `watch` reports
+    to the others.
 
-    url: of the Redis of a run whose policies are published; asked for once chunks are put there.
+    url: returns the URL of the run's Redis, if policies are published; called once chunks are written there.
     """
     orders: dict[str, Callable[..., object]] = {}
 
@@ -29,13 +29,13 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch, url: Callable[[], str]
         learner = Learner(config, ranks)
 
         def gate(groups: Sequence[RolloutGroup], version: int, max_tokens: int) -> None:
-            with suppress(ParityError):  # the lead tells of it
+            with suppress(ParityError):  # the lead reports it
                 measured(groups, config, learner.model, version, max_tokens)
 
         orders.update(learner.orders, gate=gate)
         if url is not None:
             connection = functools.cache(lambda: TrainerConnection(url(), config.redis.outage_s))
-            call = lambda command: connection().call(command)  # noqa: E731 - without chunks in Redis it is not needed
+            call = lambda command: connection().call(command)  # noqa: E731 - not needed without chunks in Redis
             shard = PolicyShard(ranks, Keys(config.name), call, learner.published_parts)
             learner.before_update = shard.snapshots.wait
             orders["publish"] = ShardPublisher(shard, ranks).begin

@@ -19,12 +19,12 @@ from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, RunConfig
 
 END_S = 15.0
-"""The time that the other ranks have to end after the first one; one that is frozen, or waits to meet it, is killed."""
+"""How long the other ranks may take to end after the first; one that is frozen, or waits for the first, is killed."""
 TICK_S = 0.05
 
 
 def join(config: RunConfig, ending: str = TRAINER_ENDS) -> tuple[World, Watch]:
-    """The world of a process that torchrun has started, and the watch over its ranks. ending: as in `Watch`.
+    """Returns the world of a process that torchrun has started, and the watch over its ranks. ending: as in `Watch`.
 
     Raises:
         ConfigError: no device for this rank.
@@ -40,11 +40,11 @@ def join(config: RunConfig, ending: str = TRAINER_ENDS) -> tuple[World, Watch]:
 
 
 def store_of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """A part of the store that no earlier start of the ranks has written to: torchrun keeps its store when it starts
-    them again, and numbers the starts by machine.
+    """Returns a part of the store to which no earlier start of the ranks has written: torchrun keeps its store when it
+    restarts them, and numbers the starts by machine.
 
-    All ranks agree on it. Each says who it is and, again and again, whom it sees; they agree once all see the same:
-    whoever sees this rank's new name has started after it was chosen, or with it.
+    All ranks agree on it. Each publishes a new name and, repeatedly, the names it sees; they agree once all see the
+    same: a rank that sees this rank's new name does not belong to an earlier start.
     """
     keys = [f"start/{name}/{number}" for name in ("own", "seen") for number in range(size)]
     store.set(keys[rank], uuid.uuid4().hex)
@@ -58,7 +58,7 @@ def store_of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
 
 
 def check_alike(config: RunConfig, ranks: Ranks) -> None:
-    """Raises ConfigError, on every rank, if one has another run file than the lead."""
+    """Raises ConfigError, on every rank, if a rank's run file differs from the lead's."""
     lead, *others = ranks.gather(_flat(msgspec.to_builtins(config)))
     for rank, other in enumerate(others, start=1):
         for name in lead | other:
@@ -79,11 +79,11 @@ def _flat(fields: dict[str, object], prefix: str = "") -> dict[str, object]:
 def launch(
     num_processes: int, command: Sequence[str], hand_to: Callable[[Callable[[], None]], None] = lambda stop: None
 ) -> int:
-    """Runs a command line as so many ranks on this machine and waits for their end; returns the first status that is
-    not 0, by rank; 1 if signals have killed those that failed.
+    """Runs a command line as `num_processes` ranks on this machine and waits for them to end; returns the first status,
+    by rank, that is not 0, or 1 if every failed rank was killed by a signal.
 
-    hand_to: takes what lets the ranks end in order, by SIGTERM. The first rank that ends ends all; those that do not
-    follow are killed, and their status does not count.
+    hand_to: receives the function that stops the ranks in order, by SIGTERM. The first rank that ends ends all; those
+    that do not follow are killed, and their status does not count.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_processes)}

@@ -1,4 +1,4 @@
-"""The watch of the ranks over each other: one that is lost ends all of them, with a message that says which and why."""
+"""The ranks watch each other: a lost rank ends all of them, with a message that says which one and why."""
 
 import atexit
 import json
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 LOST_AFTER_BEATS = 5
-"""Beats that are missing before a rank counts as gone, once another one has lost its connection to it."""
+"""Missing beats after which a rank counts as lost, once another has lost its connection to it."""
 TRAINER_ENDS = "the trainer ends, and --resume continues it from its last checkpoint"
 GRACE_S = 2.0
-"""The time that the main thread has to end by itself after a verdict."""
+"""How long the main thread may take to end by itself after a verdict."""
 _ENDED, _FAILED, _LOST, _BEAT, _SAID = (f"watch/{name}" for name in ("ended", "failed", "lost", "beat", "said"))
 
 
@@ -34,13 +34,13 @@ def leave_process(status: int) -> NoReturn:
 
 
 class Watch:
-    """A thread of every rank that tells the others of its life through the store, and ends its process with theirs.
+    """A thread of every rank that sends heartbeats through the store and ends its process when another rank is lost.
 
-    A rank is lost if it says so itself; if it has not been heard of for `timeout_s`; or, once this rank's communication
-    has failed, if it is not heard of for some beats, or has not met the same failure. Silence is counted in this rank's
-    own beats: one that was frozen itself has missed nothing.
+    A rank is lost if it says so; if no beat has come for `timeout_s`; or, once this rank's communication has failed, if
+    no beat comes for some beats, or the rank does not report the same failure. Silence is counted in this rank's own
+    beats: a rank that was frozen itself has missed nothing.
 
-    ending: what the loss of a rank leads to, for the message about it.
+    ending: the consequence of a lost rank, for the message about it.
     """
 
     def __init__(self, ranks: Ranks, store: Any, timeout_s: float, ending: str = TRAINER_ENDS) -> None:
@@ -51,7 +51,7 @@ class Watch:
         self._beat_s = min(BEAT_S, timeout_s / 10)
         self._num_beats = 0
         self._heard: dict[int, tuple[bytes, int]] = {}
-        """By rank its newest beat, and the number of this rank's own at which it was first seen."""
+        """By rank: its newest beat, and the number of this rank's own beat at which it was first seen."""
         self._verdict = ""
         self._is_reached = threading.Event()
         self._is_taken = False
@@ -61,54 +61,53 @@ class Watch:
         self._thread.start()
 
     def ended(self, status: int) -> None:
-        """Called by the lead once it has ended in order: the others end with the same status, and so does this
-        process."""
+        """Called by the lead after a regular end: the others end with the same status, and so does this process."""
         self._is_over.set()
         self._store.set(_ENDED, str(status))
         atexit.register(leave_process, status)
 
     def refused(self, error: Exception) -> None:
-        """Called by a rank that cannot go on because of a setting or a file, as the others cannot: the lead says so and
-        ends them.
+        """Called by a rank that cannot continue because of a setting or a file, which normally stops all of them: the
+        lead reports it and ends the others.
 
-        Waits for that; after the time-out of the ranks this one is alone in it, and leaves.
+        Waits for that; leaves after the ranks' time-out, since only this rank has the error then.
         """
         if not self._ranks.is_lead:
             time.sleep(self._timeout_s)
         self.leave(error)
 
     def leave(self, error: BaseException) -> None:
-        """Called by a rank that an error ends: tells the others, or says which rank is to blame once that is known."""
-        if not _is_of_others(error):
+        """Called by a rank that ends with an error: tells the others, or logs which rank caused it, once known."""
+        if not _is_communication_error(error):
             text = f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
             self._store.set(f"{_FAILED}/{self._ranks.rank}", json.dumps([self._ranks.phase, text]))
             self._is_over.set()
-            self._say(f"rank {self._ranks.rank} failed in {self._ranks.phase}: {text}", error)
+            self._log_once(f"rank {self._ranks.rank} failed in {self._ranks.phase}: {text}", error)
             return
         self._is_taken = True
         self._store.set(f"{_LOST}/{self._ranks.rank}", self._ranks.phase)
         self._lost_at = self._num_beats
         self._is_reached.wait()
-        self._say(f"{self._verdict} ({_first_line(error)})")
+        self._log_once(f"{self._verdict} ({_first_line(error)})")
 
     def _run(self) -> None:
         ranks = self._ranks
         while not self._is_over.wait(self._beat_s):
             self._num_beats += 1
             try:
-                beside = ranks.phase_beside and f", {ranks.phase_beside} beside"
+                beside = ranks.thread_phases and f", {ranks.thread_phases} beside"
                 self._store.set(f"{_BEAT}/{ranks.rank}", f"{self._num_beats} {ranks.phase}{beside}")
                 if not ranks.is_lead and self._store.check([_ENDED]):
                     os._exit(int(self._store.get(_ENDED)))
-                verdict = self._look()
-            except Exception as error:  # the store is the launcher's: without it nothing can be agreed upon any more
+                verdict = self._find_verdict()
+            except Exception as error:  # the store is the launcher's: without it the ranks cannot agree on anything
                 verdict = f"the launcher of the ranks is gone: {_first_line(error)}"
             if verdict:
                 self._reach(verdict)
                 return
 
-    def _look(self) -> str:
-        """Why the trainer has to end; empty while there is no reason."""
+    def _find_verdict(self) -> str:
+        """Returns why the trainer has to end; empty if it does not."""
         others = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
         for rank in others:
             if self._store.check([f"{_FAILED}/{rank}"]):
@@ -131,7 +130,7 @@ class Watch:
         return ""
 
     def _heard_at(self, rank: int) -> int:
-        """When the newest beat of a rank was first seen here; a rank that has not begun counts from the first look."""
+        """Returns this rank's beat at which a rank's newest one was first seen, or at the first look."""
         key = f"{_BEAT}/{rank}"
         beat = self._store.get(key) if self._store.check([key]) else b""
         if self._heard.get(rank, (None, 0))[0] != beat:
@@ -142,19 +141,19 @@ class Watch:
         return self._heard[rank][0].decode().partition(" ")[2] or "start"
 
     def _reach(self, verdict: str) -> None:
-        """Hands the verdict to the main thread, and ends the process if that does not end it: its threads may wait for
-        a rank that is lost."""
+        """Hands the verdict to the main thread, and ends the process if that thread does not: it may be waiting for a
+        lost rank."""
         self._verdict = verdict
         self._is_reached.set()
         time.sleep(GRACE_S)
         if self._is_over.is_set():
             return
         if not self._is_taken:
-            self._say(verdict)
+            self._log_once(verdict)
         os._exit(1)
 
-    def _say(self, text: str, error: BaseException | None = None) -> None:
-        """The first of the ranks to come here speaks: the lead may be the one that is lost. error: shown with its
+    def _log_once(self, text: str, error: BaseException | None = None) -> None:
+        """Logs the text on the first rank that calls this: the lead may be the one that is lost. error: logged with its
         traceback."""
         try:
             is_first = self._store.add(_SAID, 1) == 1
@@ -164,8 +163,8 @@ class Watch:
             log.error("%s; %s", text, self._ending, exc_info=error)
 
 
-def _is_of_others(error: BaseException) -> bool:
-    """Whether an error is the sign of another rank's end: communication failed or timed out."""
+def _is_communication_error(error: BaseException) -> bool:
+    """Returns whether an error is due to the end of another rank: communication failed or timed out."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "nccl", "Gloo"))

@@ -1,6 +1,6 @@
-"""Several ranks: torch.distributed behind the seam that the numerics know."""
+"""Several ranks: torch.distributed behind the interface that the numerics use."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.consumers.learning.ranks import Ranks, Shared, Thread, Value
+from penstock.consumers.learning.ranks import Ranks, Thread, Value
 
 FOREVER = timedelta(days=365)
-"""An order may be a long time coming: the trainer waits for rollouts. `Watch` tells whether the lead is there. The lead
-itself waits no longer than the time-out for a rank to take one."""
+"""The time-out of a rank that waits for an order, which may take long: the trainer waits for rollouts, and `Watch`
+notices a lost lead. The lead waits no longer than `timeout_s` for a rank to take an order."""
 WAITING = "waiting for orders"
 
 
 class World(Ranks):
     """The ranks of a process group.
 
-    store: through which they find each other. device: the type of device that holds the shards.
+    store: how they find each other. device: the device whose type holds the shards.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class World(Ranks):
         self.mesh = init_device_mesh(device.type, (size,))
         self.group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._orders = dist.new_group(backend="gloo", timeout=self._timeout if self.is_lead else FOREVER)
-        self._beside: dict[Thread, Ranks] = {
-            "checkpoint": _Beside(self, dist.new_group(backend="gloo", timeout=self._timeout)),
-            "publisher": _Beside(
+        self._threads: dict[Thread, Ranks] = {
+            "checkpoint": _ThreadRanks(self, dist.new_group(backend="gloo", timeout=self._timeout)),
+            "publisher": _ThreadRanks(
                 self, dist.new_group(backend="gloo", timeout=self._timeout if self.is_lead else FOREVER)
             ),
         }
@@ -56,10 +56,6 @@ class World(Ranks):
             self.phase = name
             orders[name](*part)
 
-    def hand_out_next(self, items: Iterator[Shared]) -> Shared | None:
-        item = next(items, None) if self.is_lead else None
-        return self.hand_out(lambda rank: None if item is None else item.of_rank(rank, self.size))
-
     def hand_out(self, part: Callable[[int], Value]) -> Value:
         received: list[Any] = [None]
         parts = [part(rank) for rank in range(self.size)] if self.is_lead else None
@@ -77,15 +73,15 @@ class World(Ranks):
         return values
 
     @property
-    def phase_beside(self) -> str:
-        return ", ".join(each.phase for each in self._beside.values() if each.phase)
+    def thread_phases(self) -> str:
+        return ", ".join(each.phase for each in self._threads.values() if each.phase)
 
-    def beside(self, thread: Thread) -> Ranks:
-        return self._beside[thread]
+    def for_thread(self, thread: Thread) -> Ranks:
+        return self._threads[thread]
 
 
-class _Beside(World):
-    """The ranks of a world in a group of their own."""
+class _ThreadRanks(World):
+    """A world's ranks for one thread, with a process group of its own."""
 
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self.local_rank = world.rank, world.size, world.local_rank

@@ -48,28 +48,29 @@ class BatchRewards:
     """[R] float64 by the name of a reward's part; 0 for a rollout without it."""
 
     def by_group(self, values: np.ndarray) -> list[np.ndarray]:
-        """[R] values, as one array a group."""
+        """Splits [R] values into one array per group."""
         return np.split(values, np.flatnonzero(np.diff(self.indexes)) + 1)
 
     def of_groups(self, function: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
-        """[R], the function of each group's values."""
+        """Returns [R], the function applied to each group's values."""
         return np.concatenate([function(each) for each in self.by_group(values)])
 
 
 class AdvantageFunction(Protocol):
-    """A pure function: [R] float64, the advantage of each rollout. A group whose advantages are all 0 is skipped."""
+    """A pure function that returns [R] float64, each rollout's advantage. A group whose advantages are all 0 is
+    skipped."""
 
     def __call__(self, rewards: BatchRewards) -> np.ndarray: ...
 
 
 def group_relative(rewards: BatchRewards, *, normalize_std: bool = True) -> np.ndarray:
-    """Each reward less its group's mean, by the group's standard deviation unless `normalize_std` is False."""
+    """Subtracts each group's mean and divides by its standard deviation unless `normalize_std` is False."""
     _check_flag("normalize_std", normalize_std)
     return rewards.of_groups(partial(_normalized, by_std=normalize_std), rewards.values)
 
 
 def leave_one_out(rewards: BatchRewards, *, normalize_std: bool = False) -> np.ndarray:
-    """Each reward less the mean of its siblings', by the group's standard deviation with `normalize_std`."""
+    """Subtracts the mean of the siblings' rewards; divides by the group's standard deviation with `normalize_std`."""
     _check_flag("normalize_std", normalize_std)
 
     def baselined(values: np.ndarray) -> np.ndarray:
@@ -80,14 +81,14 @@ def leave_one_out(rewards: BatchRewards, *, normalize_std: bool = False) -> np.n
 
 
 def batch_normalized(rewards: BatchRewards) -> np.ndarray:
-    """Each reward less its group's mean, by the standard deviation of the batch's rewards."""
+    """Subtracts each group's mean and divides by the standard deviation of the batch's rewards."""
     centered = rewards.of_groups(partial(_normalized, by_std=False), rewards.values)
     return centered / (rewards.values.std(ddof=1) + STD_EPSILON) if centered.any() else centered
 
 
 def reinforce_plus_plus(rewards: BatchRewards, *, group_baseline: bool = False) -> np.ndarray:
-    """Rewards, or with `group_baseline` their distance from the group's mean, of mean 0 and variance 1 over the batch's
-    tokens. Groups without reward variance are trained on too."""
+    """Normalizes rewards, or with `group_baseline` their distance from the group's mean, to mean 0 and variance 1 over
+    the batch's tokens. Groups without reward variance are trained on too."""
     _check_flag("group_baseline", group_baseline)
     values = group_relative(rewards, normalize_std=False) if group_baseline else rewards.values
     total = rewards.num_tokens.sum()
@@ -99,7 +100,7 @@ def reinforce_plus_plus(rewards: BatchRewards, *, group_baseline: bool = False) 
 
 
 def per_component(rewards: BatchRewards, *, weights: Mapping[str, float]) -> np.ndarray:
-    """The weighted sum of what `group_relative` makes of each part of the reward. The reward itself is not read."""
+    """Returns the weighted sum of `group_relative` of each part of the reward. The reward itself is not read."""
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"weights is {weights!r}, expected a weight for each of one or more parts of the reward")
     total = np.zeros(len(rewards.values))
@@ -116,10 +117,10 @@ def per_component(rewards: BatchRewards, *, weights: Mapping[str, float]) -> np.
 
 
 def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
-    """The function that a run file names, with its arguments; it is checked at each call.
+    """Returns the function that a run file names, with its arguments; each call is checked.
 
     Raises:
-        ConfigError: no such function; from a call, arguments it refuses, or anything but [R] numbers.
+        ConfigError: no such function; when called, refused arguments, or a result other than [R] numbers.
     """
     function = resolve(config, "advantage")
 
@@ -139,8 +140,8 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def check_advantage(config: AdvantageConfig) -> None:
-    """Tries the function on two groups. Raises ConfigError if it does not fit, or does not see what the run file
-    makes of the rewards."""
+    """Tries the function on two groups. Raises ConfigError if it does not fit, or does not read the rewards that the
+    run file changes."""
     function = make_advantage(config)
     parts = _EveryPart(np.array([0.0, 1.0, 1.0, 0.0]))
     values = np.array([[0.0, 1.0, 1.0, 3.0], [0.0, 1.0, 1.0, 2.0]])
@@ -160,7 +161,7 @@ def check_advantage(config: AdvantageConfig) -> None:
 
 
 def batch_rewards(groups: Sequence[RolloutGroup], config: AdvantageConfig) -> BatchRewards:
-    """config: says what the reward of a truncated rollout is."""
+    """Returns the groups' rewards. config: sets the reward of a truncated rollout."""
     instead = config.truncated_reward
 
     def value(rollout: Rollout) -> float:
@@ -177,19 +178,19 @@ def batch_rewards(groups: Sequence[RolloutGroup], config: AdvantageConfig) -> Ba
 
 
 def has_variance(group: RolloutGroup, config: AdvantageConfig) -> bool:
-    """Whether the rewards that advantages are taken of differ among siblings: those of the group alone are not all 0.
+    """Returns whether the rewards differ among siblings: the group's advantages, taken alone, are not all 0.
 
     Raises:
         ConfigError: see `make_advantage`.
     """
     rewards = batch_rewards([group], config)
-    parts = _EveryPart(np.zeros(len(rewards.values)))  # in a batch other groups may have what this one lacks
+    parts = _EveryPart(np.zeros(len(rewards.values)))  # other groups of a batch may have parts that this one lacks
     parts.update(rewards.parts)
     return bool(make_advantage(config)(replace(rewards, parts=parts)).any())
 
 
 class _EveryPart(dict[str, Any]):
-    """Parts of every name: `values`, where it has no other."""
+    """Reward parts; a missing name has `values`."""
 
     def __init__(self, values: np.ndarray) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _normalized(values: np.ndarray, *, by_std: bool) -> np.ndarray:
-    if len(values) < 2 or (values == values[0]).all():  # not left to the rounding of their mean
+    if len(values) < 2 or (values == values[0]).all():  # exact, whatever the rounding of the mean
         return np.zeros(len(values))
     centered = values - values.mean()
     return centered / (values.std(ddof=1) + STD_EPSILON) if by_std else centered

@@ -16,10 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 IMPLEMENTATION = "penstock_packed"
 """The name under which models find `packed_attention`: `attn_implementation=IMPLEMENTATION`."""
 
-_MIN_BUCKET_TOKENS = 4096
+MIN_BUCKET_TOKENS = 4096
 """Rows of different lengths are padded to one rectangle up to this size: below it another kernel call costs more."""
 _MAX_PADDING = 0.25
-"""Above it a row shorter than the bucket's longest by more than this share starts a bucket of its own."""
+"""In larger buckets, a row shorter than the bucket's longest by more than this share starts a bucket of its own."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class PackedLayout:
 
     Packed tokens are each row's own and, once for all rows that begin with it, a shared prefix. A bucket is a rectangle
     [rows, longest row] of packed indices; past a row's end it repeats the row's first token, which nothing reads. The
-    unpadded form is of spans, which lie one behind the other in the packed tokens: prefixes, and rows without theirs.
-    A span's keys are those of its prefix, if it has one, and its own, S over all spans.
+    unpadded form consists of spans, consecutive in the packed tokens: prefixes, and rows without their prefixes. A
+    span's keys are those of its prefix, if it has one, and its own; S over all spans.
 
     buckets: int64 tensors, packed indices, each [B_i, T_i].
-    slots: [N] int64, for each packed token one place of it in the flattened, concatenated buckets.
+    slots: [N] int64, a place of each packed token in the flattened, concatenated buckets.
     key_tokens: [S] int64, packed indices, span after span.
     query_bounds, key_bounds: [spans + 1] int32, where spans begin and end in the packed tokens and in `key_tokens`.
-    longest_query, longest_keys: tokens of the longest span, and the most keys that one has.
+    longest_query, longest_keys: the most tokens and the most keys of a span.
     """
 
     buckets: tuple[Tensor, ...]
@@ -53,32 +53,37 @@ class PackedLayout:
 
 
 class OwnAttention(Protocol):
-    """A layout that attends by itself, for rows that do not start at their first token."""
+    """A layout that computes its own attention, for rows that do not start at their first token."""
 
     def attend(
         self, layer: int, flat: list[Tensor], head_dim: int, scaling: float | None, sliding_window: int | None
     ) -> Tensor:
-        """[N, num_heads * head_dim] of query, key and value, [N, heads * head_dim] each."""
+        """Returns [N, num_heads * head_dim]. flat: query, key and value, [N, heads * head_dim] each."""
 
 
 def make_layout(
-    prefix_starts: np.ndarray, prefix_lengths: np.ndarray, own_starts: np.ndarray, lengths: np.ndarray, num_packed: int
+    prefix_starts: np.ndarray,
+    prefix_lengths: np.ndarray,
+    own_starts: np.ndarray,
+    lengths: np.ndarray,
+    num_packed: int,
+    min_bucket_tokens: int = MIN_BUCKET_TOKENS,
 ) -> PackedLayout:
-    """The layout of rows, longest first.
+    """Returns the layout of rows, longest first.
 
     Row r is `prefix_lengths[r]` packed tokens from `prefix_starts[r]`, then `lengths[r] - prefix_lengths[r]` from
     `own_starts[r]`. All arguments int64 [R]; `lengths` descends.
     """
     slots = np.empty(num_packed, dtype=np.int64)
     buckets, used = [], 0
-    for first, last in _bucket_bounds(lengths):
+    for first, last in _bucket_bounds(lengths, min_bucket_tokens):
         rows = slice(first, last)
         columns = np.arange(lengths[first])[None]
         prefix, own = prefix_lengths[rows, None], own_starts[rows, None]
         indices = np.where(columns < prefix, prefix_starts[rows, None] + columns, own + columns - prefix)
         real = columns < lengths[rows, None]
         indices = np.where(real, indices, indices[:, :1])
-        # A shared token stands in several rows; its outputs there are equal, and the last place wins.
+        # A shared token is in several rows; its outputs there are equal, and the last place wins.
         slots[indices[real]] = used + np.flatnonzero(real)
         buckets.append(torch.from_numpy(indices))
         used += indices.size
@@ -98,7 +103,7 @@ def make_layout(
 def _spans(
     prefix_starts: np.ndarray, prefix_lengths: np.ndarray, own_starts: np.ndarray, lengths: np.ndarray
 ) -> list[tuple[int, int, np.ndarray]]:
-    """Where each span starts and stops among the packed tokens, and its keys; in the order of their places."""
+    """Returns where each span starts and stops among the packed tokens, and its keys; in order of position."""
     found = {}
     for prefix_start, prefix_length, own_start, length in zip(
         prefix_starts.tolist(), prefix_lengths.tolist(), own_starts.tolist(), lengths.tolist(), strict=True
@@ -116,11 +121,11 @@ def _bounds(sizes: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
-def _bucket_bounds(lengths: np.ndarray) -> list[tuple[int, int]]:
+def _bucket_bounds(lengths: np.ndarray, min_bucket_tokens: int) -> list[tuple[int, int]]:
     bounds, first = [], 0
     for row, length in enumerate(lengths):
         longest = lengths[first]
-        if (row - first) * longest >= _MIN_BUCKET_TOKENS and length < longest * (1 - _MAX_PADDING):
+        if (row - first) * longest >= min_bucket_tokens and length < longest * (1 - _MAX_PADDING):
             bounds.append((first, row))
             first = row
     bounds.append((first, len(lengths)))
@@ -142,10 +147,10 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over packed rows.
+    """Computes attention over packed rows; transformers' attention interface.
 
-    Dropout is never applied: the trainer must reproduce the policy that sampled. Compiled blocks call it as it is: for
-    each number of buckets, and of rows one or more, it would be compiled again.
+    Dropout is never applied: the trainer must reproduce the policy that sampled. It is never compiled: each number of
+    buckets and rows would need another compilation.
 
     Args:
         query: [1, num_heads, N, head_dim]; key and value: [1, num_key_value_heads, N, head_dim].
@@ -161,9 +166,9 @@ def packed_attention(
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("logit soft-capping and attention sinks are not supported")
     if value.shape[3] != query.shape[3]:
-        raise NotImplementedError(f"values of width {value.shape[3]} beside queries of {query.shape[3]} (MLA)")
+        raise NotImplementedError(f"values of width {value.shape[3]} with queries of width {query.shape[3]} (MLA)")
     if layout is None:
-        raise NotImplementedError("it does not pass the layout of the rows on to its attention")
+        raise NotImplementedError("it does not pass the layout of the rows to its attention")
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     if not isinstance(layout, PackedLayout):
         layer: Any = module.layer_idx
@@ -178,7 +183,7 @@ def packed_attention(
 def _in_rectangles(
     flat: list[Tensor], layout: PackedLayout, head_dim: int, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Scaled dot-product attention over the padded buckets; flat: query, key, value [N, heads * head_dim]."""
+    """Computes scaled dot-product attention over padded buckets. flat: query, key, value [N, heads * head_dim]."""
     outputs = []
     for indices in layout.buckets:
         longest = indices.shape[1]
@@ -199,18 +204,18 @@ def _in_rectangles(
 def _unpadded(
     flat: list[Tensor], layout: PackedLayout, head_dim: int, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Flash attention over the spans, which exists for 16-bit floats on CUDA only. Queries and results stay where they
-    are; keys and values are gathered.
+    """Computes flash attention over the spans, which exists for 16-bit floats on CUDA only. Queries and results stay in
+    place; keys and values are gathered.
 
-    The last query of a span sees all of its keys, each one before it one less: the kernel aligns its causal mask to the
-    end where there are fewer queries than keys (FlashAttention 2.1, "Change behavior of causal flag").
+    The last query of a span sees all of its keys, each earlier one a key less: with fewer queries than keys the kernel
+    aligns its causal mask to the end (FlashAttention 2.1, "Change behavior of causal flag").
     """
     q = flat[0].unflatten(-1, (-1, head_dim))
     k, v = (_rows(layout.key_tokens, states, head_dim) for states in flat[1:])
     grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
     attended: Any = varlen_attn(
         q, k, v, layout.query_bounds, layout.key_bounds, layout.longest_query, layout.longest_keys, scale=scaling,
-        # A token sees itself and so many before it; -1 is all of them.
+        # A token sees itself and this many before it; -1 means all.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **grouped,
     )  # fmt: skip
@@ -219,22 +224,22 @@ def _unpadded(
 
 
 def _wants_whole_heads(query: Tensor) -> bool:
-    """Whether keys and values are needed for each head: on CUDA no kernel but the one whose memory grows with the
+    """Returns whether each head needs keys and values of its own: on CUDA only the kernel whose memory grows with the
     square of the length takes grouped queries of 32 bits."""
     return query.is_cuda
 
 
 @cache
 def _takes_enable_gqa(attend: Callable[..., Any]) -> bool:
-    """torch 2.11 takes grouped queries without being told."""
+    """Returns whether the kernel has the argument; torch 2.11's takes grouped queries without it."""
     return "enable_gqa" in signature(attend).parameters
 
 
 def _rows(indices: Tensor, states: Tensor, head_dim: int) -> Tensor:
-    """[*indices, heads, head_dim]. An embedding lookup, since its backward adds rows in a fixed order and is far faster
-    than index_add on CPU."""
+    """Gathers [*indices, heads, head_dim]. Uses an embedding lookup, whose backward adds rows in a fixed order and is
+    far faster than index_add on CPU."""
     return F.embedding(indices, states).unflatten(-1, (-1, head_dim))
 
 
-# No mask function is registered beside it: without one transformers builds no mask.
+# No mask function is registered: without one transformers builds no mask.
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)

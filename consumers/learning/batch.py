@@ -1,4 +1,4 @@
-"""A batch on its way through the learner: mini-batches of one optimizer step, micro-batches of one forward pass."""
+"""A batch as the learner takes it: mini-batches of one optimizer step, micro-batches of one forward pass."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -17,18 +17,18 @@ from penstock.consumers.learning.attention import PackedLayout, make_layout
 class MicroBatch:
     """The input of one forward pass: N packed tokens, of which M sampled ones are scored.
 
-    A row is one segment up to the token before its last sampled one; what follows predicts nothing.
+    A row is one segment up to the token before its last sampled one; later tokens predict nothing.
 
     token_ids, position_ids: [N] int64; positions restart with each row.
-    layout: which packed tokens make up which row.
+    layout: which packed tokens make up each row.
     predicting: [M] int64, the packed token whose hidden state predicts the sampled token `targets` [M] int64.
     behavior_logprobs, advantages, temperature, rollout_tokens: [M] float32 (see `LossInputs`).
     lag: [M] int64 optimizer steps.
     loss_mask: [M] bool, lag within the bound.
     row_ids: [M] int64, ascending.
     rollouts: [rows] int64, the place of each row's rollout among all of the batch.
-    support: the tokens that the sampler chose from, if it left some out (top-k, top-p); None if it never did.
-    teacher_logprobs: [M] float32, of a teacher's server; None without one.
+    support: the tokens that the sampler chose from; None if it excluded none (top-k, top-p).
+    teacher_logprobs: [M] float32, from a teacher's server; None without one.
     """
 
     token_ids: Tensor
@@ -49,11 +49,11 @@ class MicroBatch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is sampled in it: the pass of a rank that has no rows left while others have."""
+        """True without sampled tokens: the pass of a rank that has no rows left while others have."""
         return not len(self.targets)
 
     def with_advantages(self, advantages: Tensor) -> "MicroBatch":
-        """advantages: [R] float32, of each rollout of the batch."""
+        """Replaces the advantages. advantages: [R] float32, of each rollout of the batch."""
         return replace(self, advantages=advantages[self.rollouts[self.row_ids]])
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -66,7 +66,7 @@ class MicroBatch:
 
 
 def idle_microbatch() -> MicroBatch:
-    """One token of which nothing is scored: every rank has to take part in every forward and backward pass."""
+    """Returns one token that is not scored: every rank must take part in every forward and backward pass."""
     start, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
     no_ids, no_values = torch.empty(0, dtype=torch.int64), torch.empty(0)
     return MicroBatch(
@@ -88,10 +88,10 @@ def idle_microbatch() -> MicroBatch:
 
 @dataclass(frozen=True)
 class Support:
-    """For each of M sampled tokens the ids that its sampler kept.
+    """The ids that the sampler kept for each of M sampled tokens.
 
-    kept: [K] int64, the ids of one token after the other's. counts: [M] int64, how many each has; 0 stands for the
-    whole vocabulary.
+    kept: [K] int64, concatenated over the tokens. counts: [M] int64, the number of each token's ids; 0 means the whole
+    vocabulary.
     """
 
     kept: Tensor
@@ -101,35 +101,35 @@ class Support:
         return Support(*(part.to(device, non_blocking=non_blocking) for part in (self.kept, self.counts)))
 
     def mask(self, tokens: slice, vocabulary: slice) -> Tensor:
-        """[n, v] bool of a tile of tokens by vocabulary, True where the token could be sampled."""
+        """Returns [n, v] bool for a tile of tokens by vocabulary: True where the id could be sampled."""
         start, stop, _ = tokens.indices(len(self.counts))
         counts = self.counts[tokens]
         kept = self.kept[self._bounds[start] : self._bounds[stop]] - vocabulary.start
         width = vocabulary.stop - vocabulary.start
         mask = (counts == 0)[:, None].repeat(1, width + 1)
-        # Ids outside the tile go to a column behind it: selecting those inside would make the host wait for a GPU.
+        # Ids outside the tile go to an extra column: selecting those inside would make the host wait for a GPU.
         mask[_rows(counts, kept), torch.where((kept >= 0) & (kept < width), kept, width)] = True
         return mask[:, :width]
 
     def holds(self, targets: Tensor) -> Tensor:
-        """[M] bool, True where the token of `targets` [M] could be sampled."""
+        """Returns [M] bool: True where the token of `targets` [M] could be sampled."""
         rows = _rows(self.counts, self.kept)
         hits = torch.zeros_like(self.counts).index_add_(0, rows, (self.kept == targets[rows]).long())
         return (self.counts == 0) | (hits > 0)
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """[M + 1]: where the ids of each token begin and end in `kept`."""
+        """[M + 1]: the bounds of each token's ids in `kept`."""
         return [0, *self.counts.cumsum(0).tolist()]
 
 
 def _rows(counts: Tensor, kept: Tensor) -> Tensor:
-    """For each of the kept ids the token that it belongs to."""
+    """Returns the token that each kept id belongs to."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(kept))
 
 
 class Place(NamedTuple):
-    """A segment: the task index of its group, the number of its rollout and its own within that."""
+    """A segment's task index, the number of its rollout in the group, and its own in the rollout."""
 
     group: int
     rollout: int
@@ -144,7 +144,7 @@ def _no_groups() -> Iterator["MiniBatch"]:
 class MiniBatch:
     """The groups of one optimizer step: forward passes, and the denominators of the loss.
 
-    With several ranks `microbatches` and `skipped` are of all of them in turn, the same number for each.
+    With several ranks `microbatches` and `skipped` alternate between them, the same number for each.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -153,19 +153,19 @@ class MiniBatch:
     indexes: tuple[int, ...]
     """The released task indexes in it."""
     num_tokens: int
-    """Sampled tokens of every group, those masked for lag and skipped ones included: the token-level denominator. Of
-    this and the next, rollouts that are masked because they are truncated are no part; both are 1 at least."""
+    """Sampled tokens of every group, including those masked for lag and skipped ones: the token-level denominator.
+    This and `num_rollouts` leave out rollouts that are masked because they are truncated, and are at least 1."""
     num_rollouts: int
     """Rollouts of every group: the rollout-level denominator."""
     skipped: tuple[MicroBatch, ...] = ()
-    """A rollout of each group that is not trained on, for the metrics: scored without gradient."""
+    """For the metrics, one rollout of each group that is not trained on: scored without gradient."""
     skipped_scale: float = 1.0
-    """Unmasked tokens of all rollouts of those groups, for each one in `skipped`."""
+    """Unmasked tokens of all rollouts of those groups, per token in `skipped`."""
     alone: Callable[[], Iterator["MiniBatch"]] = field(default=_no_groups, compare=False)
-    """Each group that is trained on as a mini-batch of its own, with the denominators of this one; the lead's alone."""
+    """Yields each group that is trained on as its own mini-batch, with this one's denominators; on the lead only."""
 
     def with_advantages(self, advantages: Tensor) -> "MiniBatch":
-        """advantages: [R] float32, of each rollout of the batch."""
+        """Replaces the advantages. advantages: [R] float32, of each rollout of the batch."""
         return replace(
             self,
             microbatches=tuple(each.with_advantages(advantages) for each in self.microbatches),
@@ -173,7 +173,7 @@ class MiniBatch:
         )
 
     def of_rank(self, rank: int, num_ranks: int) -> "MiniBatch":
-        """The part of one rank; what only the lead needs is left out: places and, of the others, the groups alone."""
+        """Returns a rank's part, without `places`, and without `alone` unless it is the lead's."""
         own = slice(rank, None, num_ranks)
         return MiniBatch(
             microbatches=self.microbatches[own],
@@ -199,7 +199,7 @@ class Batch:
     lag_histogram: dict[int, int]
     """Tokens of every group by lag, masked ones included, ascending."""
     lag_mean: dict[str, float]
-    """Of these tokens by the name of their environment."""
+    """Mean lag of these tokens by the name of their environment."""
     environments: Tensor
     """[R] int64, the place of each rollout's environment in `lag_mean`."""
     outcome: dict[str, float]
@@ -221,13 +221,13 @@ class Batch:
         return {int(index[0]): tuple(own.tolist()) for index, own in zip(indexes, advantages, strict=True) if len(own)}
 
     def with_advantages(self, advantages: np.ndarray) -> "Batch":
-        """advantages: [R] float64."""
+        """Replaces the advantages. advantages: [R] float64."""
         values = torch.from_numpy(advantages.astype(np.float32))
         parts = tuple(minibatch.with_advantages(values) for minibatch in self.minibatches)
         return replace(self, minibatches=parts, advantages=advantages)
 
     def of_rank(self, rank: int, num_ranks: int) -> "Batch":
-        """The part of one rank."""
+        """Returns a rank's part."""
         parts = tuple(minibatch.of_rank(rank, num_ranks) for minibatch in self.minibatches)
         return replace(self, minibatches=parts)
 

@@ -1,12 +1,13 @@
-"""The sums of a batch's optimizer steps, from which its report is made."""
+"""Sums over a batch's optimizer steps, from which its report is made."""
 
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +28,17 @@ _OWN_METRICS = frozenset(
 )
 
 
-class BatchTally:
-    """Adds up the optimizer steps of one batch, and makes its report.
+class _Step(NamedTuple):
+    """An optimizer step of the mini-batch at a place in the batch; reason: why it was not taken, None if it was."""
 
-    device: of the micro-batches.
-    """
+    place: int
+    loss: float
+    grad_norm: float
+    reason: str | None
+
+
+class BatchTally:
+    """Adds up the optimizer steps of one batch, and makes its report. device: the micro-batches' device."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, batch: Batch, device: torch.device) -> None:
         self._ranks = ranks
@@ -41,16 +48,10 @@ class BatchTally:
         self._indexes: list[int] = indexes.tolist()
         self._groups = torch.from_numpy(groups.astype(np.int64)).to(device)
         self._fresh = torch.zeros(len(indexes), len(RowGap._fields), dtype=torch.float64, device=device)
-        self.failed: dict[int, str] = {}
-        """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
         self._failed_groups: dict[int, str] = {}
         self._spared: set[int] = set()
         self._config = config
-        self._trained: set[int] = set()
-        self._losses: list[float] = []
-        self._grad_norms: list[float] = []
-        self._taken: list[bool] = []
-        self._skipped: Counter[str] = Counter()
+        self._steps: list[_Step] = []
         self._mismatch: MismatchSums | None = None
         self._findings: dict[int, list[TokenFindings]] = {}
         self._sums: dict[str, Tensor] = {}
@@ -59,7 +60,7 @@ class BatchTally:
         self._phase_began_s = time.perf_counter()
 
     def end_phase(self, name: str) -> None:
-        """Charges the time since the last call to this phase."""
+        """Adds the time since the last call to this phase."""
         now = time.perf_counter()
         self._phase_s[name] = self._phase_s.get(name, 0.0) + now - self._phase_began_s
         self._phase_began_s = now
@@ -93,9 +94,10 @@ class BatchTally:
     def end_step(
         self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: Tensor
     ) -> bool:
-        """Adds a mini-batch after its backward passes; returns whether the optimizer step is to be taken.
+        """Adds a mini-batch after its backward passes; returns whether to take the optimizer step.
 
-        The same on every rank: the loss is the sum of theirs. grad_norm: of all of them. Waits for the device once.
+        The answer is the same on every rank: the loss is summed over them. grad_norm: over all ranks. Waits for the
+        device once.
         """
         found = [grad_norm]
         if scored:
@@ -103,49 +105,55 @@ class BatchTally:
             found.append(torch.stack([part.correction.keep_mask.any() for part in scored]).sum())
         norm, *own = torch.stack([value.double() for value in found]).tolist()
         loss, num_kept = self._ranks.add(torch.tensor(own or [0.0, 0.0], dtype=torch.float64)).tolist()
-        self._losses.append(loss)
-        self._grad_norms.append(norm)
         reason = _reason_to_skip(num_kept > 0, loss, norm)
-        self._taken.append(reason is None)
-        if reason is None:
-            self._trained.add(place)
-        else:
-            self._skipped[reason] += 1
-            if reason != NOTHING_TO_TRAIN:
-                self.failed[place] = reason
-                if self._ranks.is_lead:
-                    log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
+        self._steps.append(_Step(place, loss, norm, reason))
         if place not in self.failed:
             for values in sums:
                 for name, value in values.items():
                     self._sums[name] = self._sums[name] + value if name in self._sums else value
+        elif self._ranks.is_lead:
+            log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
         return reason is None
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """By a mini-batch's place in the batch: why its loss or gradient was not finite."""
+        return {step.place: step.reason for step in self._steps if step.reason and step.reason != NOTHING_TO_TRAIN}
+
+    @property
+    def _taken(self) -> list["_Step"]:
+        return [step for step in self._steps if step.reason is None]
 
     def blame(self, place: int, is_finite: Callable[[MiniBatch], bool], minibatch: MiniBatch) -> None:
         """Divides the groups of a failed mini-batch that has taken no step into failed and spared ones.
 
-        is_finite: whether loss and gradient of a mini-batch are.
+        is_finite: returns whether a mini-batch's loss and gradient are finite.
         """
-        if place in self._trained:
+        if any(step.place == place for step in self._taken):
             return
         finite: dict[int, bool] = {}
         waiting = minibatch.alone()
-        while (alone := self._ranks.hand_out_next(waiting)) is not None:
+        while (alone := self._next_part(waiting)) is not None:
             finite[alone.indexes[0]] = is_finite(alone)
         spared = {index for index, is_spared in finite.items() if is_spared}
         if len(spared) == len(finite):
-            spared = set()  # each is finite alone: which of them it was cannot be told
+            spared = set()  # each is finite alone: the cause cannot be found
         self._spared |= spared
         self._failed_groups |= dict.fromkeys(finite.keys() - spared, self.failed[place])
 
-    def report(self, batch: Batch, learning_rate: float) -> StepReport:
-        """The report after the last step. Fetches the sums, for which it waits for the device.
+    def _next_part(self, waiting: Iterator[MiniBatch]) -> MiniBatch | None:
+        """Returns this rank's part of the next mini-batch, which the lead alone has; None after the last."""
+        whole, size = next(waiting, None), self._ranks.size
+        return self._ranks.hand_out(lambda rank: None if whole is None else whole.of_rank(rank, size))
 
-        learning_rate: of the batch's first step.
+    def report(self, batch: Batch, learning_rate: float) -> StepReport:
+        """Makes the report after the last step. Fetches the sums, and waits for the device.
+
+        learning_rate: the rate of the batch's first step.
         """
         metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
         fetched = torch.stack([value.double() for value in self._sums.values()]).tolist() if self._sums else []
-        own = _Found(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._fresh)
+        own = _RankFindings(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._fresh)
         found = _merged(self._ranks.gather(own.cpu()))
         sums = found.sums
         num_tokens = sums.pop("num_tokens", 0)
@@ -166,9 +174,9 @@ class BatchTally:
             advantages=batch.group_advantages,
             has_teacher=self._config.teacher is not None,
             num_tokens_rejected=num_rejected,
-            num_optimizer_steps=sum(self._taken),
-            skipped_reason=None if self._trained else next(iter(self.failed.values()), NOTHING_TO_TRAIN),
-            steps_skipped=dict(self._skipped),
+            num_optimizer_steps=len(self._taken),
+            skipped_reason=None if self._taken else next(iter(self.failed.values()), NOTHING_TO_TRAIN),
+            steps_skipped=dict(Counter(step.reason for step in self._steps if step.reason is not None)),
             failed=self._failed_groups,
             spared=frozenset(self._spared),
             phase_s=self._phase_s,
@@ -182,30 +190,29 @@ class BatchTally:
         )
 
     def _means(self) -> dict[str, float]:
-        """Loss and gradient norm over the steps taken; over all of them if none was."""
-        which = [n for n, taken in enumerate(self._taken) if taken] or range(len(self._taken))
-        columns = {"loss": self._losses, "grad_norm": self._grad_norms}
-        return {name: sum(values[n] for n in which) / max(1, len(which)) for name, values in columns.items()}
+        """Returns mean loss and gradient norm over the steps taken; over all steps if none was."""
+        steps = self._taken or self._steps
+        return {name: sum(getattr(step, name) for step in steps) / max(1, len(steps)) for name in ("loss", "grad_norm")}
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one rank adds to a report; see `BatchTally`."""
+class _RankFindings:
+    """One rank's contribution to a report; see `BatchTally`."""
 
     sums: dict[str, float]
     mismatch: MismatchSums | None
     findings: dict[int, list[TokenFindings]]
     fresh: Tensor
 
-    def cpu(self) -> "_Found":
+    def cpu(self) -> "_RankFindings":
         findings = {place: [part.cpu() for part in parts] for place, parts in self.findings.items()}
         mismatch = None if self.mismatch is None else self.mismatch.cpu()
-        return _Found(self.sums, mismatch, findings, self.fresh.cpu())
+        return _RankFindings(self.sums, mismatch, findings, self.fresh.cpu())
 
 
-def _merged(by_rank: Sequence[_Found]) -> _Found:
-    """Merges the findings of all ranks, those of a mini-batch in the order of its micro-batches: each rank's first,
-    and so on."""
+def _merged(by_rank: Sequence[_RankFindings]) -> _RankFindings:
+    """Merges the findings of all ranks; those of a mini-batch in the order of its micro-batches, each rank's first one
+    first."""
     sums: dict[str, float] = {}
     mismatch: MismatchSums | None = None
     for each in by_rank:
@@ -222,15 +229,15 @@ def _merged(by_rank: Sequence[_Found]) -> _Found:
         ]
         for place in places
     }
-    return _Found(sums, mismatch, findings, torch.stack([each.fresh for each in by_rank]).sum(0))
+    return _RankFindings(sums, mismatch, findings, torch.stack([each.fresh for each in by_rank]).sum(0))
 
 
 def metric_sums(
     microbatch: MicroBatch, scored: Scored, config: RunConfig, *, first_epoch: bool, scale: float | None
 ) -> dict[str, Tensor]:
-    """Sums over a micro-batch's unmasked tokens: the trainer's own, and the objective's metrics.
+    """Returns sums over a micro-batch's unmasked tokens: the trainer's own, and the objective's metrics.
 
-    scale: None for a micro-batch that is trained on; for one of `MiniBatch.skipped` the tokens that each stands for.
+    scale: None for a micro-batch that is trained on; for one of `MiniBatch.skipped` the tokens each token stands for.
 
     Raises:
         ConfigError: a metric of the objective has a name of the trainer's own.
@@ -253,7 +260,7 @@ def metric_sums(
 
 
 def _judged_level(correction: CorrectionConfig) -> Level:
-    """Which ratio the correction compares with its threshold."""
+    """Returns which ratio the correction compares with its threshold."""
     return correction.sequence_ratio if correction.mode.startswith("sequence") else "token"
 
 

@@ -10,10 +10,10 @@ COMPILED = "trainer.compile = true"
 
 
 def blocks(module: nn.Module, field: str, expected: str) -> list[nn.Module]:
-    """The outermost modules that transformers checkpoints as one or does not split over devices.
+    """Finds the outermost modules that transformers checkpoints as one or does not split over devices.
 
     Raises:
-        ConfigError: there are none. field: what of the run file needs them. expected: in its place.
+        ConfigError: there are none; names `field`, the setting that needs them, and `expected`, its alternative.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     found: list[nn.Module] = []
@@ -35,10 +35,10 @@ def blocks(module: nn.Module, field: str, expected: str) -> list[nn.Module]:
 
 
 def compile_blocks(module: nn.Module, device: torch.device) -> None:
-    """Compiles the forward passes of the blocks in place, for any number of tokens; names of parameters stay.
+    """Compiles the blocks' forward passes in place, for any number of tokens; parameter names stay.
 
-    What is around a block, a checkpoint of its activations or the gathering of its shards, stays outside. Blocks of one
-    kind share their programs, which are made in their first passes with and without gradient.
+    Checkpointing of activations and gathering of shards happen outside. Blocks of one kind share their programs, which
+    are compiled in the first passes with and without gradient.
 
     Raises:
         ConfigError: there are no blocks, or nothing can be compiled for `device` here.
@@ -46,7 +46,7 @@ def compile_blocks(module: nn.Module, device: torch.device) -> None:
     found = blocks(module, COMPILED, "false")
     try:
         torch.compile(lambda tensor: tensor + 1)(torch.zeros(2, device=device))
-    except Exception as error:  # whatever a compiler that is not there or not whole leads to
+    except Exception as error:  # a missing or broken compiler may raise anything
         why = " ".join(str(error).partition("\n\n")[0].split())
         raise ConfigError(
             f"{COMPILED}: torch.compile does not work here: {why}; expected a C++ compiler (g++, or CXX), and on "

@@ -1,4 +1,5 @@
-"""How far the sampling policies were from the trainer's: sums over tokens and rows that add up over micro-batches.
+"""The distance between the sampling policies and the trainer's: sums over tokens and rows that add up over
+micro-batches.
 
 Notation: l = train - rollout logprob of a token (proximal - behavior), c = l clamped to +-20, rho = e^c, w = the weight
 the correction applied, tau = the threshold, <.> = mean over the tokens of the loss mask, [.] = mean over rows, a row
@@ -15,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.learning.rows import clamped, row_numbers
 from penstock.schemas.metrics import LAG_LABELS, LAG_STARTS, lag_key
 
 PEER_PREFIX = "rollout_correction/"
@@ -23,7 +24,7 @@ PEER_PREFIX = "rollout_correction/"
 K3_BOUND = 10.0
 """Bound of a token's k3 estimate, as in ms-swift; verl has none."""
 EXP_BOUND = 100.0
-"""Bound of the exponents that the peers leave open: e^100 keeps any sum finite, and no run that learns comes near."""
+"""Bound of exponents that the peers leave unbounded: e^100 keeps any sum finite, and no run that learns comes near."""
 
 Level = Literal["token", "geometric", "product"]
 
@@ -31,7 +32,6 @@ TOKEN_TERMS = (
     *("num_tokens", "minus_l", "abs_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
     *("weight", "weight_squared", "bounded", "bounded_squared"),
     *("corrected", "masked", "num_positive", "masked_positive", "num_negative", "masked_negative"),
-    "num_lags_below_0",
 )
 ROW_TERMS = (
     *("num_rows", "num_filled", "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
@@ -49,9 +49,9 @@ _ROW_MEANS = {
     "ppl_ratio": 1.0,
     "chi2_seq": 1.0,
 }
-"""The peers' means over rows, with their value without any row; of chi2_seq before 1 is taken off."""
+"""The peers' means over rows, with their value without rows; chi2_seq before 1 is subtracted."""
 _ONLY_BY_LAG = frozenset(("num_tokens", "kl", "k3_kl"))
-"""For the whole batch these have the peers' names, or the name of the trainer's own count of tokens."""
+"""For the whole batch these are reported under the peers' names, or as the trainer's own token count."""
 _ESS_EPSILON = 1e-8
 
 
@@ -59,7 +59,7 @@ _ESS_EPSILON = 1e-8
 class MismatchSums:
     """Sums, counts and extremes over some rows; those of more rows come from `merge`, in any order and grouping.
 
-    Nothing here waits for a device: the tensors stay where the tokens were until `metrics` fetches them at once.
+    Nothing here waits for a device: the tensors stay on the tokens' device until `metrics` fetches them together.
     """
 
     tokens: Tensor
@@ -94,7 +94,7 @@ class MismatchSums:
         environments: Tensor | None = None,
         num_environments: int = 1,
     ) -> "MismatchSums":
-        """The sums of M sampled tokens, whole rows packed one behind the other.
+        """Returns the sums of M sampled tokens, whole rows packed one after another.
 
         Args:
             train_logprobs: [M] natural logarithms, the proximal policy's.
@@ -108,36 +108,15 @@ class MismatchSums:
             keep_mask: [M] bool, False where the correction rejects; left out, a weight of 0 says so.
             corrected_mask: [M] bool, True where it rejects or bounds the weight, by the threshold of the token's lag.
             current_logprobs: [M], the policy under update if it has left the proximal one; for kl_new_old alone.
-            level: what `clipped_frac` holds against the threshold: each token's rho, or each row's geometric mean
-                or product of them.
+            level: what `clipped_frac` compares with the threshold: each token's rho, or each row's geometric mean or
+                product of them.
             environments: [M] int64, the number of each token's environment, below `num_environments`.
-
-        Raises:
-            ValueError: shapes that differ, a mask that is not bool, a lag that is no integer, a threshold below 1, an
-                unknown level.
         """
-        optional = {"weights": weights, "lag": lag, "advantages": advantages, "keep_mask": keep_mask}
-        optional["corrected_mask"] = corrected_mask
-        tensors = {"rollout_logprobs": rollout_logprobs, "loss_mask": loss_mask, "row_ids": row_ids, **optional}
-        tensors |= {"current_logprobs": current_logprobs, "environments": environments}
-        for name, tensor in tensors.items():
-            if tensor is not None and (tensor.dim() != 1 or tensor.shape != train_logprobs.shape):
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, expected that of train_logprobs, [M]; "
-                    f"got {tuple(train_logprobs.shape)} there"
-                )
-        if loss_mask.dtype != torch.bool:
-            raise ValueError(f"loss_mask has dtype {loss_mask.dtype}, expected torch.bool")
-        if lag is not None and lag.is_floating_point():
-            raise ValueError(f"lag has dtype {lag.dtype}, expected an integer type")
-        if threshold is not None and not threshold >= 1:
-            raise ValueError(f"threshold = {threshold}: expected at least 1")
-        if level not in ("token", "geometric", "product"):
-            raise ValueError(f"level = {level!r}: expected 'token', 'geometric' or 'product'")
+        given = {"weights": weights, "lag": lag, "threshold": threshold, "advantages": advantages}
+        given |= {"keep_mask": keep_mask, "corrected_mask": corrected_mask}
         tokens = Tokens.of(train_logprobs, rollout_logprobs, loss_mask, row_ids, current_logprobs, threshold)
         rows = row_terms(tokens, level)
-        known = {name for name, tensor in optional.items() if tensor is not None}
-        terms = token_terms(tokens, weights, lag, advantages, keep_mask, corrected_mask)
+        terms = token_terms(tokens, weights, advantages, keep_mask, corrected_mask)
         buckets = lag_buckets(lag, tokens.row)
         if environments is not None:
             buckets = buckets + len(LAG_LABELS) * environments
@@ -147,19 +126,11 @@ class MismatchSums:
             maxima=maxima_of(tokens, rows["diff"]),
             threshold=threshold,
             level=level,
-            known=frozenset(known | ({"threshold"} if threshold is not None else set())),
+            known=frozenset(name for name, value in given.items() if value is not None),
         )
 
     def merge(self, other: "MismatchSums") -> "MismatchSums":
-        """The sums over the rows of both. Sums without rows change nothing.
-
-        Raises:
-            ValueError: the two were made with different inputs, thresholds or levels.
-        """
-        for name in ("known", "threshold", "level"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"merge: {name} is {mine!r} here and {theirs!r} there, expected the same")
+        """Returns the sums over the rows of both, which were made with the same inputs, threshold and level."""
         return replace(
             self,
             tokens=self.tokens + other.tokens,
@@ -168,49 +139,41 @@ class MismatchSums:
         )
 
     def scaled(self, factor: float) -> "MismatchSums":
-        """The sums of `factor` times as many rows like these."""
+        """Returns the sums of `factor` times as many rows like these."""
         return replace(self, tokens=self.tokens * factor, rows=self.rows * factor)
 
     def cpu(self) -> "MismatchSums":
         return replace(self, tokens=self.tokens.cpu(), rows=self.rows.cpu(), maxima=self.maxima.cpu())
 
     def metrics(self) -> dict[str, float]:
-        """All names with their values, the sums fetched in one transfer.
+        """Returns all metrics by name; the sums are fetched in one transfer.
 
         Left out are metrics that need an input that was not given, lag buckets without tokens, and the masked share of
-        a sign of the advantage that no token has. Without a single token in the mask the rest has the values of
-        identical policies: 0 for divergences and shares, 1 for perplexities, ratios, weights and effective sizes.
-
-        Raises:
-            ValueError: tokens of a lag below 0.
+        a sign of the advantage that no token has. Without a token in the mask the rest have the values of identical
+        policies: 0 for divergences and shares, 1 for perplexities, ratios, weights and effective sizes.
         """
-        values = torch.cat([self.tokens.sum(0).flatten(), self.rows, self.maxima]).tolist()
-        width = len(TOKEN_TERMS)
-        buckets = [
-            dict(zip(TOKEN_TERMS, values[i * width : (i + 1) * width], strict=True)) for i in range(len(LAG_LABELS))
-        ]
-        rest = values[len(LAG_LABELS) * width :]
-        rows = dict(zip(ROW_TERMS, rest, strict=False))
-        extremes = dict(zip(MAXIMA, rest[len(ROW_TERMS) :], strict=True))
+        values = iter(torch.cat([self.tokens.sum(0).flatten(), self.rows, self.maxima]).tolist())
+        buckets = [dict(zip(TOKEN_TERMS, values, strict=False)) for _ in LAG_LABELS]
+        rows, extremes = (dict(zip(names, values, strict=False)) for names in (ROW_TERMS, MAXIMA))
         total = {name: sum(bucket[name] for bucket in buckets) for name in TOKEN_TERMS}
-        if total["num_lags_below_0"]:
-            raise ValueError(f"lag: {total['num_lags_below_0']:.0f} tokens have a lag below 0, expected 0 or more")
-        found = self._peers(total, rows, extremes) | self._ours(total, rows, extremes)
+        found = self._peer_metrics(total, rows, extremes) | self._own_metrics(total, rows, extremes)
         if "lag" in self.known:
             if buckets[0]["num_tokens"]:
                 found["mismatch_lag0"] = _mean(buckets[0], "abs_l")
             for label, bucket in zip(LAG_LABELS, buckets, strict=True):
                 if bucket["num_tokens"]:
-                    found |= {lag_key(name, label): value for name, value in self._of_bucket(bucket).items()}
+                    found |= {lag_key(name, label): value for name, value in self._bucket_metrics(bucket).items()}
         return found
 
     def by_environment(self) -> list[dict[str, float]]:
-        """The metrics that lag buckets have, of each environment's tokens; empty without one in the loss mask."""
+        """Returns a lag bucket's metrics for each environment's tokens; empty without tokens in the loss mask."""
         sums = [dict(zip(TOKEN_TERMS, own, strict=True)) for own in self.tokens.sum(1).tolist()]
-        return [self._of_bucket(own) if own["num_tokens"] else {} for own in sums]
+        return [self._bucket_metrics(own) if own["num_tokens"] else {} for own in sums]
 
-    def _peers(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
-        """The peers' metrics under the peers' names and by their formulas, epsilons and empty rows included."""
+    def _peer_metrics(
+        self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]
+    ) -> dict[str, float]:
+        """Returns the peers' metrics under their names and by their formulas, including epsilons and empty rows."""
         has_rows, num_filled = rows["num_rows"] > 0, max(rows["num_filled"], 1.0)
         found = {
             "kl": _mean(total, "minus_l"),
@@ -236,8 +199,10 @@ class MismatchSums:
             pipeline["clamp_log_ratio_new_old_indicator"] = rows["above_in_row"] / num_filled
         return {PEER_PREFIX + name: value for name, value in found.items()} | pipeline
 
-    def _ours(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
-        found = {name: value for name, value in self._of_bucket(total).items() if name not in _ONLY_BY_LAG}
+    def _own_metrics(
+        self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]
+    ) -> dict[str, float]:
+        found = {name: value for name, value in self._bucket_metrics(total).items() if name not in _ONLY_BY_LAG}
         has_tokens = total["num_tokens"] > 0
         return found | {
             "ratio_mean": _mean(total, "rho", 1.0),
@@ -247,8 +212,8 @@ class MismatchSums:
             "chi2_seq_product": rows["chi2_product"] / rows["num_rows"] - 1 if rows["num_rows"] else 0.0,
         }
 
-    def _of_bucket(self, sums: dict[str, float]) -> dict[str, float]:
-        """The metrics of one lag bucket, of one environment and, except `_ONLY_BY_LAG`, of the whole batch."""
+    def _bucket_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics of a lag bucket or an environment, and, except `_ONLY_BY_LAG`, of the whole batch."""
         found = {
             "num_tokens": sums["num_tokens"],
             "kl": _mean(sums, "minus_l"),
@@ -275,7 +240,7 @@ def _mean(sums: dict[str, float], name: str, of_none: float = 0.0) -> float:
 
 
 def _ess_fraction(sums: dict[str, float], name: str) -> float:
-    """(sum v)^2 / (N sum v^2), N the tokens of the loss mask; 0 where every weight is 0, 1 without a token."""
+    """Returns (sum v)^2 / (N sum v^2), N the tokens of the loss mask; 0 if every weight is 0, 1 without tokens."""
     if not sums["num_tokens"]:
         return 1.0
     squared = sums["num_tokens"] * sums[f"{name}_squared"]
@@ -284,7 +249,7 @@ def _ess_fraction(sums: dict[str, float], name: str) -> float:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some tokens as float64 [M], 0 under the mask, and the index of each one's row, [M] int64 counted from 0."""
+    """Values of M tokens, [M] float64, 0 under the mask; row: [M] int64, each token's row counted from 0."""
 
     mask: Tensor
     row: Tensor
@@ -307,20 +272,18 @@ class Tokens:
         threshold: float | None,
     ) -> "Tokens":
         train, rollout = _where(loss_mask, train_logprobs), _where(loss_mask, rollout_logprobs)
-        clamped = (train - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        rho = _where(loss_mask, clamped.exp())
-        starts = torch.ones_like(row_ids)
-        starts[1:] = row_ids[1:] != row_ids[:-1]
+        log_ratios = clamped(train - rollout)
+        rho = _where(loss_mask, log_ratios.exp())
         current = train if current_logprobs is None else _where(loss_mask, current_logprobs)
         return cls(
             mask=loss_mask,
-            row=starts.cumsum(0) - 1,
+            row=row_numbers(row_ids),
             train=train,
             rollout=rollout,
-            clamped=clamped,
+            clamped=log_ratios,
             rho=rho,
             above=torch.zeros_like(rho) if threshold is None else (rho > threshold).double(),
-            new_old=(current - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND),
+            new_old=clamped(current - rollout),
             threshold=threshold,
         )
 
@@ -328,20 +291,19 @@ class Tokens:
 def token_terms(
     tokens: Tokens,
     weights: Tensor | None,
-    lag: Tensor | None,
     advantages: Tensor | None,
     keep_mask: Tensor | None,
     corrected_mask: Tensor | None,
 ) -> dict[str, Tensor]:
-    """[M] of each of TOKEN_TERMS that the inputs allow, 0 under the mask."""
-    mask, rho, clamped = tokens.mask, tokens.rho, tokens.clamped
+    """Returns [M] for each of TOKEN_TERMS that the inputs allow, 0 under the mask."""
+    mask, rho = tokens.mask, tokens.rho
     log_ratios = tokens.train - tokens.rollout
     terms = {
         "num_tokens": mask,
         "minus_l": -log_ratios,
         "abs_l": log_ratios.abs(),
         # Masked tokens have l = 0, and k3 of that is 0.
-        "k3": (clamped.exp() - clamped - 1).clamp(max=K3_BOUND),
+        "k3": bounded_k3(log_ratios),
         "k3_unclamped": log_ratios.clamp(max=EXP_BOUND).exp() - log_ratios - 1,
         "rho": rho,
         "rho_squared": rho.square(),
@@ -362,15 +324,19 @@ def token_terms(
             positive, negative = mask & (advantages > 0), mask & (advantages < 0)
             terms |= {"num_positive": positive, "masked_positive": positive & masked}
             terms |= {"num_negative": negative, "masked_negative": negative & masked}
-    if lag is not None:
-        terms["num_lags_below_0"] = mask & (lag < 0)
     return terms
 
 
-def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
-    """[M] int64, each token's place in LAG_LABELS; 0 without lags. row: [M] int64, the token's row, counted from 0.
+def bounded_k3(log_ratios: Tensor) -> Tensor:
+    """Returns k3 = e^c - c - 1 of each token, at most `K3_BOUND`."""
+    bounded = clamped(log_ratios)
+    return (bounded.exp() - bounded - 1).clamp(max=K3_BOUND)
 
-    In a row that holds an older token, one of lag 0 saw keys and values of older weights: it has a bucket of its own.
+
+def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
+    """Returns [M] int64, each token's place in LAG_LABELS; 0 without lags. row: [M] int64, counted from 0.
+
+    A token of lag 0 in a row with older tokens attended to keys and values of older weights: it has its own bucket.
     """
     if lag is None:
         return torch.zeros_like(row)
@@ -382,7 +348,7 @@ def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
 
 
 def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor, num_environments: int) -> Tensor:
-    """[num_environments, 6, len(TOKEN_TERMS)] float64: `token_terms` summed by environment and lag bucket.
+    """Sums `token_terms` by environment and lag bucket: [num_environments, 6, len(TOKEN_TERMS)] float64.
 
     buckets: [M] int64, the environment's number times 6, and the place in LAG_LABELS.
     """
@@ -394,22 +360,22 @@ def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor, num_environment
 
 
 def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
-    """[M] of each of ROW_TERMS, the first as many as there are rows in use, 0 in the others; and `diff`, -inf there.
+    """Returns [M] for each of ROW_TERMS, one element per row, then 0; and `diff`, then -inf.
 
-    M is the most rows there can be. Their number is not asked for: that would wait for the device.
+    M is the largest possible number of rows. To ask for their number would wait for the device.
     """
     x, mask = tokens.new_old, tokens.mask
     columns = torch.stack(
         [mask.double(), tokens.train, tokens.rollout, tokens.clamped, x.exp() - x - 1, tokens.above], dim=1
     )
-    count, train, rollout, clamped, kl_new_old, above = (
+    count, train, rollout, bounded, kl_new_old, above = (
         torch.zeros_like(columns).index_add_(0, tokens.row, columns).unbind(1)
     )
     exists = torch.zeros_like(mask).index_fill_(0, tokens.row, True)
     filled = count.clamp(min=1)
     log_ratio = train - rollout
     mean = log_ratio / filled
-    geometric, product = (clamped / filled).exp(), log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    geometric, product = (bounded / filled).exp(), clamped(log_ratio).exp()
     above_row = geometric if level == "geometric" else product
     terms = {
         "num_rows": exists,
@@ -421,7 +387,7 @@ def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
         "log_ppl_diff": -mean,
         "log_ppl_abs_diff": mean.abs(),
         "ppl_ratio": _exp(-mean),
-        "chi2_seq": mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).mul(2).exp(),
+        "chi2_seq": clamped(mean).mul(2).exp(),
         "chi2_product": product.square(),
         "above": above_row > (tokens.threshold or torch.inf),
         "kl_new_old": kl_new_old / filled,
@@ -432,7 +398,7 @@ def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
 
 
 def maxima_of(tokens: Tokens, diff: Tensor) -> Tensor:
-    """[len(MAXIMA)] float64: the largest of each over rows or tokens, -inf over none."""
+    """Returns [len(MAXIMA)] float64: the maximum of each over rows or tokens, -inf over none."""
     nothing = torch.full_like(diff, -torch.inf)
     minus_diff = torch.where(diff > -torch.inf, -diff, nothing)
     rho = torch.where(tokens.mask, tokens.rho, nothing)

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a Hugging Face folder, or its adapter as peft's."""
+"""Exports a checkpoint's model as a Hugging Face folder, or its adapter as peft's."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def export_model(
 ) -> None:
     """Writes the masters among the files of `tensors`, whole and in `dtype`, into `folder`, as `save_pretrained` does.
 
-    No ranks are needed; the host's memory holds the model in float32.
+    Runs in one process, whose memory holds the model in float32.
 
     config: a folder with the model's config.json, and generation_config.json if it has one.
 
@@ -45,7 +45,7 @@ def export_model(
     masters = _read_masters(tensors, progress)
     weights = {}
     for name in list(masters):
-        master = masters.pop(name)  # so that no more than one is in memory twice
+        master = masters.pop(name)  # so that no more than one tensor is in memory twice
         weights[name] = master.to(DTYPES[dtype]) if master.is_floating_point() else master
     module.load_state_dict(weights, strict=False, assign=True)
     module.tie_weights()
@@ -86,8 +86,8 @@ def export_adapter(
 
 
 def describe_weights(base: Path, folder: Path, dtype: str, adapter: AdapterIdentity | None) -> Path:
-    """Writes into `folder` what says what weights lie there: of the model in `base` its config.json with their type,
-    of an adapter peft's description. Returns the file for them."""
+    """Writes the description of the weights into `folder`: config.json of the model in `base` with their type, or
+    peft's file for an adapter. Returns the path for the weights."""
     if adapter is None:
         described = json.loads((base / "config.json").read_text())
         described.pop("torch_dtype", None)
@@ -122,7 +122,7 @@ def export_merged(
 
     Raises:
         OSError, SafetensorError: a file cannot be read or written.
-        ConfigError: the adapter is of another base.
+        ConfigError: the adapter belongs to another base.
     """
     if not (base / "config.json").is_file() or (found := model_digest(base)) != adapter.base_digest:
         what = f"digest {found[:12]}" if (base / "config.json").is_file() else "no model there"
@@ -151,14 +151,14 @@ def _merge(module: torch.nn.Module, weights: Mapping[str, Tensor], scaling: floa
 
 
 def _read_adapter(tensors: Path, progress: Callable[[str], None]) -> dict[str, Tensor]:
-    """The tensors of an adapter by peft's names, of a checkpoint's `tensors` or of a folder of peft's."""
+    """Reads an adapter's tensors by peft's names, from a checkpoint's `tensors` or a folder of peft's."""
     if (tensors / ADAPTER_WEIGHTS).is_file():
         return load_file(tensors / ADAPTER_WEIGHTS)
     return {published_name(name): master for name, master in _read_masters(tensors, progress).items()}
 
 
 def _read_masters(tensors: Path, progress: Callable[[str], None]) -> dict[str, Tensor]:
-    """The masters among the files of `tensors`, whole, by the names of their parameters."""
+    """Reads the whole masters from the files of `tensors`, by parameter name."""
     specs = specs_in(tensors)
     masters = {name: torch.empty(shape, dtype=of) for name, (shape, of) in specs.items() if name.startswith(MASTERS)}
     progress(f"reading {sum(master.nbytes for master in masters.values()) / 1e9:.2f} GB from {tensors}")
@@ -175,5 +175,5 @@ def _save(module: Any, config: Path, folder: Path, dtype: str, progress: Callabl
 
 
 def _share_files(folder: Path, like: Path) -> None:
-    for file in folder.glob("*.safetensors"):  # safetensors leaves them to their owner, whatever the umask
+    for file in folder.glob("*.safetensors"):  # safetensors makes them private to their owner, whatever the umask
         file.chmod(like.stat().st_mode & 0o777)

@@ -1,17 +1,17 @@
-"""The gap between engine and trainer in rows recomputed under the very policy that sampled them: no drift, by group."""
+"""The gap between engine and trainer, by group, in rows recomputed under the policy that sampled them: no drift."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.diagnostics import K3_BOUND, lag_buckets
-from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.learning.diagnostics import bounded_k3, lag_buckets
+from penstock.consumers.learning.rows import row_numbers
 
 
 class RowGap(NamedTuple):
     """Sums over the tokens of some rows, with l = trainer - engine logprob of a token: of |l| in nats, and of
-    k3 = e^l - l - 1, a token's bounded at `K3_BOUND`."""
+    k3 = e^l - l - 1, a token's bounded at `diagnostics.K3_BOUND`."""
 
     num_rows: int = 0
     num_tokens: int = 0
@@ -20,16 +20,11 @@ class RowGap(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Tensor, engine: Tensor, num_rows: int) -> "RowGap":
-        """The gap of rows whose tokens have these logprobs, [M]."""
+        """Returns the gap of rows whose tokens have these logprobs, [M]."""
         return cls(num_rows, len(trainer), *_sums(trainer.double() - engine.double()).sum(0).tolist())
 
     def plus(self, other: "RowGap") -> "RowGap":
-        return RowGap(
-            self.num_rows + other.num_rows,
-            self.num_tokens + other.num_tokens,
-            self.abs_sum + other.abs_sum,
-            self.k3_sum + other.k3_sum,
-        )
+        return RowGap._make(own + others for own, others in zip(self, other, strict=True))
 
     @property
     def mean(self) -> float:
@@ -52,14 +47,14 @@ def fresh_sums(
     group: Tensor,
     num_groups: int,
 ) -> Tensor:
-    """[num_groups, 4] float64, the `RowGap` of each group's rows of lag 0 throughout.
+    """Returns [num_groups, 4] float64, the `RowGap` of each group's rows in which every token has lag 0.
 
     All but the last are [M]: logprobs, the loss mask, ascending rows, lags, and the place of each token's group, below
     `num_groups`. Waits for no device.
     """
-    starts = torch.ones_like(row_ids, dtype=torch.bool)
-    starts[1:] = row_ids[1:] != row_ids[:-1]
-    fresh = loss_mask & (lag_buckets(lag, starts.long().cumsum(0) - 1) == 0)
+    row = row_numbers(row_ids)
+    starts = row.diff(prepend=row.new_full((1,), -1)) > 0
+    fresh = loss_mask & (lag_buckets(lag, row) == 0)
     difference = torch.where(fresh, trainer.double() - engine.double(), 0.0)
     columns = torch.cat([torch.stack([(fresh & starts).double(), fresh.double()], dim=1), _sums(difference)], dim=1)
     sums = torch.zeros(num_groups, len(RowGap._fields), dtype=torch.float64, device=trainer.device)
@@ -67,11 +62,10 @@ def fresh_sums(
 
 
 def gaps_of(sums: Tensor) -> list[RowGap]:
-    """[G, 4], of each group."""
+    """Returns the gap of each group from [G, 4] sums."""
     return [RowGap(int(rows), int(tokens), *rest) for rows, tokens, *rest in sums.tolist()]
 
 
 def _sums(difference: Tensor) -> Tensor:
-    """[M, 2], |l| and k3 of each of [M] l in float64."""
-    clamped = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return torch.stack([difference.abs(), (clamped.exp() - clamped - 1).clamp(max=K3_BOUND)], dim=1)
+    """Returns [M, 2], |l| and k3 of each l, [M] float64."""
+    return torch.stack([difference.abs(), bounded_k3(difference)], dim=1)

@@ -1,4 +1,4 @@
-"""The language-model head in float32: logprobs and entropies of chosen tokens, without ever holding all the logits."""
+"""The language-model head in float32: logprobs and entropies of chosen tokens, without holding all logits."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def selected_logprobs(
     support: Support | None = None,
     token_grads: TokenGrads | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of each distribution.
+    """Returns log softmax(hidden @ weight.T / temperature) at the targets, and each distribution's entropy.
 
     Works through tiles of tokens by vocabulary with a running log-normalizer (Milakov & Gimelshein, "Online normalizer
     calculation for softmax", 2018), so that [N, V] never exists. With z the logits over the temperature, y the target,
@@ -30,11 +30,11 @@ def selected_logprobs(
         logprob = z_y - log sum_v exp(z_v)                 d logprob / d z_v = [v = y] - p_v
         H = -sum_v p_v log p_v                             d H / d z_v = -p_v (log p_v + H)
 
-    Both results are differentiable in hidden and weight, once. Backward computes the tiles again, which keeps O(N·H)
-    alive between the two. `token_grads` saves that second pass if the loss is a sum over tokens: forward asks it
-    for the loss's derivatives of a slice of tokens and computes the gradients at once, which keeps a weight's gradient
-    too. It is a promise: backward compares it with what arrives, allows a common factor (loss scaling) and a rounding
-    error of the largest derivative, and computes the gradients again if it does not hold.
+    Both results are differentiable in hidden and weight, once. Backward computes the tiles again, so that only O(N·H)
+    stays in memory between the two. `token_grads` saves that second pass if the loss is a sum over tokens: forward asks
+    it for the loss's derivatives of a slice of tokens and computes the gradients immediately, which keeps the weight's
+    gradient in memory too. It is a promise: backward compares it with the derivatives that arrive, allows a common
+    factor (loss scaling) and a rounding error of the largest one, and computes the gradients again if it is broken.
 
     Matmuls: float32 operands in float32, except that bfloat16 hidden and weight on CUDA are multiplied as they are and
     accumulated in float32, with the gradient of the logits rounded to bfloat16 in backward. Float32 matmuls follow
@@ -54,11 +54,10 @@ def selected_logprobs(
         logprobs [N] and entropy [N] in nats, float32 (float64 if hidden or weight is float64).
 
     Raises:
-        ValueError: an argument's shape, dtype, device or value does not fit; the message names it.
+        ValueError: a target outside the vocabulary or its support, a temperature that is negative or not finite.
     """
     dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
-    _check_shapes(hidden, weight, targets, support)
-    scale = _check_temperature(temperature, targets, dtype)
+    scale = torch.as_tensor(temperature, dtype=dtype, device=targets.device)
     is_one = _check_values(weight, targets, scale, support)
     greedy = scale < GREEDY_TEMPERATURE
     inverse = None if is_one else torch.where(greedy, torch.ones_like(scale), scale).reciprocal().expand(targets.shape)
@@ -66,41 +65,6 @@ def selected_logprobs(
         return _SelectedLogprobs.apply(
             hidden, weight, targets, inverse, support, token_grads if torch.is_grad_enabled() else None
         )
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, support: Support | None) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"selected_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
-            f"{tuple(targets.shape)}; expected [N, H], [V, H], [N]"
-        )
-    if not len(weight):
-        raise ValueError("selected_logprobs: weight has no rows, expected a vocabulary of 1 or more")
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if not tensor.is_floating_point():
-            raise ValueError(f"selected_logprobs: {name} is {tensor.dtype}, expected a float type")
-    if targets.dtype != torch.int64:
-        raise ValueError(f"selected_logprobs: targets is {targets.dtype}, expected torch.int64")
-    if support is not None and support.counts.shape != targets.shape:
-        raise ValueError(f"selected_logprobs: support is of {len(support.counts)} tokens, expected {len(targets)}")
-    others = [("weight", weight), ("targets", targets)]
-    for name, other in others if support is None else [*others, ("support", support.kept)]:
-        if other.device != hidden.device:
-            raise ValueError(f"selected_logprobs: {name} is on {other.device}, expected hidden's {hidden.device}")
-
-
-def _check_temperature(temperature: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The temperature as a tensor, scalar or [N]."""
-    if not isinstance(temperature, Tensor | float | int):
-        raise ValueError(f"selected_logprobs: temperature = {temperature!r}, expected a number or a tensor")
-    if isinstance(temperature, Tensor) and temperature.requires_grad:
-        raise ValueError("selected_logprobs: temperature requires a gradient, which this function does not compute")
-    scale = torch.as_tensor(temperature, dtype=dtype, device=targets.device)
-    if scale.ndim and scale.shape != targets.shape:
-        raise ValueError(
-            f"selected_logprobs: temperature {tuple(scale.shape)}, expected a scalar or {tuple(targets.shape)}"
-        )
-    return scale
 
 
 def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Support | None) -> bool:
@@ -158,7 +122,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, logprobs, entropy, log_normalizer = ctx.saved_tensors
         inputs = [*tensors, ctx.support]
-        # Kept for one backward only: its gradients are returned as they are, a second backward computes its own.
+        # Used by one backward only, which returns its gradients as they are; a second backward computes its own.
         promise, ctx.promise = ctx.promise, None
         nothing = (None,) * 4
         if grad_logprobs is None and grad_entropy is None:
@@ -179,7 +143,7 @@ def _scaled(gradient: Tensor, factor: float) -> Tensor:
 
 
 def _common_factor(promised: Grads, arrived: Grads) -> float | None:
-    """The c with arrived = c * promised to within rounding; None if there is none. Waits for CUDA once."""
+    """Returns c with arrived = c * promised to within rounding; None if there is none. Waits for CUDA once."""
     present = next(grad for grad in arrived if grad is not None)
     if not present.numel():
         return 1.0
@@ -192,7 +156,7 @@ def _common_factor(promised: Grads, arrived: Grads) -> float | None:
     largest = want.take(place)  # want[place] would wait for the place
     factor = torch.where(largest == 0, 0.0, got.take(place) / largest)
     expected, eps = want * factor, torch.finfo(want.dtype).eps
-    # The second term is for derivatives that are small by cancellation.
+    # The second term allows for derivatives that are small by cancellation.
     allowed = 16 * eps * expected.abs() + eps * expected.abs().max()
     holds, value = torch.stack([((got - expected).abs() <= allowed).all(), factor]).tolist()
     return value if holds else None

@@ -8,17 +8,26 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch import Support
 
-_TILE = (1024, 4096)
-"""Tokens by vocabulary of one tile on CPU: 16 MB. Smaller ones make slower matmuls, larger ones no faster ones."""
-_BLOCK_ELEMENTS = 1 << 17
-"""Elements of a tile on CPU that go through all elementwise steps at a time: 512 KB, so that they stay in cache."""
-_TILE_CUDA = (4096, 8192)
-"""On CUDA: 128 MB, taken whole. By arithmetic, not measured."""
-_ROW_ELEMENTS = 1 << 25
-"""Logits held at once on CPU if forward computes the gradients, for which whole rows are needed: 128 MB."""
-_ROW_ELEMENTS_CUDA = 1 << 28
+
+class TileSizes(NamedTuple):
+    """The sizes of tiles of logits.
+
+    tokens, vocabulary: of one tile. block_elements: elements of a tile that pass through all elementwise steps
+    together; None for all of them. row_elements: logits held if forward computes the gradients, which need whole rows.
+    """
+
+    tokens: int
+    vocabulary: int
+    block_elements: int | None
+    row_elements: int
+
+
+CPU_TILES = TileSizes(1024, 4096, 1 << 17, 1 << 25)
+"""Tiles of 16 MB: smaller ones make matmuls slower, larger ones no faster. Blocks of 512 KB, which stay in cache."""
+CUDA_TILES = TileSizes(4096, 8192, None, 1 << 28)
+"""Tiles of 128 MB. Calculated, not measured."""
 _MASKED = -1e30
-"""Logit of a token outside the support: exp() of it is 0, and the difference of two of them is no NaN."""
+"""Logit of a token outside the support: its exp() is 0, and the difference of two of them is not NaN."""
 
 TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Needs = tuple[bool, bool]
@@ -33,7 +42,7 @@ class Grads(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """Gradients that forward computed, and the derivatives they are for; all in the results' dtype."""
+    """Gradients that forward computed, and the derivatives they assume; all in the results' dtype."""
 
     grads: Grads
     hidden: Tensor | None
@@ -65,16 +74,15 @@ class Head:
     ) -> None:
         self._dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
         self._hidden, self._weight, self._targets, self._support = hidden, weight, targets, support
-        self._on_cuda = hidden.device.type == "cuda"
-        if self._on_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
+        on_cuda = hidden.device.type == "cuda"
+        if on_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
             self._operands: _Operands = _BfloatOperands(hidden, weight, inverse_temperature)
         else:
             self._operands = _Operands(hidden, weight, inverse_temperature, self._dtype)
-        tile_tokens, tile_vocabulary = _TILE_CUDA if self._on_cuda else _TILE
-        self._row_elements = _ROW_ELEMENTS_CUDA if self._on_cuda else _ROW_ELEMENTS
+        self._sizes = CUDA_TILES if on_cuda else CPU_TILES
         # A vocabulary smaller than a tile makes room for more tokens.
-        self._tile_tokens = tile_tokens * tile_vocabulary // min(tile_vocabulary, len(weight))
-        self._vocabulary_tiles = _slices(len(weight), tile_vocabulary)
+        self._tile_tokens = self._sizes.tokens * self._sizes.vocabulary // min(self._sizes.vocabulary, len(weight))
+        self._vocabulary_tiles = _slices(len(weight), self._sizes.vocabulary)
 
     def forward(self) -> Results:
         running = _Running(len(self._targets), self._hidden, self._dtype)
@@ -89,10 +97,10 @@ class Head:
         return running.results(slice(None))
 
     def backward(self, grads: Grads, results: Results, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of hidden and weight, in their dtypes.
+        """Computes the gradients of hidden and weight, in their dtypes.
 
-        The vocabulary is the outer loop: a tile of the weight's gradient is complete before the next one begins, and
-        no wide copy of the whole is needed.
+        The vocabulary is the outer loop: a tile of the weight's gradient is complete before the next one begins, so
+        that no wide copy of all of it is needed.
         """
         grad_hidden = self._zeros(self._hidden) if needs[0] else None
         grad_weight = torch.empty_like(self._weight) if needs[1] else None
@@ -115,16 +123,16 @@ class Head:
         return grad_hidden, grad_weight
 
     def forward_with_gradients(self, token_grads: TokenGrads, needs: Needs) -> tuple[Results, Promise]:
-        """The results, and the gradients for the derivatives that `token_grads` names.
+        """Computes the results, and the gradients for the derivatives that `token_grads` returns.
 
         The tokens are the outer loop: the logits of a token are kept until its normalizer is known.
         """
         running = _Running(len(self._targets), self._hidden, self._dtype)
         grad_hidden = self._zeros(self._hidden) if needs[0] else None
         grad_weight = self._zeros(self._weight) if needs[1] else None
-        # The weight's gradient is read and written once per slice of tokens, so a slice is never made tiny to keep to
-        # the budget: rows of a quarter of that gradient's size are no burden beside it.
-        size = min(self._tile_tokens, max(self._row_elements // len(self._weight), self._hidden.shape[1] // 4, 1))
+        # The weight's gradient is read and written once per slice of tokens, so the budget does not make slices tiny:
+        # rows may take a quarter of that gradient's size.
+        size = min(self._tile_tokens, max(self._sizes.row_elements // len(self._weight), self._hidden.shape[1] // 4, 1))
         rows = [self._buffer(size, vocabulary) for vocabulary in self._vocabulary_tiles]
         scratch = self._scratch(2)
         promised: list[Grads] = []
@@ -134,7 +142,8 @@ class Head:
                 self._fill(logits, tokens, vocabulary, self._operands.weight_tile(vocabulary))
                 running.fold(tokens, vocabulary.start, self._targets[tokens], logits, scratch)
             results = running.results(tokens)
-            part = _checked(token_grads(tokens, results.logprobs, results.entropy), results.logprobs)
+            found = token_grads(tokens, results.logprobs, results.entropy)
+            part = Grads(*(None if grad is None else grad.detach().to(self._dtype) for grad in found))
             promised.append(part)
             for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
                 logits = _view(buffer, tokens, vocabulary)
@@ -144,7 +153,9 @@ class Head:
                 self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
         if grad_hidden is not None:
             grad_hidden = self._operands.finish(grad_hidden)
-        return running.results(slice(None)), Promise(_joined(promised), grad_hidden, grad_weight)
+        columns = zip(*promised, strict=True) if promised else (None, None)
+        joined = Grads(*(torch.cat(column) if column and column[0] is not None else None for column in columns))
+        return running.results(slice(None)), Promise(joined, grad_hidden, grad_weight)
 
     def _fill(self, logits: Tensor, tokens: slice, vocabulary: slice, weight: Tensor) -> None:
         self._operands.logits(tokens, weight, logits)
@@ -176,16 +187,17 @@ class Head:
             logits.scatter_add_(1, place, torch.where(inside, grads.logprobs, 0.0)[:, None])
 
     def _buffer(self, num_tokens: int, vocabulary: slice | None = None) -> Tensor:
-        """Room for a tile of so many tokens, of the widest one's vocabulary unless another is given."""
+        """Allocates a tile of `num_tokens`, by the vocabulary of the widest tile unless another is given."""
         widest = vocabulary or self._vocabulary_tiles[0]
         elements = min(num_tokens, len(self._targets)) * (widest.stop - widest.start)
         return torch.empty(elements, dtype=self._dtype, device=self._hidden.device)
 
     def _scratch(self, count: int) -> list[Tensor]:
-        """Room for as many blocks of a tile; on CUDA for as many tiles."""
+        """Allocates `count` blocks of a tile; on CUDA `count` tiles."""
         width = self._vocabulary_tiles[0].stop
         tile = min(self._tile_tokens, max(1, len(self._targets))) * width
-        elements = tile if self._on_cuda else min(tile, max(_BLOCK_ELEMENTS, width))
+        block = self._sizes.block_elements
+        elements = tile if block is None else min(tile, max(block, width))
         return [torch.empty(elements, dtype=self._dtype, device=self._hidden.device) for _ in range(count)]
 
     def _zeros(self, like: Tensor) -> Tensor:
@@ -204,13 +216,13 @@ class _Operands:
         return self._weight[vocabulary].to(self._dtype)
 
     def logits(self, tokens: slice, weight: Tensor, out: Tensor) -> None:
-        """Writes them, over the temperature, [n, v]."""
+        """Writes the logits over the temperature, [n, v]."""
         torch.mm(self._hidden[tokens], weight.t(), out=out)
 
     def add_gradients(
         self, grad_logits: Tensor, tokens: slice, weight: Tensor, to_hidden: Tensor | None, to_weight: Tensor | None
     ) -> None:
-        """Adds what a tile [n, v] gives to to_hidden [N, H] and to_weight [v, H]; may overwrite grad_logits."""
+        """Adds a tile's part [n, v] to to_hidden [N, H] and to_weight [v, H]; may overwrite grad_logits."""
         if to_hidden is not None:
             to_hidden[tokens].addmm_(grad_logits, weight)
         if to_weight is not None:
@@ -229,7 +241,7 @@ class _BfloatOperands(_Operands):
         self._scale = inverse_temperature
 
     def logits(self, tokens: slice, weight: Tensor, out: Tensor) -> None:
-        _mm_to_float32(self._hidden[tokens], weight.t(), out)
+        torch.mm(self._hidden[tokens], weight.t(), out_dtype=torch.float32, out=out)
         if self._scale is not None:
             out.mul_(self._scale[tokens, None])
 
@@ -240,29 +252,21 @@ class _BfloatOperands(_Operands):
             grad_logits.mul_(self._scale[tokens, None])
         narrow = grad_logits.to(torch.bfloat16)
         if to_hidden is not None:
-            _addmm_to_float32(to_hidden[tokens], narrow, weight)
+            into = to_hidden[tokens]
+            torch.addmm(into, narrow, weight, out_dtype=torch.float32, out=into)
         if to_weight is not None:
-            _addmm_to_float32(to_weight, narrow.t(), self._hidden[tokens])
-
-
-def _mm_to_float32(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """`out_dtype` exists on CUDA only and has no autograd formula."""
-    torch.mm(left, right, out_dtype=torch.float32, out=out)
-
-
-def _addmm_to_float32(into: Tensor, left: Tensor, right: Tensor) -> None:
-    torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
+            torch.addmm(to_weight, narrow.t(), self._hidden[tokens], out_dtype=torch.float32, out=to_weight)
 
 
 class _Running:
-    """For each token, over the tiles so far: the largest logit m, sum exp(z - m), sum exp(z - m)(z - m), z_target."""
+    """Each token's largest logit m, sum exp(z - m), sum exp(z - m)(z - m) and z_target, over the tiles so far."""
 
     def __init__(self, num_tokens: int, like: Tensor, dtype: torch.dtype) -> None:
         self._max = torch.full((num_tokens,), _MASKED, dtype=dtype, device=like.device)
         self._sum, self._weighted, self._target = (torch.zeros_like(self._max) for _ in range(3))
 
     def fold(self, tokens: slice, start: int, targets: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
-        """Adds a tile [n, v] whose vocabulary begins at `start`; one scratch buffer overwrites it, two leave it."""
+        """Adds a tile [n, v] whose vocabulary begins at `start`; overwrites it unless there are two scratch buffers."""
         place, inside = _inside(targets, start, logits.shape[1])
         self._target[tokens] = torch.where(inside, logits.gather(1, place).squeeze(1), self._target[tokens])
         old_max, old_sum = self._max[tokens], self._sum[tokens]
@@ -273,7 +277,7 @@ class _Running:
             torch.exp(relative, out=exp)
             torch.sum(exp, 1, out=tile_sum[rows])
             torch.sum(relative.mul_(exp), 1, out=tile_weighted[rows])
-        # Relative to the new maximum, every z - m so far moves by the shift.
+        # Relative to the new maximum, every earlier z - m moves by the shift.
         shift = old_max - new_max
         decay = shift.exp()
         self._weighted[tokens] = (self._weighted[tokens] + shift * old_sum) * decay + tile_weighted
@@ -281,7 +285,7 @@ class _Running:
         self._max[tokens] = new_max
 
     def results(self, tokens: slice) -> Results:
-        """The results of tokens to which every tile was added."""
+        """Returns the results of tokens to which every tile was added."""
         log_sum = self._sum[tokens].log()
         return Results(
             (self._target[tokens] - self._max[tokens]) - log_sum,
@@ -291,7 +295,7 @@ class _Running:
 
 
 def _inside(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Each target's column in a tile [n, 1], 0 if it lies in another, and whether it lies in this one [n]."""
+    """Returns each target's column in a tile [n, 1], 0 if it is in another, and whether it is in this one [n]."""
     place = targets - start
     inside = (place >= 0) & (place < width)
     return torch.where(inside, place, 0)[:, None], inside
@@ -302,7 +306,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _blocks(tile: Tensor, *scratch: Tensor) -> Iterator[tuple[Any, ...]]:
-    """(rows, those of the tile, a view of the same shape of each scratch buffer), as many rows as fit the buffers."""
+    """Yields (rows, the tile's rows, a view of that shape of each scratch buffer), as many rows as fit the buffers."""
     num_rows, width = tile.shape
     for rows in _slices(num_rows, max(1, scratch[0].numel() // width)):
         shape = (rows.stop - rows.start, width)
@@ -310,32 +314,6 @@ def _blocks(tile: Tensor, *scratch: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def _view(buffer: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
-    """The front of a flat buffer as a contiguous tile."""
+    """Returns the front of a flat buffer as a contiguous tile."""
     shape = (tokens.stop - tokens.start, vocabulary.stop - vocabulary.start)
     return buffer[: shape[0] * shape[1]].view(shape)
-
-
-def _checked(found: tuple[Tensor, Tensor | None], like: Tensor) -> Grads:
-    """The result of `token_grads` for tokens whose logprobs are `like`; ValueError if it does not fit."""
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
-        raise ValueError(f"token_grads returned {type(found).__name__}, expected (Tensor, Tensor or None)")
-    for name, grad in zip(("logprobs", "entropy"), found, strict=True):
-        if grad is not None and (grad.shape != like.shape or grad.device != like.device):
-            raise ValueError(
-                f"token_grads returned {tuple(grad.shape)} on {grad.device} for {name}, expected "
-                f"{tuple(like.shape)} on {like.device}"
-            )
-    return Grads(*(None if grad is None else grad.detach().to(like.dtype) for grad in found))
-
-
-def _joined(parts: list[Grads]) -> Grads:
-    """The derivatives of all tokens, from those of consecutive slices."""
-
-    def join(grads: list[Tensor | None], others: list[Tensor | None]) -> Tensor | None:
-        if all(grad is None for grad in grads):
-            return None
-        pairs = zip(grads, others, strict=True)
-        return torch.cat([torch.zeros_like(other) if grad is None else grad for grad, other in pairs])  # type: ignore[arg-type]
-
-    logprobs, entropies = [part.logprobs for part in parts], [part.entropy for part in parts]
-    return Grads(join(logprobs, entropies), join(entropies, logprobs))

@@ -1,12 +1,12 @@
-"""The figures of held-out prompts: avg@k and pass@k, each with its standard error.
+"""Figures of held-out prompts: avg@k and pass@k, each with its standard error.
 
 avg@k   the mean reward of k answers to a prompt, mean over the prompts.
 pass@k  the chance that at least one of k answers solves the prompt. Of n answers of which c solve it, an unbiased
         estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1); mean over the prompts.
 
-Answers to one prompt are not independent, so that a standard error is that of the prompts' own values: their standard
-deviation (P - 1) over the square root of their number P. With equally many answers each it is the error clustered by
-prompt (Miller 2024, arXiv 2411.00640, section 2.2) but for the factor P / (P - 1).
+Answers to one prompt are not independent, so a standard error is computed from one value per prompt: the values'
+standard deviation (P - 1) over the square root of their number P. With equally many answers each it is the error
+clustered by prompt (Miller 2024, arXiv 2411.00640, section 2.2) but for the factor P / (P - 1).
 """
 
 import math
@@ -22,10 +22,10 @@ from penstock.schemas.rollout import RolloutGroup
 
 
 class HeldOutAnswers(NamedTuple):
-    """The answers to one held-out prompt, those that failed left out.
+    """The answers to one held-out prompt, without failed ones.
 
-    rewards: of each, `reward` and `reward/<part>`. num_tokens: sampled, of all. num_truncated: those that ended at the
-    token limit.
+    rewards: each answer's `reward` and `reward/<part>`. num_tokens: sampled, over all answers. num_truncated: answers
+    that ended at the token limit.
     """
 
     environment: str
@@ -44,28 +44,28 @@ class HeldOutAnswers(NamedTuple):
 
 
 def pass_at(num_samples: int, num_solved: int, k: int) -> float:
-    """The estimate of pass@k for one prompt, of `num_samples` answers, k or more, of which `num_solved` solve it."""
+    """Estimates pass@k for a prompt with `num_samples` answers, k or more, of which `num_solved` solve it."""
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean of independent values; None of fewer than two."""
+    """Returns the standard error of the mean of independent values; None for fewer than two."""
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldOutConfig]) -> dict[str, float]:
-    """The figures of prompts of one environment or of several.
+    """Returns the figures of prompts of one or several environments.
 
-    An answer that failed counts as 0 and as not solved.
+    A failed answer counts as 0 and as not solved.
 
     sets: how the prompts of each environment were evaluated.
 
     Returns:
         reward, reward/<part>: avg@k, as of `mean_rewards`.
-        pass@<k>: for each k that is asked of all these prompts, unless no answer has the figure that it goes by.
-        reward_se, pass@<k>_se: standard errors, of two prompts or more.
-        completion_tokens: sampled tokens of an answer, mean; truncated_frac: share that ended at the token limit.
-        num_samples: answers asked for.
+        pass@<k>: for each k requested of all these prompts, unless no answer has the figure that decides it.
+        reward_se, pass@<k>_se: standard errors, for two prompts or more.
+        completion_tokens: mean sampled tokens of an answer; truncated_frac: share that ended at the token limit.
+        num_samples: answers requested.
     """
     each_k = [_measurable(prompts, name, sets[name]) for name in {each.environment for each in prompts}]
     asked = [max(sets[each.environment].num_samples or 1, len(each.rewards)) for each in prompts]
@@ -91,7 +91,7 @@ def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldO
 
 
 def _measurable(prompts: Sequence[HeldOutAnswers], environment: str, how: HeldOutConfig) -> set[int]:
-    """The k of pass@k of an environment; none if its answers lack the figure by which one is solved."""
+    """Returns the k of an environment's pass@k; none if its answers lack the figure that says what is solved."""
     answers = [rewards for each in prompts if each.environment == environment for rewards in each.rewards]
     is_there = how.solved is None or not answers or any(how.solved.figure in rewards for rewards in answers)
     return set(how.pass_at or ()) if is_there else set()

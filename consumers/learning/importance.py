@@ -1,4 +1,4 @@
-"""The importance weight of each token: how far its behavior logprob is trusted.
+"""The importance weight of each token: the trust in its behavior logprob.
 
 Per token, l = proximal - behavior, c(l) = l clamped to +-20, rho = exp(c(l)). Everything is detached, and computed in
 float64 whatever the input. tau_0 is the configuration's threshold, lower_0 its lower bound (0 without one):
@@ -15,14 +15,14 @@ float64 whatever the input. tau_0 is the configuration's threshold, lower_0 its 
     lo(d)               lower_0 ** (ln tau(d) / ln tau_0), which for lower_0 = 1 / tau_0 is 1 / tau(d)
 
 Sources: the modes with constant tau are ms-swift's rollout_importance_sampling_mode; truncation goes back to Ionides
-(2008) and to Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), masks on both
+(2008) and Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), masks on both
 sides to IcePop (Ling-team, 2025), product ratios to verl and TRL. The dependence on lag is this project's own. The
-lower bound of a truncation stays where it is at every lag: raised, it would give older tokens more weight.
+lower bound of a truncation is the same at every lag: raised, it would give older tokens more weight.
 
-What masks beside the mode: `max_lag`; verl's rejections; off-policy sequence masking; and, over what all of these
-keep, the M2 budget. Statistics of rows read every token of the loss mask. `batch_normalize` divides the weights by
-their mean over the tokens that mode and max_lag keep, before the other masks, so that masking never inflates what
-survives; a weight of a whole row counts once per row.
+Other masks than the mode's: `max_lag`; verl's rejections; off-policy sequence masking; and, over the tokens that all
+of these keep, the M2 budget. Statistics of rows read every token of the loss mask. `batch_normalize` divides the
+weights by their mean over the tokens that mode and max_lag keep, before the other masks, so that masking never inflates
+the remaining weights; the weight of a whole row counts once per row.
 """
 
 from dataclasses import dataclass
@@ -39,15 +39,12 @@ from penstock.schemas.config import CorrectionConfig
 class Correction:
     """weights: like the inputs, detached; float64 if an input is, else float32; 0 where `keep_mask` is False.
 
-    keep_mask: bool, the loss mask less what the correction masks. Denominators are to be counted before it.
-    metrics: detached scalar sums over the loss mask: `num_truncated`, the kept tokens whose weight the mode bounded;
-        `num_masked`, the tokens not kept; `num_corrected`, both.
-    corrected_mask: bool, those tokens: within the loss mask and either kept with a bounded weight or not kept.
+    keep_mask: bool, the loss mask without tokens that the correction masks. Denominators are counted before it.
+    corrected_mask: bool, tokens of the loss mask that are not kept, or kept with a weight that the mode bounded.
     """
 
     weights: Tensor
     keep_mask: Tensor
-    metrics: dict[str, Tensor]
     corrected_mask: Tensor
 
 
@@ -64,57 +61,21 @@ def correct_packed(
 ) -> Correction:
     """Truncates or masks exp(proximal - behavior); the module's docstring has the formulas.
 
-    A configuration with `is_batch_level` needs every token of the batch in one call, any other one whole rows, and one
-    with `is_token_level` no more than the tokens themselves.
+    A configuration with `is_batch_level` needs every token of the batch in one call, one with `is_token_level` any
+    tokens, any other one whole rows. Waits for the device only with `m2_budget`, which is drawn from sorted values.
 
     Args:
-        proximal_logprobs, behavior_logprobs: [M] float, natural logarithms. What lies under the mask is never read; a
-            NaN that is not masked is never masked away either, its weight is NaN.
+        proximal_logprobs, behavior_logprobs: [M] float, natural logarithms. Values under the mask are never read; a
+            NaN that is not masked is never masked away either: its weight is NaN.
         loss_mask: [M] bool.
-        lag: [M] integer, optimizer steps.
+        lag: [M] integer, optimizer steps, 0 or more.
         row_ids: [M] int64, ascending.
         advantages: [M] float; needed by schedule "sign_aware" and by `off_policy_delta`.
         current_logprobs: [M] float; needed by `off_policy_delta`.
-
-    Raises:
-        ValueError: shapes that differ, a mask that is not bool, a lag that is negative or no integer, rows out of
-            order, or a tensor or bound missing that the configuration needs; names the argument.
-    """
-    _check_tensors(proximal_logprobs, behavior_logprobs, loss_mask, lag, advantages, current_logprobs)
-    _check_rows(row_ids, loss_mask)
-    _check_needed(config, advantages, current_logprobs)
-    if len(row_ids) and (int(row_ids[0]) < 0 or bool((row_ids.diff() < 0).any())):
-        raise ValueError("row_ids: expected ascending rows from 0")
-    _check_lag(torch.where(loss_mask, lag, 0))
-    return correct_sound(
-        proximal_logprobs,
-        behavior_logprobs,
-        loss_mask,
-        lag,
-        row_ids,
-        config,
-        advantages=advantages,
-        current_logprobs=current_logprobs,
-    )
-
-
-def correct_sound(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    loss_mask: Tensor,
-    lag: Tensor,
-    row_ids: Tensor,
-    config: CorrectionConfig,
-    *,
-    advantages: Tensor | None,
-    current_logprobs: Tensor | None,
-) -> Correction:
-    """`correct_packed` of values that are known to be sound: to look at them the host would wait for the device.
-
-    Without `m2_budget`, which is drawn from sorted values, nothing here waits.
     """
     loss_mask = loss_mask.detach()
-    log_ratios = log_ratio(proximal_logprobs, behavior_logprobs, loss_mask).double()
+    given = log_ratio(proximal_logprobs, behavior_logprobs, loss_mask)
+    log_ratios = given.double()
     lag = torch.where(loss_mask, lag, 0)
     rows = Rows(row_ids, loss_mask)
 
@@ -134,49 +95,40 @@ def correct_sound(
     if config.m2_budget is not None:
         keep = keep & ~beyond_m2_budget(log_ratios, keep, config.m2_budget)
 
-    masked, truncated = (loss_mask & ~keep).sum(), (keep & bounded).sum()
     return Correction(
-        weights=torch.where(keep, weights, 0.0).to(_result_type(proximal_logprobs, behavior_logprobs)),
+        weights=torch.where(keep, weights, 0.0).to(given.dtype),
         keep_mask=keep,
-        metrics={"num_truncated": truncated, "num_masked": masked, "num_corrected": truncated + masked},
         corrected_mask=loss_mask & (bounded | ~keep),
     )
 
 
 def trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
-    """tau(d), the largest weight that a token of this lag may have: 1 + (threshold - 1) * s(d); lag 0 has threshold.
+    """Returns tau(d), the largest weight of a token of this lag: 1 + (threshold - 1) * s(d); the threshold at lag 0.
 
     s is 1 for "const" and "max_lag" (which masks beyond max_lag instead), (1 + d / lag_scale) ** -lag_power for "power"
     and, where the advantage is negative, "sign_aware", lag_decay ** d for "exponential".
 
     Args:
-        lag: any shape, integer or float (a row's mean lag).
+        lag: any shape, 0 or more, integer or float (a row's mean lag).
 
     Returns:
         float64, like lag.
-
-    Raises:
-        ValueError: a negative lag.
     """
-    _check_lag(lag)
-    return _trust(lag.double(), config)
-
-
-def _trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
+    lag = lag.double()
     if config.schedule in ("power", "sign_aware"):
         share = (1 + lag / config.lag_scale) ** -config.lag_power
     elif config.schedule == "exponential":
         share = config.lag_decay**lag
     else:
         share = torch.ones_like(lag)
-    # 1 + (tau_0 - 1) may miss tau_0 by a rounding error, and lag 0 has to agree with a constant threshold to the bit.
+    # 1 + (tau_0 - 1) may differ from tau_0 by rounding, and lag 0 must equal a constant threshold to the bit.
     return torch.where(share == 1, config.threshold, 1 + (config.threshold - 1) * share).clamp(max=config.threshold)
 
 
 def _weigh(
     log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig, advantages: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mode's weights, what it masks, and which weights it bounded; [M] each."""
+    """Returns the mode's weights, the tokens it masks, and the tokens whose weights it bounds; [M] each."""
     ratio = torch.exp(clamped(log_ratios))
     nothing = torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "none":
@@ -197,8 +149,8 @@ def _weigh(
 
 
 def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest ratio trusted, [M] each."""
-    upper = _trust(lag.double(), config)
+    """Returns the smallest and the largest trusted ratio, [M] each."""
+    upper = trust(lag, config)
     lower = torch.zeros_like(upper)
     if config.lower is not None:
         lower = torch.full_like(upper, config.lower)
@@ -215,68 +167,10 @@ def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) ->
 
 
 def _batch_mean(weights: Tensor, keep: Tensor, row_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Mean weight over the kept tokens, or over the rows if weights go by row; 1 if nothing is kept."""
+    """Returns the mean weight over the kept tokens, or over the rows if a row has one weight; 1 if none is kept."""
     shares = keep.double()
     if config.mode == "sequence_truncate" or config.sequence_mask_weight == "sequence":
         shares = torch.where(keep, 1 / Rows(row_ids, keep).count, 0.0)
     total = shares.sum()
     mean = torch.where(keep, weights * shares, 0.0).sum() / total
     return torch.where(total > 0, mean, 1.0)
-
-
-def _check_tensors(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    loss_mask: Tensor,
-    lag: Tensor,
-    advantages: Tensor | None,
-    current_logprobs: Tensor | None,
-) -> None:
-    named = {"behavior_logprobs": behavior_logprobs, "loss_mask": loss_mask, "lag": lag}
-    named |= {"advantages": advantages} if advantages is not None else {}
-    named |= {"current_logprobs": current_logprobs} if current_logprobs is not None else {}
-    for name, tensor in named.items():
-        if tensor.shape != proximal_logprobs.shape:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, expected that of proximal_logprobs, "
-                f"{list(proximal_logprobs.shape)}"
-            )
-    for name, tensor in {"proximal_logprobs": proximal_logprobs, **named}.items():
-        if name not in ("loss_mask", "lag") and not tensor.is_floating_point():
-            raise ValueError(f"{name} is {tensor.dtype}, expected a float type")
-    if loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {loss_mask.dtype}, expected torch.bool")
-    if lag.is_floating_point() or lag.is_complex() or lag.dtype == torch.bool:
-        raise ValueError(f"lag is {lag.dtype}, expected an integer type")
-
-
-def _check_rows(row_ids: Tensor, loss_mask: Tensor) -> None:
-    if loss_mask.ndim != 1 or row_ids.shape != loss_mask.shape:
-        raise ValueError(
-            f"row_ids has shape {list(row_ids.shape)} and loss_mask {list(loss_mask.shape)}, expected [M] of both"
-        )
-    if row_ids.dtype != torch.int64:
-        raise ValueError(f"row_ids is {row_ids.dtype}, expected torch.int64")
-
-
-def _check_needed(config: CorrectionConfig, advantages: Tensor | None, current_logprobs: Tensor | None) -> None:
-    # Asked for here and not when the configuration is built: a run file leaves it to the run's own bound.
-    if config.schedule == "max_lag" and config.max_lag is None:
-        raise ValueError("config.max_lag is None, expected the largest lag to keep: schedule = 'max_lag' needs it")
-    sign_aware = config.schedule == "sign_aware" and config.mode != "none"
-    if advantages is None and (sign_aware or config.off_policy_delta is not None):
-        setting = "schedule = 'sign_aware'" if sign_aware else f"off_policy_delta = {config.off_policy_delta}"
-        raise ValueError(f"advantages is None, expected a tensor: {setting} needs it")
-    if current_logprobs is None and config.off_policy_delta is not None:
-        raise ValueError(
-            f"current_logprobs is None, expected a tensor: off_policy_delta = {config.off_policy_delta} needs it"
-        )
-
-
-def _check_lag(lag: Tensor) -> None:
-    if bool((lag < 0).any()):
-        raise ValueError(f"lag holds {lag.min().item()}, expected 0 or more")
-
-
-def _result_type(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32

@@ -1,4 +1,4 @@
-"""The objective: its inputs, its outputs, its Protocol, and the settings that it goes with."""
+"""The objective: its inputs, its outputs, its Protocol, and the settings that fit it."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -59,22 +59,22 @@ class LossOutputs:
 class Objective(Protocol):
     """The loss of a policy update: a pure function of tensors. Constructed with the run file's keyword arguments.
 
-    Four attributes, of the class or of the object, tell the trainer about it. One that is left out is False:
+    Four attributes, of the class or of the object, tell the trainer about it. A missing one counts as False:
 
     token_level: True promises that a token's part of the loss depends on that token's own inputs and on the batch-wide
         denominators only, so that its gradient can be taken while the head's logits are in memory.
     needs_reference: True asks for `LossInputs.reference_logprobs`.
     reads_behavior: True if the objective itself forms exp(current - behavior) or interpolates between the two. An
-        importance weight would count one gap twice, so the trainer refuses a correction beside it.
-    trains_every_row: True if the loss has terms that are not 0 where every advantage is, such as a KL to the reference
-        or an entropy bonus: groups without reward variance are then trained on like the others.
+        importance weight would count one gap twice, so the trainer refuses a correction with it.
+    trains_every_row: True if the loss has terms that are not 0 where every advantage is 0, such as a KL to the
+        reference or an entropy bonus: groups without reward variance are then trained on like the others.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
 
 def check_objective(config: RunConfig, objective: Objective) -> None:
-    """Raises ConfigError if objective and correction do not go together, or a reference model is set for nothing."""
+    """Raises ConfigError if objective and correction conflict, or if a reference model is set that nothing reads."""
     correction = config.correction
     if getattr(objective, "reads_behavior", False) and (correction.mode != "none" or correction.bypass):
         setting = "correction.bypass = true" if correction.bypass else f"correction.mode = {correction.mode!r}"

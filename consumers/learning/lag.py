@@ -1,6 +1,7 @@
-"""The lag of tokens: how old they are when they are consumed."""
+"""The lag of tokens: their age when they are consumed."""
 
 from collections.abc import Callable
+from functools import cache
 
 from penstock.schemas.policy import UnknownVersionError, lag
 from penstock.schemas.rollout import RolloutGroup, Segment
@@ -10,7 +11,7 @@ KnownLags = Callable[[int], int | None]
 
 
 class LagTable:
-    """`table(version)` is the lag of a token sampled by `version`, for the trainer's present version.
+    """Maps a policy version to the lag of its tokens at the trainer's current version.
 
     Raises:
         UnknownVersionError, FutureVersionError: see `penstock.schemas.policy.lag`.
@@ -35,34 +36,27 @@ class LagTable:
 
 def is_stale(group: RolloutGroup, lag_of: LagTable, bound: int) -> bool:
     """True if no token of known version lies within the lag bound (and some version is known)."""
-    known = []
-    for rollout in group.rollouts:
-        for segment in rollout.segments:
-            for span in segment.version_spans:
-                try:
-                    known.append(lag_of(span.version))
-                except UnknownVersionError:
-                    continue
+    lag = known_lags(lag_of)
+    lags = [lag(span.version) for each in group.rollouts for segment in each.segments for span in segment.version_spans]
+    known = [each for each in lags if each is not None]
     return bool(known) and min(known) > bound
 
 
 def known_lags(lag_of: Lags) -> KnownLags:
-    """`lag_of` with its results kept, and None if it raises UnknownVersionError."""
-    known: dict[int, int | None] = {}
+    """Returns a function like `lag_of` that caches its results and returns None for an UnknownVersionError."""
 
+    @cache
     def lag(version: int) -> int | None:
-        if version not in known:
-            try:
-                known[version] = lag_of(version)
-            except UnknownVersionError:
-                known[version] = None
-        return known[version]
+        try:
+            return lag_of(version)
+        except UnknownVersionError:
+            return None
 
     return lag
 
 
 def masked_tokens(group: RolloutGroup, lag: KnownLags, lag_bound: int) -> list[int]:
-    """By rollout, its sampled tokens beyond the lag bound."""
+    """Returns each rollout's number of sampled tokens beyond the lag bound."""
     return [
         sum(
             span.end - span.start
@@ -75,7 +69,7 @@ def masked_tokens(group: RolloutGroup, lag: KnownLags, lag_bound: int) -> list[i
 
 
 def span_lags(segment: Segment, lag: KnownLags, lag_bound: int) -> tuple[int, ...]:
-    """The lag of each of a segment's version spans, those of an unknown version as `pack` counts them."""
+    """Returns the lag of each of a segment's version spans; `pack` says what an unknown version counts as."""
     known = [lag(span.version) for span in segment.version_spans]
     # Unknown is not fresh: at least 1, even if every other token is fresh.
     fallback = max(1, max((d for d in known if d is not None), default=lag_bound))

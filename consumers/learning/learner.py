@@ -16,18 +16,16 @@ from torch.distributed.tensor import DTensor
 from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.batch_tally import BatchTally, metric_sums
-from penstock.consumers.learning.device import choose_device
+from penstock.consumers.learning.device import choose_device, enable_onednn_matmul
 from penstock.consumers.learning.export import export_adapter, export_model
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.lag import Lags
 from penstock.consumers.learning.learner_state import LearnerState
-from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.learning.optimizer import make_optimizer
+from penstock.consumers.learning.optimizer import learning_rate, make_optimizer
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
-from penstock.consumers.learning.schedule import learning_rate
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
 from penstock.consumers.learning.step_report import StepReport
@@ -40,30 +38,30 @@ log = logging.getLogger(__name__)
 
 
 class Learner:
-    """Owns the float32 masters, the optimizer and the objective. Knows no Redis, and no files but those it is given.
+    """Owns the float32 masters, the optimizer and the objective. Knows no Redis, and only the files it is given.
 
-    With several ranks each has its shard of them. The lead's methods start the same ones of the others, which wait for
-    them in `Ranks.follow`; all that is decided from data is decided from the sums over the ranks.
+    With several ranks each holds its shard of them. The lead's methods start the same methods on the others, which wait
+    in `Ranks.follow`; every decision that depends on data uses sums over the ranks.
 
-    The forward pass runs on the weights that are published: rounded to `model.dtype`, gradients straight through to the
-    masters, head in float32 on the rounded values. On CPU it sets torch's thread count to `trainer.num_threads`, and
-    with `trainer.cpu_matmul` how the process multiplies matrices.
+    The forward pass runs on the published weights: rounded to `model.dtype`, with gradients straight through to the
+    masters and the head in float32 on the rounded values. On CPU it sets torch's thread count to `trainer.num_threads`
+    and the library of the process's matmuls to `trainer.cpu_matmul`.
 
     Raises:
-        ConfigError: no such model, a device that is missing, an objective that does not fit, settings that the
-            trainer cannot reproduce or that would count one gap twice.
+        ConfigError: no such model, a missing device, an objective that does not fit, settings that the trainer cannot
+            reproduce or that would count one gap twice.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
         self.config = config
         self.ranks = Ranks() if ranks is None else ranks
         self.num_steps = 0
-        """Optimizer steps taken: the learning rate follows it."""
+        """Optimizer steps taken, which determine the learning rate."""
         self.before_update: Callable[[], object] = lambda: None
-        """Called before each optimizer step, on every rank: nobody may read the masters during it."""
+        """Called on every rank before each optimizer step, during which nobody may read the masters."""
         self.num_updates = 0
-        """Batches that count as updates: the reference is replaced by it."""
-        self._said = False
+        """Batches that count as updates, which determine when the reference is replaced."""
+        self._warned = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
         if self.device.type == "cpu":
@@ -93,32 +91,27 @@ class Learner:
         """Trains a batch: for each epoch and mini-batch forward, loss, backward and one clipped AdamW step.
 
         The proximal policy is the one before the first of these steps. Loss and gradient add up over the micro-batches
-        in their order: equal batch and state give equal bits on CPU. A mini-batch whose loss or gradient norm is not
-        finite, or in which every token is masked or rejected, leaves the model as it was.
+        in order: equal batch and state give equal bits on CPU. A mini-batch whose loss or gradient norm is not finite,
+        or in which every token is masked or rejected, leaves the model unchanged.
 
-        Every group must have passed `check_trainable` with the model's vocabulary. batch: of `pack`.
+        Every group must have passed `check_trainable` with the model's vocabulary. batch: from `pack`.
         """
-        if batch.num_rows < self.ranks.size and not self._said:
-            self._said = True
-            log.warning("a batch of %d rows for %d ranks: some compute nothing", batch.num_rows, self.ranks.size)
-        return self._step(self._order("step", batch))
+        if batch.num_rows < self.ranks.size and not self._warned:
+            self._warned = True
+            log.warning("a batch of %d rows for %d ranks: some are idle", batch.num_rows, self.ranks.size)
+        size = self.ranks.size
+        self.ranks.order("step", lambda rank: (batch.of_rank(rank, size),))
+        return self._step(batch.of_rank(0, size))
 
     @property
     def orders(self) -> dict[str, Callable[..., object]]:
-        """What the lead starts on the other ranks, by name."""
+        """The methods that the lead starts on the other ranks, by name."""
         return {
             "step": self._step,
-            "proximal logprobs": self._proximal_logprobs,
             "published weights": self.model.published_weights,
             "begin checkpoint": self._begin_checkpoint,
             "load checkpoint": self._load_checkpoint,
         }
-
-    def _order(self, name: str, batch: Batch) -> Batch:
-        """Starts a method on the other ranks, with their parts of a batch; returns the lead's own."""
-        size = self.ranks.size
-        self.ranks.order(name, lambda rank: (batch.of_rank(rank, size),))
-        return batch if size == 1 else batch.of_rank(0, size)
 
     def _step(self, batch: Batch) -> StepReport:
         tally = BatchTally(self.config, self.ranks, batch, self.device)
@@ -138,34 +131,21 @@ class Learner:
         self.ranks.phase = BETWEEN_STEPS
         return report
 
-    def proximal_logprobs(self, batch: Batch) -> list[Tensor]:
-        """The present policy's logprobs of each micro-batch's sampled tokens, [M] float32 each; no step is taken.
-
-        With several ranks of the lead's own micro-batches alone.
-        """
-        return self._proximal_logprobs(self._order("proximal logprobs", batch))
-
-    @torch.no_grad()
-    def _proximal_logprobs(self, batch: Batch) -> list[Tensor]:
-        return [self.scorer.logprobs(each.to(self.device))[0] for each in batch.microbatches]
-
     def published_weights(self) -> dict[str, Tensor]:
-        """Copies on CPU in `model.dtype`, by the names that `save_pretrained` would write; no two share memory."""
+        """Returns copies on CPU in `model.dtype`, by `save_pretrained`'s names; no two share memory."""
         self.ranks.order("published weights")
-        weights = self.model.published_weights()
-        self.ranks.phase = BETWEEN_STEPS
-        return weights
+        return self.model.published_weights()
 
     def published_parts(self) -> Callable[[], list[PublishedPart]]:
-        """See `PackedModel.published_parts`. Every rank calls it, at one point of the training."""
+        """See `PackedModel.published_parts`. Every rank calls it at the same point of the training."""
         self.ranks.phase = "publish"
         parts = self.model.published_parts()
         self.ranks.phase = BETWEEN_STEPS
         return parts
 
     def begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
-        """Takes a snapshot of masters and moments and writes it into `folder` in a thread (`LearnerState.begin`).
-        At one point of the training of all ranks."""
+        """Takes a snapshot of masters and moments, at the same point of the training on all ranks, and writes it into
+        `folder` in a thread (`LearnerState.begin`)."""
         self.ranks.order("begin checkpoint", lambda _: (folder,))
         return self._begin_checkpoint(folder)
 
@@ -176,11 +156,11 @@ class Learner:
         return writing
 
     def load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
-        """Continues from the tensors in `folder` and the `state` of the same moment; the optimizer's settings are those
-        of this learner's own configuration.
+        """Resumes from the tensors in `folder` and the `state` saved with them; the optimizer's settings are those of
+        this learner's configuration.
 
         Raises:
-            ConfigError: they are another model's, or an adapter of another base or another scale.
+            ConfigError: the tensors belong to another model, or to an adapter of another base or scale.
             OSError: they cannot be read.
         """
         check_identity(saved_identity(state), self._adapter, str(folder.parent))
@@ -197,11 +177,11 @@ class Learner:
 
     @property
     def export(self) -> Callable[..., None]:
-        """What makes a folder of a checkpoint's model, or adapter; see `penstock.consumers.learning.export`."""
+        """The function that exports a checkpoint's model or adapter; see `penstock.consumers.learning.export`."""
         return export_model if self._adapter is None else partial(export_adapter, self._adapter)
 
     def state(self) -> dict[str, Any]:
-        """Counters and random generators, as JSON takes them."""
+        """Returns counters and random generators' states as JSON types."""
         state: dict[str, Any] = {
             "num_steps": self.num_steps,
             "num_updates": self.num_updates,
@@ -215,17 +195,17 @@ class Learner:
 
     @property
     def trains_every_row(self) -> bool:
-        """Whether the objective asks for groups without advantages too."""
+        """True if the objective needs groups without advantages too."""
         return getattr(self.scorer.objective, "trains_every_row", False)
 
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
-        """The groups of one update as `step` takes them; see `packing.pack`."""
+        """Packs the groups of one update for `step`; see `packing.pack`."""
         sharing = Sharing(self.ranks.size, self.model.even_length)
         return pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=sharing)
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that can be trained are below this."""
+        """Token ids must be below this."""
         return self.model.vocabulary
 
     def _train(
@@ -237,7 +217,7 @@ class Learner:
         *,
         first_epoch: bool,
     ) -> None:
-        """Takes one optimizer step, unless there is a reason against it."""
+        """Takes one optimizer step, unless `BatchTally.end_step` finds a reason against it."""
         scored, sums = [], []
         num_trained = len(minibatch.microbatches)
         self.optimizer.zero_grad()
@@ -270,7 +250,7 @@ class Learner:
         tally.end_phase("optimizer")
 
     def _is_finite(self, minibatch: MiniBatch) -> bool:
-        """Whether loss and gradient of a mini-batch are finite, by the present weights as the proximal policy."""
+        """Returns whether a mini-batch's loss and gradient are finite, with the present weights as proximal policy."""
         self.optimizer.zero_grad()
         constants, total = self.scorer.constants(minibatch.microbatches), 0.0
         last = len(constants) - 1
@@ -287,7 +267,7 @@ class Learner:
         loss.backward()
 
     def _grad_norm(self) -> Tensor:
-        """Over the ranks."""
+        """Returns the gradient norm over all ranks."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,4 +1,4 @@
-"""What a learner continues from: masters and the optimizer's moments, written beside the training by all ranks."""
+"""The state that a learner resumes from: masters and optimizer moments, written by all ranks during training."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,31 +29,31 @@ class LearnerState:
         ranks: Ranks,
         reference: PackedModel | None = None,
     ) -> None:
-        """reference: the model of the KL term, where training replaces it."""
+        """reference: the model of the KL term, if training replaces it."""
         self._model = model
         self._reference = reference
         self._optimizer = optimizer
         self._ranks = ranks
-        self._beside = ranks.beside("checkpoint")
+        self._writers = ranks.for_thread("checkpoint")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def begin(self, folder: Path) -> Future[dict[str, str]]:
-        """Copies the tensors into host memory, then writes them into `folder` in a thread. The digest of each file, by
-        name, is the result on the lead; an OSError if some rank could not write."""
+        """Copies the tensors into host memory, then writes them into `folder` in a thread. The lead's result is the
+        digest of each file by name; OSError if some rank could not write."""
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
         return self._thread.submit(self._write, copies, folder)
 
     def _write(self, copies: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
-        self._beside.phase = "checkpoint"
+        self._writers.phase = "checkpoint"
         try:
-            return write_tensors(copies, folder, self._beside)
+            return write_tensors(copies, folder, self._writers)
         finally:
-            self._beside.phase = ""
+            self._writers.phase = ""
 
     def load(self, folder: Path) -> None:
-        """Replaces masters, moments and reference by those in `folder`, of whatever number of ranks.
+        """Replaces masters, moments and reference by those in `folder`, written by any number of ranks.
 
-        A checkpoint without reference, of a run that never replaced it, leaves it as it is.
+        A checkpoint without a reference, from a run that never replaced it, leaves the reference as it is.
 
         Raises:
             ConfigError: they are another model's.
@@ -79,7 +79,7 @@ class LearnerState:
         read_tensors(wanted, folder, self._ranks)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Those in use."""
+        """Returns the tensors in use by their names in a checkpoint."""
         parameters = self._model.state()
         tensors = {MASTERS + name: tensor for name, tensor in parameters.items()}
         for name, parameter in parameters.items():

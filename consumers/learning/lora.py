@@ -1,4 +1,4 @@
-"""Low-rank adapters: linear layers whose weight is frozen, and a trained product of two small matrices beside it."""
+"""Low-rank adapters: linear layers with a frozen weight plus a trained product of two small matrices."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(num_out, lora.rank, device=base.weight.device))
         self.scaling = lora.scaling
         self.share = 1.0
-        """Of the adapter, in what is computed: 0 computes the base."""
+        """The adapter's share in the result: 0 computes the base."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -42,9 +42,9 @@ class LoraLinear(nn.Module):
 
 
 def adapt(module: nn.Module, lora: LoraConfig, dtype: torch.dtype, seed: int, path: str) -> None:
-    """Freezes a model in `dtype` and puts an adapter beside the linear layers that `lora` names, in place.
+    """Freezes a model in `dtype` and adds an adapter to the linear layers that `lora` names, in place.
 
-    Equal seeds make equal adapters.
+    Equal seeds give equal adapters.
 
     Raises:
         ConfigError: the model of `path` lacks a target.
@@ -60,19 +60,19 @@ def adapt(module: nn.Module, lora: LoraConfig, dtype: torch.dtype, seed: int, pa
 
 
 def adapter_of(module: nn.Module) -> dict[str, Tensor]:
-    """The adapters' masters, by the names of their parameters."""
+    """Returns the adapters' masters by parameter name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def published_name(parameter: str) -> str:
-    """peft's name of an adapter's parameter."""
+    """Returns peft's name of an adapter's parameter."""
     owner, _, own_name = parameter.rpartition(".")
     return tensor_name(owner, own_name.removeprefix("lora_"))
 
 
 @contextmanager
 def adapter_share(module: nn.Module, share: float) -> Iterator[None]:
-    """Meanwhile the model computes with so much of its adapters: 0 is the base."""
+    """Makes the model compute with this share of its adapters for a block: 0 computes the base."""
     layers = [each for each in module.modules() if isinstance(each, LoraLinear)]
     for layer in layers:
         layer.share = share

@@ -1,4 +1,4 @@
-"""The groups of each optimizer step of a batch."""
+"""Splits a batch into the groups of each optimizer step."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ from penstock.schemas.rollout import RolloutGroup
 
 
 def minibatches_of(groups: Sequence[RolloutGroup], config: RunConfig) -> Iterator[Sequence[RolloutGroup]]:
-    """The groups of each of `trainer.num_minibatches` mini-batches: in their order in synchronous mode, in asynchronous
-    mode shuffled by `seed` and their indexes, because batches fill with short answers first.
+    """Yields the groups of each of `trainer.num_minibatches` mini-batches: in order in synchronous mode, shuffled by
+    `seed` and their indexes in asynchronous mode, in which batches fill with short answers first.
 
-    Sizes differ by one at most; there are fewer parts if there are fewer groups.
+    Sizes differ by at most one; there are fewer parts if there are fewer groups.
     """
     count = config.trainer.num_minibatches
     if count > 1 and config.mode == "asynchronous":

@@ -36,13 +36,13 @@ class PackedModel:
 
     Args:
         path: folder of a transformers model.
-        dtype: "float32" or "bfloat16", of the published weights and of the body's arithmetic.
-        ranks: those that share the parameters; each has a shard of every one, and gathers a block's while it runs.
-        compiled: the blocks run through torch.compile.
+        dtype: "float32" or "bfloat16", the type of the published weights and of the body's arithmetic.
+        ranks: the ranks that share the parameters; each holds a shard of every one, and gathers a block while it runs.
+        compiled: runs the blocks through torch.compile.
         frozen: the model is not trained: it is held in `dtype`, without masters.
-        lora: nothing but adapters is trained, so that only they have masters; the model is held in `dtype` beside them.
-        seed: of new adapters.
-        field: of the run file, that `path` is the value of.
+        lora: trains adapters only, so that only they have masters; the rest of the model is held in `dtype`.
+        seed: seeds new adapters.
+        field: the run file's field whose value is `path`.
 
     Raises:
         ConfigError: no such model, incomplete weights, a head that is not one linear map, an architecture that is
@@ -70,28 +70,24 @@ class PackedModel:
         self._rounded: dict[str, Tensor] = {}
         """The body's parameters in `dtype` during a forward pass."""
         self._published_names: dict[str, str] | None = None
-        """By name of a master that of the published tensor; empty if there is no such tensor for each."""
+        """Name of the published tensor by name of its master; empty unless each master has one."""
         self._shards: Any = None
-        """What runs the body of a model that several ranks share; None in a world of one."""
+        """Runs the body of a model that several ranks share; None in a world of one."""
+        whole = None
         if self._ranks.mesh is None:
-            self._take(_load(path, self._named).to(device), gradient_checkpointing)
-            self._check()
-            if lora is not None:
-                adapt(self.module, lora, DTYPES[dtype], seed, path)
-            if compiled:
-                compile_blocks(self.module, device)
+            module = _load(path, self._named).to(device)
         else:
-            whole = None
             if self._ranks.is_lead:
                 whole = PackedModel(path, dtype, torch.device("cpu"), lora=lora, seed=seed, field=field).module
-            self._take(
-                empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype]),
-                gradient_checkpointing,
-            )
-            if lora is not None:
-                adapt(self.module, lora, DTYPES[dtype], seed, path)
-            if compiled:
-                compile_blocks(self.module, device)
+            module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype])
+        self._take(module, gradient_checkpointing)
+        if self._ranks.mesh is None:
+            self._check()
+        if lora is not None:
+            adapt(self.module, lora, DTYPES[dtype], seed, path)
+        if compiled:
+            compile_blocks(self.module, device)
+        if self._ranks.mesh is not None:
             self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._named)
             fill(self.module, whole, self._ranks, device)
         self._dtype = DTYPES[dtype]
@@ -113,7 +109,7 @@ class PackedModel:
         """Token ids are below this."""
         self._logit_scale: float = _logit_scale(module.config.get_text_config())
         self.even_length: float = _even_length(module)
-        """Tokens of a row from which on attention's products cost more than those of the weights."""
+        """Tokens of a row above which attention's products cost more than those of the weights."""
 
     def _check(self) -> None:
         try:
@@ -128,11 +124,11 @@ class PackedModel:
             raise ConfigError(f"trainer.gradient_checkpointing = true: {error}") from None
         for module in self.module.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                # Checkpointing acts in training mode only; what is inside the layer stays in evaluation mode.
+                # Checkpointing works in training mode only; the modules inside the layer stay in evaluation mode.
                 module.training = True
 
     def _recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """The contexts of a layer's forward pass and of its recomputation, which sees the weights of the former."""
+        """Returns the contexts of a layer's forward pass and of its recomputation, which uses the same weights."""
         if not self._rounded:
             return nullcontext(), nullcontext()
         return nullcontext(), _reparametrize_module(self.body, self._rounded, tie_weights=True)
@@ -142,31 +138,31 @@ class PackedModel:
         """The model without its head."""
         body = self.module.get_decoder()
         if body is self.module:
-            raise NotImplementedError("transformers does not tell its body from its head")
+            raise NotImplementedError("transformers does not separate its body from its head")
         return body
 
     def parameters(self) -> list[nn.Parameter]:
-        """The masters, tied ones once, none of a frozen model; of one that several ranks share this rank's shards."""
+        """Returns the masters, tied ones once: none of a frozen model, this rank's shards of a shared one."""
         return [parameter for parameter in self.at_rest().parameters() if parameter.requires_grad]
 
     def at_rest(self) -> Any:
-        """The module with its masters in place: a pass without gradient leaves the gathered values there."""
+        """Returns the module with its masters in place: a pass without gradient leaves gathered values there."""
         if self._shards is not None:
             self._shards.reshard()
         return self.module
 
     def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, H], `scaled`, and the head's weight [V, H], both in `dtype`: the published values."""
+        """Returns hidden states [N, H], `scaled`, and the head's weight [V, H]: published values, in `dtype`."""
         hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
         return self.scaled(hidden), head
 
     def run(
         self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention
     ) -> tuple[Tensor, Tensor]:
-        """The body over [N] tokens in any layout, and the head; `scaled` makes of the hidden states what it takes.
+        """Runs the body over [N] tokens in any layout; returns the hidden states before `scaled`, and the head.
 
-        Of a model that several ranks share: every rank has to run it, on whatever tokens, and the head is valid until
-        the next run.
+        If several ranks share the model, every rank must run it, on any tokens, and the head is valid until the next
+        run.
         """
         arguments = {
             "input_ids": token_ids[None],
@@ -175,7 +171,7 @@ class PackedModel:
             "layout": layout,
         }
         if self._shards is not None:
-            # The parameters that a pass without gradient has gathered are those before the next optimizer step.
+            # Parameters that a pass without gradient has gathered would be those before the last optimizer step.
             self._shards.reshard()
             hidden: Tensor = self._shards(**arguments)
             return hidden[0], self.module.get_output_embeddings().weight
@@ -190,23 +186,23 @@ class PackedModel:
         return outputs.last_hidden_state[0], head
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """The body's last hidden states [N, H] times the model's factor on its logits, which `head` does not hold."""
+        """Multiplies the body's last hidden states [N, H] by the model's logit factor, which the head lacks."""
         if self._logit_scale == 1.0:
             return hidden
-        # A power of two moves the exponent alone; another factor would be rounded in bfloat16.
+        # A power of two changes the exponent only; another factor would be rounded in bfloat16.
         is_exact = abs(math.frexp(self._logit_scale)[0]) == 0.5
         return (hidden if is_exact else hidden.float()) * self._logit_scale
 
     def reduce_gradients(self, now: bool) -> None:
-        """Whether the next backward pass adds the ranks' gradients up, or leaves that to a later one, which every step
-        of the optimizer needs."""
+        """Sets whether the next backward pass adds up the ranks' gradients, as the last one before each optimizer step
+        must."""
         if self._shards is not None:
             self._shards.set_requires_gradient_sync(now)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """Copies on CPU in `dtype`, by the names that `save_pretrained` would write; no two share memory.
+        """Returns copies on CPU in `dtype`, by the names that `save_pretrained` would write; no two share memory.
 
-        Of a model that several ranks share: the lead's alone; the others take part, and return nothing.
+        If several ranks share the model, all must call it, and only the lead's result is not empty.
         """
         if self._shards is None:
             state = self._untied()
@@ -219,36 +215,38 @@ class PackedModel:
         }
 
     def published_parts(self) -> Callable[[], list[PublishedPart]]:
-        """What gives the parts of the published tensors that this rank holds: of every tensor one, maybe of no
-        elements, in the same order on all ranks, by the names that `save_pretrained` would write. It may be called in
-        another thread, until the next optimizer step.
+        """Returns a function that returns this rank's parts of the published tensors: one of every tensor, perhaps
+        without elements, in the same order on all ranks, by the names that `save_pretrained` would write. Another
+        thread may call it, until the next optimizer step.
 
-        Where names alone differ from the masters', the parts are the masters themselves. Where tensors are split or
-        joined, a model that several ranks share is gathered on the lead, now, and the other ranks have no parts.
+        If only names differ from the masters', the parts are the masters themselves. If tensors are split or joined, a
+        model that several ranks share is gathered on the lead immediately, and the other ranks have no parts.
         """
         state = self._untied() if self._shards is None else self.state()
         if self._published_names is None:
             self._published_names = _renamed(state, self._published)
         names = self._published_names
         if names:
-            return lambda: [self._part(names[name], tensor.detach()) for name, tensor in state.items()]
+            return lambda: self._parts({names[name]: tensor for name, tensor in state.items()})
         if self._shards is None:
-            return lambda: self._whole_parts(self._published(state))
+            return lambda: self._parts(self._published(state))
         weights = self.published_weights()
-        return lambda: self._whole_parts(weights)
+        return lambda: self._parts(weights)
 
-    def _whole_parts(self, state: dict[str, Tensor]) -> list[PublishedPart]:
-        return [self._part(name, tensor.detach()) for name, tensor in state.items()]
-
-    def _part(self, name: str, tensor: Tensor) -> PublishedPart:
-        start, values = held(tensor, self._ranks)
-        return PublishedPart(name, self._published_dtype(tensor), tuple(tensor.shape), start, values.contiguous())
+    def _parts(self, tensors: Mapping[str, Tensor]) -> list[PublishedPart]:
+        """Returns this rank's part of each published tensor."""
+        parts = []
+        for name, tensor in tensors.items():
+            start, values = held(tensor.detach(), self._ranks)
+            dtype = self._published_dtype(tensor)
+            parts.append(PublishedPart(name, dtype, tuple(tensor.shape), start, values.contiguous()))
+        return parts
 
     def _published_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By the names, and in the pieces, that `save_pretrained` would write; adapters by peft's names."""
+        """Renames, splits and joins tensors as `save_pretrained` would; adapters get peft's names."""
         if self.lora is None:
             return revert_weight_conversion(self.module, state)
         return {published_name(name): tensor for name, tensor in state.items()}
@@ -262,7 +260,7 @@ class PackedModel:
         """Replaces the masters by those in `folder`, in place.
 
         Raises:
-            ConfigError: no model there, or one of other shapes.
+            ConfigError: no model in `folder`, or one of other shapes.
         """
         if self._shards is not None:
             raise NotImplementedError("a model that several ranks share is loaded from their checkpoint")
@@ -273,10 +271,10 @@ class PackedModel:
 
     @torch.no_grad()
     def load_adapter(self, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the adapters' masters by published ones; none are those of the base.
+        """Replaces the adapters' masters by published ones; without any the policy is the base.
 
         Raises:
-            ConfigError: they are another model's adapters.
+            ConfigError: the adapters belong to another model.
         """
         masters = {published_name(name): tensor for name, tensor in self.state().items()}
         shapes, found = ({name: t.shape for name, t in each.items()} for each in (masters, weights))
@@ -291,27 +289,23 @@ class PackedModel:
 
     @property
     def is_base(self) -> bool:
-        """Whether the policy is the base: nothing was trained into its adapters."""
+        """True if the policy is the base: its adapters are untrained."""
         factors = [tensor for name, tensor in self.state().items() if name.endswith("lora_B")]
         return self.lora is not None and not any(bool(held(each, self._ranks)[1].any()) for each in factors)
 
-    def base(self) -> "BaseOfAdapter":
-        """The model without its adapters, in the same memory."""
-        return BaseOfAdapter(self)
-
     @torch.no_grad()
     def copy(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes the `state` of a model of the same shapes, shared by the same ranks; each tensor in its own type."""
+        """Copies the `state` of a model of the same shapes and ranks; each tensor keeps its own type."""
         for name, tensor in self.state().items():
             tensor.copy_(weights[name])
 
     def state(self) -> dict[str, Tensor]:
-        """The masters, see `tensors_of`; those of adapters alone where nothing else is trained."""
+        """Returns the masters as `tensors_of` does; with adapters, theirs only."""
         return tensors_of(self.at_rest()) if self.lora is None else adapter_of(self.at_rest())
 
 
 class BaseOfAdapter:
-    """The base under a model's adapters, as a policy: the reference of a KL term at no memory of its own."""
+    """The base under a model's adapters as a policy: a KL term's reference without memory of its own."""
 
     def __init__(self, model: PackedModel) -> None:
         self._model = model
@@ -323,7 +317,7 @@ class BaseOfAdapter:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, tied ones once: those in use."""
+    """Returns the parameters and saved buffers in use by name, tied ones once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
@@ -333,7 +327,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def _renamed(
     state: Mapping[str, Tensor], published: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> dict[str, str]:
-    """The names of the published tensors, by name; empty if `published` splits or joins some."""
+    """Returns the published tensors' names by master name; empty if `published` splits or joins any."""
     likenesses = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
     names = {id(likeness): name for name, likeness in likenesses.items()}
     converted = published(dict(likenesses))
@@ -342,14 +336,14 @@ def _renamed(
 
 
 def _logit_scale(config: Any) -> float:
-    """The model's factor on its logits: Cohere's architectures multiply by theirs, Granite's divide."""
+    """Returns the model's factor on its logits: Cohere's architectures multiply by it, Granite's divide."""
     factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
     return (factor if isinstance(factor, float | int) else 1.0) / (divisor or 1.0)
 
 
 def _even_length(module: Any) -> float:
-    """A token's products with weights cost 2 a parameter; those of attention 4 times the width of the heads for each
-    token before it, on average half the row, in every layer."""
+    """Returns `PackedModel.even_length`. A token's products with weights cost 2 per parameter; those of attention 4
+    times the heads' width per earlier token, on average half the row, in every layer."""
     config = module.config.get_text_config()
     heads, layers = getattr(config, "num_attention_heads", 0), getattr(config, "num_hidden_layers", 0)
     width = heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads))
@@ -360,7 +354,7 @@ def _even_length(module: Any) -> float:
 def _load(path: str, named: str) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{named}: expected a folder with a transformers model (no config.json there)")
-    # A run has a view of its own; bars from within would tear it apart.
+    # Progress bars would break a run's own display.
     transformers_logging.disable_progress_bar()
     try:
         loading: Any = AutoModelForCausalLM.from_pretrained(
@@ -371,6 +365,6 @@ def _load(path: str, named: str) -> Any:
         raise ConfigError(f"{named}: transformers cannot load it: {why}") from error
     model, loaded = loading
     if loaded["missing_keys"]:
-        # transformers would go on with random values in their place.
+        # transformers would continue with random values in their place.
         raise ConfigError(f"{named}: lacks the weights {sorted(loaded['missing_keys'])[:3]}")
     return model

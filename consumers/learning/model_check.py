@@ -1,15 +1,15 @@
-"""The check at start that a model computes over packed rows what transformers computes row by row.
+"""The start check that a model computes over packed rows what transformers computes row by row.
 
 Two short rows of random tokens go through the model in float32, packed behind the prefix that they share. Three
 comparisons of logprobs follow:
 
-1. of two passes over both rows, which fails with dropout that stays on;
-2. of the second row in the pack and alone, which fails if it sees the first: by a recurrence, or by attention that goes
-   around the packed one;
-3. of the second row alone and transformers' own forward pass, which fails with whatever else is not reproduced: a mask
-   of another shape, a soft cap of the logits.
+1. of two passes over both rows, which fails if dropout stays on;
+2. of the second row packed and alone, which fails if it sees the first: by a recurrence, or by attention that bypasses
+   the packed one;
+3. of the second row alone and transformers' own forward pass, which fails if anything else is not reproduced: a mask of
+   another shape, a soft cap of the logits.
 
-Sliding windows and attention chunks are narrowed meanwhile, so that the rows reach past them.
+Sliding windows and attention chunks are narrowed for the check, so that the rows are longer than them.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from penstock.consumers.learning.packing import pack_segments
 from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
 
 ALLOWED = 1e-3
-"""Nats a token, mean: equal computations in another order stay below 1e-5, the faults seen are above 1e-2."""
+"""Mean nats per token: equal computations in another order stay below 1e-5, known faults are above 1e-2."""
 _PREFIX = 5
 _LENGTH = 13
 """Tokens of a row; both rows begin with the same `_PREFIX` tokens."""
@@ -66,7 +66,7 @@ def check_model(module: Any, forward: Forward) -> None:
             _compare(alone[0], own, "differ from those of transformers' own forward pass")
         except (ModelCheckError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever an architecture that nobody tried raises: it cannot be trained
+        except Exception as error:  # an untried architecture may raise anything: it cannot be trained
             raise ModelCheckError(f"cannot be run over packed rows: {str(error) or type(error).__name__}") from error
 
 
@@ -79,7 +79,7 @@ def _compare(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _packed(rows: list[list[int]], forward: Forward, device: torch.device) -> Tensor:
-    """Logprobs of the tokens after each row's prefix, [rows, _LENGTH - _PREFIX]."""
+    """Returns the logprobs of the tokens after each row's prefix, [rows, _LENGTH - _PREFIX]."""
     ((microbatch, _),) = pack_segments([(0, _segment(row), 1.0) for row in rows], 2 * _LENGTH)
     microbatch = microbatch.to(device)
     hidden, head = forward(microbatch)
@@ -97,7 +97,7 @@ def _segment(token_ids: list[int]) -> Segment:
 
 
 def _own(row: Tensor, module: Any) -> Tensor:
-    """The same of one row by transformers: its eager attention, masks and head, in evaluation mode."""
+    """Returns one row's logprobs by transformers: its eager attention, masks and head, in evaluation mode."""
     training = [each for each in module.modules() if each.training]
     module.eval().set_attn_implementation("eager")
     try:
@@ -111,7 +111,7 @@ def _own(row: Tensor, module: Any) -> Tensor:
 
 @contextmanager
 def _narrowed(module: Any) -> Iterator[None]:
-    """Sets windows and chunks of attention to `_WINDOW` tokens, in the configuration and where modules keep them."""
+    """Sets attention windows and chunks to `_WINDOW` tokens, in the configuration and in the modules."""
     configs = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     holders = [
         (holder, name, value)

@@ -1,4 +1,4 @@
-"""What rollouts earned and how long they are, as metrics by name."""
+"""Metrics of rollouts' rewards and lengths."""
 
 import math
 from collections import Counter
@@ -12,11 +12,11 @@ from penstock.schemas.rollout import RolloutGroup
 
 
 def outcome(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """The outcome of every rollout of every group; empty without groups.
+    """Returns metrics over every rollout of every group; empty without groups.
 
     reward, and `reward/<part>` of each part: means, as of `mean_rewards`.
     reward_std: standard deviation (n - 1) of a group's rewards, mean over the groups.
-    completion_tokens: sampled tokens of a rollout, mean.
+    completion_tokens: mean sampled tokens of a rollout.
     truncated_frac, truncated_rollouts: share and number of the rollouts whose last segment ended at the token limit.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -34,15 +34,15 @@ def outcome(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def reward_table(reward: Reward) -> dict[str, float]:
-    """`reward`, and `reward/<part>` for each part."""
+    """Returns `reward`, and `reward/<part>` for each part."""
     return {REWARD: reward.value, **{part_key(name): value for name, value in reward.parts.items()}}
 
 
 def mean_rewards(tables: Sequence[Mapping[str, float]], num_failed: int = 0) -> dict[str, float]:
-    """Means by name over the tables that have it; each of `num_failed` more counts as 0 for every name.
+    """Returns means by name over the tables that have it; each of `num_failed` more counts as 0 for every name.
 
-    Agents name parts as they like: those of more than `MAX_PART_CHARACTERS`, and all but the `MAX_PARTS` most frequent
-    ones, are left out, as is a mean beyond the range of a float.
+    Agents name parts freely: names longer than `MAX_PART_CHARACTERS`, and all but the `MAX_PARTS` most frequent ones,
+    are left out, as is a mean beyond the range of a float.
     """
     counts = Counter(name for table in tables for name in table)
     names = [name for name in counts if len(name) <= len(part_key("")) + MAX_PART_CHARACTERS]

@@ -1,4 +1,4 @@
-"""From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
+"""Packs prompt groups into tensors: rows without padding, contexts that siblings share stored once."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,19 +26,30 @@ class _Row:
 
     segment: Segment
     place: Place
-    prefix: tuple[int, bytes]
-    """Group and context bytes before the first sampled token: rows with an equal prefix share it."""
-    prefix_length: int
-    length: int
-    lags: tuple[tuple[int, int], ...]
-    """(lag, tokens) along the sampled tokens."""
     rollout: int
     """The place of its rollout among all of the batch."""
-    advantage: float
+    lags: tuple[tuple[int, int], ...]
+    """(lag, tokens) along the sampled tokens."""
     temperature: float
     rollout_tokens: int
+    advantage: float = 0.0
     is_masked: bool = False
-    """All of it: its rollout is truncated."""
+    """True if the rollout is truncated, so that no token of the row is trained on."""
+
+    @property
+    def prefix_length(self) -> int:
+        """Context tokens before the first sampled one."""
+        return self.segment.loss_mask[0][0]
+
+    @property
+    def prefix(self) -> tuple[int, bytes]:
+        """Group and bytes of the context: rows with an equal prefix share it."""
+        return self.place.group, self.segment.token_ids[: 4 * self.prefix_length]
+
+    @property
+    def length(self) -> int:
+        """Tokens up to the one before the last sampled one."""
+        return self.segment.loss_mask[-1][1] - 1
 
 
 def pack(
@@ -51,21 +62,21 @@ def pack(
 ) -> Batch:
     """Packs the groups of one update; each must have passed `check_trainable`.
 
-    They are split into the parts of one optimizer step each (`minibatches_of`).
+    They are split into one part per optimizer step (`minibatches_of`).
 
-    Groups whose advantages are all 0, as without reward variance, are left out of the rows and counted in the
-    denominators, which to the policy term changes nothing but the cost. One rollout of each is kept for the metrics
-    (`MiniBatch.skipped`), by the group's index a different sibling each time. Tokens older than the lag bound are
-    masked, as are truncated rollouts with `advantage.truncated = "mask"`, which are not in the denominators either; a
-    row with nothing else is left out likewise. With KL in the reward no row is left out.
+    Groups whose advantages are all 0, as without reward variance, are left out of the rows but counted in the
+    denominators, which leaves the policy term unchanged and saves cost. One rollout of each is kept for the metrics
+    (`MiniBatch.skipped`), a sibling that depends on the group's index. Tokens older than the lag bound are masked, as
+    are truncated rollouts with `advantage.truncated = "mask"`, which are not in the denominators either; a row without
+    other tokens is left out too. With KL in the reward no row is left out.
 
     With a teacher no group is left out; the advantages are those of the rewards, all 0 if the teacher is alone.
 
     Args:
-        every_row: trains on groups without advantage as well, for an objective whose loss is not 0 there.
-        sharing: the ranks that the rows are for; `Batch.of_rank` is the part of each.
-        lag_of: the lag of a policy version. If it raises UnknownVersionError the token counts as the row's oldest
-            known version, without one as the lag bound, and never as less than 1.
+        every_row: trains on groups without advantage too, for an objective whose loss is not 0 there.
+        sharing: the ranks that share the rows; `Batch.of_rank` returns the part of each.
+        lag_of: the lag of a policy version. If it raises UnknownVersionError the token has the lag of the row's oldest
+            known version, or the lag bound without one, and at least 1.
 
     Raises:
         FutureVersionError: from `lag_of`.
@@ -112,38 +123,31 @@ def pack_segments(
     """Packs segments for forward passes without training: no advantage, no lag, nothing left out.
 
     Args:
-        segments: for each the number of its group, the segment (at least one sampled token, and context before it),
-            and its temperature. Segments of one group that begin with the same context share it.
+        segments: the number of the group, the segment (at least one sampled token, and context before it), and the
+            temperature of each. Segments of one group that begin with the same context share it.
         budget: tokens of one forward pass, as `trainer.tokens_per_microbatch`.
 
     Yields:
-        A micro-batch, and the places in `segments` of those whose sampled tokens it holds, in the order of its tokens.
+        A micro-batch, and the places in `segments` of the segments in it, in the order of its tokens.
     """
     rows = [
         _Row(
             segment=segment,
-            place=Place(group, 0, 0),
-            prefix=(group, segment.token_ids[: 4 * segment.loss_mask[0][0]]),
-            prefix_length=segment.loss_mask[0][0],
-            length=segment.loss_mask[-1][1] - 1,
+            place=Place(group, number, 0),
+            rollout=number,
             lags=((0, segment.num_sampled_tokens),),
-            rollout=0,
-            advantage=0.0,
             temperature=temperature,
             rollout_tokens=segment.num_sampled_tokens,
         )
-        for group, segment, temperature in segments
+        for number, (group, segment, temperature) in enumerate(segments)
     ]
-    first = 0
-    for part in _split(rows, budget):
-        order = sorted(range(len(part)), key=lambda place: -part[place].length)
-        yield _pack_rows([part[place] for place in order], 0), tuple(first + place for place in order)
-        first += len(part)
+    for part in map(_longest_first, _split(rows, budget)):
+        yield _pack_rows(part, 0), tuple(row.rollout for row in part)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The groups of a mini-batch, the rows that are trained on, and the others."""
+    """The groups of a mini-batch, the rows that are trained on, and the other rows."""
 
     groups: Sequence[RolloutGroup]
     rows: list[_Row]
@@ -157,12 +161,12 @@ def _rows_of(
     config: RunConfig,
     every_row: bool,
 ) -> _Part:
-    """advantages: by a group's index, after the place of its first rollout in the batch."""
+    """Makes the rows of a mini-batch. advantages: by group index, the place of the first rollout and the advantages."""
     part = _Part(groups, [], [])
-    for g, group in enumerate(groups):
+    for group in groups:
         first, own = advantages[group.index]
         rows = part.rows if every_row or any(own) else part.skipped
-        rows += _rows(g, group, first, own, lags, config)
+        rows += _rows(group, first, own, lags, config)
     return part
 
 
@@ -172,11 +176,11 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
     def passes(rows: list[_Row]) -> list[list[_Row]]:
         return [_longest_first(each) for each in _passes(rows, budget, sharing)]
 
-    of_kl = config.advantage.kl_coefficient > 0  # which is that of a whole rollout
+    of_kl = config.advantage.kl_coefficient > 0  # the KL of a whole rollout
     alive, skipped = (
         [row for row in rows if of_kl or _num_unmasked([row], bound)] for rows in (part.rows, part.skipped)
     )
-    sample = _a_rollout_of_each_group(skipped)
+    sample = _sample_rollouts(skipped)
     rollouts = [one for group in part.groups for one in group.rollouts if not _is_masked(one, config)]
     split = passes(alive)
     whole = MiniBatch(
@@ -205,8 +209,8 @@ def _is_masked(rollout: Rollout, config: RunConfig) -> bool:
     return config.advantage.truncated == "mask" and rollout.is_truncated
 
 
-def _a_rollout_of_each_group(rows: list[_Row]) -> list[_Row]:
-    """Siblings are exchangeable, and which of them is chosen rests on the index alone: the sample is without bias."""
+def _sample_rollouts(rows: list[_Row]) -> list[_Row]:
+    """Samples a rollout of each group by the group's index alone: siblings are exchangeable, so it has no bias."""
     found: list[_Row] = []
     for index, of_group in groupby(rows, key=lambda row: row.place.group):
         own = list(of_group)
@@ -216,15 +220,14 @@ def _a_rollout_of_each_group(rows: list[_Row]) -> list[_Row]:
 
 
 def _rows(
-    g: int, group: RolloutGroup, first: int, advantages: list[float], lag: KnownLags, config: RunConfig
+    group: RolloutGroup, first: int, advantages: list[float], lag: KnownLags, config: RunConfig
 ) -> Iterator[_Row]:
     for r, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
         rollout_tokens = rollout.num_sampled_tokens
         for s, segment in enumerate(rollout.segments):
             if not segment.loss_mask:
                 continue
-            prefix_length = segment.loss_mask[0][0]
-            if prefix_length < 1:
+            if segment.loss_mask[0][0] < 1:
                 raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
             if config.teacher_url is not None:
                 check_taught(group, segment)
@@ -232,22 +235,19 @@ def _rows(
             yield _Row(
                 segment=segment,
                 place=Place(group.index, r, s),
-                prefix=(g, segment.token_ids[: 4 * prefix_length]),
-                prefix_length=prefix_length,
-                length=segment.loss_mask[-1][1] - 1,
-                lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
                 rollout=first + r,
-                advantage=advantage,
+                lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
+                advantage=advantage,
                 is_masked=_is_masked(rollout, config),
             )
 
 
 def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
-    """Consecutive rows of at most `budget` tokens together; a longer row makes a part of its own.
+    """Splits rows into consecutive parts of at most `budget` tokens; a longer row is a part of its own.
 
-    A shared context counts for every row: it is packed once, but attention holds it once a row.
+    A shared context counts for every row: it is packed once, but attention holds it once per row.
     """
     part: list[_Row] = []
     used = 0
@@ -262,13 +262,13 @@ def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
 
 
 def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]:
-    """The rows of each forward pass; with several ranks the first pass of each, then the second of each, and so on.
+    """Returns the rows of each forward pass; with several ranks each one's first pass, then each one's second, etc.
 
-    Every rank has the same number of passes of about equal cost; one that has too few rows gets empty ones.
+    Every rank has the same number of passes of about equal cost; a rank with too few rows gets empty ones.
     """
     if sharing.num_ranks == 1:
         return list(_split(rows, budget))
-    groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.prefix[0])]
+    groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.place.group)]
     shares = shared_out(groups, lambda row: sharing.cost(row.length), sharing.num_ranks)
     num_passes = max(sum(1 for _ in _split(share, budget)) for share in shares)
     spread_out = [spread(share, lambda row: row.length, num_passes) for share in shares]
@@ -276,7 +276,7 @@ def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]
 
 
 def _longest_first(rows: list[_Row]) -> list[_Row]:
-    """The rows in the order that lets attention cut rectangles with little padding."""
+    """Sorts the rows so that attention's rectangles have little padding."""
     return sorted(rows, key=lambda row: -row.length)
 
 
@@ -327,11 +327,11 @@ def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
         row_ids=torch.from_numpy(row_ids),
         rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),
-        teacher_logprobs=_of_teacher([row.segment for row in rows]),
+        teacher_logprobs=_teacher_logprobs([row.segment for row in rows]),
     )
 
 
-def _of_teacher(segments: list[Segment]) -> torch.Tensor | None:
+def _teacher_logprobs(segments: list[Segment]) -> torch.Tensor | None:
     found = [segment.teacher_logprobs for segment in segments if segment.teacher_logprobs]
     if len(found) < len(segments):
         return None
@@ -349,6 +349,6 @@ def _support(segments: list[Segment]) -> Support | None:
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The concatenation of `starts[i] .. starts[i] + lengths[i] - 1`."""
+    """Concatenates the ranges `starts[i] .. starts[i] + lengths[i] - 1`."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths)

@@ -1,4 +1,4 @@
-"""What is published of a model, as references to the masters."""
+"""The published parts of a model, as references to the masters."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class PublishedPart(NamedTuple):
-    """What this rank holds of a published tensor.
+    """This rank's part of a published tensor.
 
-    dtype: of the published elements. shape: of the whole tensor. start: the number of its elements, in row-major order,
-        before those in `values`.
-    values: contiguous; the optimizer writes to it, and it may be of another type than `dtype`.
+    dtype: the type of the published elements. shape: the whole tensor's. start: the number of its elements, in
+        row-major order, before those in `values`.
+    values: contiguous; the optimizer writes to it, and its type may differ from `dtype`.
     """
 
     name: str

@@ -1,29 +1,18 @@
-"""The ranks of a trainer: what the numerics know of the processes beside their own."""
+"""The ranks of a trainer: what the numerics know of the other processes."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
-
-
 Thread = Literal["checkpoint", "publisher"]
-"""The threads that communicate beside the main one."""
+"""The threads other than the main one that communicate."""
 
 BETWEEN_STEPS = "between steps"
-"""The lead's phase while it does what the other ranks have no part in."""
-
-
-class OfRank(Protocol):
-    """What has a part for each rank."""
-
-    def of_rank(self, rank: int, num_ranks: int) -> Self: ...
-
-
-Shared = TypeVar("Shared", bound=OfRank)
+"""The lead's phase while it does work in which the other ranks have no part."""
 
 
 class Ranks:
@@ -36,48 +25,45 @@ class Ranks:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Its number among those on this machine."""
+    """The rank's number among those on its machine."""
     mesh: DeviceMesh | None = None
     """The devices that share the parameters; None in a world of one, whose parameters are whole."""
     group: dist.ProcessGroup | None = None
     """The ranks' group for objects and tensors on CPU; None in a world of one."""
     phase: str = "start"
-    """What this rank is at, for the message about a rank that is lost."""
+    """The work this rank is doing, for the message about a rank that is lost."""
 
     @property
-    def phase_beside(self) -> str:
-        """The same of the threads beside; empty if they have nothing to do."""
+    def thread_phases(self) -> str:
+        """The phases of the other threads; empty if they have nothing to do."""
         return ""
 
     @property
     def is_lead(self) -> bool:
-        """Rank 0 alone speaks to Redis and holds what is durable."""
+        """True of rank 0, which alone talks to Redis and holds durable state."""
         return self.rank == 0
 
     def order(self, name: str, part: Callable[[int], tuple[Any, ...]] = lambda rank: ()) -> None:
-        """The lead's alone: the others, which wait in `follow`, call what they know by this name with their part."""
+        """Starts the function of this name, with its part as arguments, on the other ranks, which wait in `follow`. For
+        the lead only."""
 
     def follow(self, orders: Mapping[str, Callable[..., object]]) -> None:
-        """Waits for the orders of the lead and carries them out, until it ends. Called by every other rank."""
+        """Waits for the lead's orders and carries them out until the lead ends. Called by every other rank."""
         raise NotImplementedError("there is no lead to follow in a world of one")
 
-    def hand_out_next(self, items: Iterator[Shared]) -> Shared | None:
-        """The part of this rank of the next item, which the lead alone has; None after the last."""
-        return next(items, None)
-
     def hand_out(self, part: Callable[[int], Value]) -> Value:
-        """The part of this rank; asked for on the lead alone, for each rank."""
+        """Returns this rank's part. `part` is called on the lead only, once for each rank."""
         return part(0)
 
     def gather(self, value: Value) -> list[Value]:
-        """The value of each rank, by rank, on all of them. Tensors must be on CPU."""
+        """Returns every rank's value, by rank, on all ranks. Tensors must be on CPU."""
         return [value]
 
     def add(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, on all of them; of tensors of one shape and type."""
+        """Returns the sum over the ranks, on all of them, of tensors of one shape and type."""
         return values
 
-    def beside(self, thread: "Thread") -> "Ranks":
-        """The same ranks for one thread beside the main one, whose calls do not mix with those of others. Its `phase`
-        is empty while it has nothing to do."""
+    def for_thread(self, thread: Thread) -> "Ranks":
+        """Returns the same ranks for another thread, whose calls do not mix with the main thread's. Their `phase` is
+        empty while the thread has nothing to do."""
         return Ranks()

@@ -1,6 +1,6 @@
-"""Masks beside the importance weight: which tokens and rows are too far off-policy to be trained on at all.
+"""Masks in addition to the importance weight: tokens and rows that are too far off-policy to be trained on.
 
-Each of them keeps a NaN: a value that cannot be judged reaches the loss, and the step is skipped and counted.
+Each mask keeps a NaN: a value that cannot be judged reaches the loss, and the step is skipped and counted.
 """
 
 import torch
@@ -11,7 +11,7 @@ from penstock.schemas.config import Rejection
 
 
 def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
-    """True where the rejection masks a token.
+    """Returns [M] bool: True where the rejection masks a token.
 
     verl's rollout rejection (rollout_rs), with l = proximal - behavior, c its clamped value, and Schulman's estimators
     of a KL divergence ("Approximating KL Divergence", 2020) k1 = -c, k2 = c^2 / 2, k3 = e^c - c - 1. A token is judged
@@ -26,7 +26,7 @@ def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
     """
     scope, _, estimator = rejection.mode.rpartition("_")
     if estimator == "k1":
-        # A sum of clamped terms would hide a far token behind many near ones of the other sign: clamped only at last.
+        # A sum of clamped terms would hide a far token behind many near ones of the other sign: the sum is clamped.
         values = torch.exp(clamped(_over(scope, -log_ratios, rows)))
         if rejection.lower is not None:
             lower = rejection.lower
@@ -39,17 +39,17 @@ def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
 
 
 def beyond_m2_budget(log_ratios: Tensor, candidates: Tensor, budget: float) -> Tensor:
-    """True on the candidates to drop, largest clamped l^2 first, until the mean l^2 of the rest is below the budget.
+    """Returns True for the candidates to drop, largest clamped l^2 first, until the rest's mean l^2 is below budget.
 
-    M2PO (arXiv 2510.01161) as AReaL has it: the smallest is kept even if it is above the budget. Equal values go or
-    stay together, so that the order of the tokens does not matter (AReaL's sort cuts between them).
+    M2PO (arXiv 2510.01161) as in AReaL: the smallest value is kept even above the budget. Equal values are dropped or
+    kept together, so that the order of the tokens does not matter (AReaL's sort separates them).
 
     Args:
         log_ratios: [M] float64, of the whole batch.
         candidates: [M] bool, the tokens that may be kept.
     """
     squares = clamped(log_ratios).square()
-    # On CPU, where a running sum has one order and thus the same bits every time.
+    # On CPU a running sum has one order, and thus the same bits every time.
     ordered = squares[candidates].cpu().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, dtype=ordered.dtype)
     num_kept = int((means < budget).sum())
@@ -68,9 +68,9 @@ def off_policy_rows_kept(
     row_ids: Tensor,
     delta: float,
 ) -> Tensor:
-    """Off-policy sequence masking: False on rows that drifted and would be pushed further down.
+    """Off-policy sequence masking: False for rows that drifted and whose probability would be lowered further.
 
-    With D the mean of behavior - current over the row's unmasked tokens, a row is dropped where D > delta and the
+    With D the mean of behavior - current over the row's unmasked tokens, a row is dropped if D > delta and the
     advantage is negative, both strictly. Source: DeepSeek-V3.2 (arXiv 2512.02556, "Off-Policy Sequence Masking");
     ms-swift, TRL and slime agree.
 

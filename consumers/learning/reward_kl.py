@@ -25,7 +25,7 @@ from penstock.schemas.config import AdvantageConfig
 
 
 def penalized(batch: Batch, divergences: Sequence[Tensor], config: AdvantageConfig, ranks: Ranks) -> Batch:
-    """The batch with the advantages of its penalized rewards; the same on every rank, of whose rows it is the sum.
+    """Returns the batch with the advantages of its penalized rewards; the same on every rank, as sums are over all.
 
     divergences: proximal - reference logprobs of each of the batch's micro-batches, [M] float64 on CPU.
     """

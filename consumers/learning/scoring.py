@@ -1,4 +1,4 @@
-"""From packed tokens to a loss: the policy's logprobs, the correction of the behavior policy, the objective."""
+"""Scores packed tokens: the policy's logprobs, the correction of the behavior policy, the objective's loss."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
 from penstock.consumers.learning.head import selected_logprobs
-from penstock.consumers.learning.importance import Correction, correct_packed, correct_sound
+from penstock.consumers.learning.head_kernels import TokenGrads
+from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
@@ -22,15 +23,14 @@ from penstock.consumers.learning.reward_kl import penalized
 from penstock.consumers.learning.teacher import open_teacher, teacher_advantages
 from penstock.schemas.config import ConfigError, RunConfig
 
-TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 _ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class StepConstants:
-    """Values of one micro-batch that stay the same over the optimizer steps of its batch; [M] float32 each.
+    """Values of a micro-batch that are constant over the optimizer steps of its batch; [M] float32 each.
 
-    proximal_logprobs: None if the batch makes one optimizer step, since the current policy is the proximal one then.
+    proximal_logprobs: None if the batch makes one optimizer step: the current policy is the proximal one then.
     reference_logprobs: None for an objective without a KL term.
     teacher_logprobs: None without a teacher.
     correction: None if it can be computed from the micro-batch alone.
@@ -43,17 +43,17 @@ class StepConstants:
 
     @property
     def divergence(self) -> Tensor:
-        """proximal - reference logprobs, [M] float64 on CPU, where both were computed."""
+        """proximal - reference logprobs, [M] float64 on CPU, if both were computed."""
         assert self.proximal_logprobs is not None and self.reference_logprobs is not None
         return self.proximal_logprobs.cpu().double() - self.reference_logprobs.cpu().double()
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The detached per-token results of one micro-batch; M sampled tokens.
+    """The detached results of a micro-batch with M sampled tokens.
 
     proximal_logprobs: of the trainer's policy before the first step on the batch, in bypass mode too.
-    advantages: with the teacher's part, if there is a teacher.
+    advantages: including the teacher's part, if there is a teacher.
     teacher_divergence: proximal - teacher logprobs; None without a teacher.
     """
 
@@ -70,9 +70,8 @@ class Scored:
 class TokenScorer:
     """Turns micro-batches into losses.
 
-    `weight = f(proximal / behavior)` and `ratio = current / proximal` are kept apart: the first is the correction's,
-    the second the objective's. In bypass mode the objective sees the behavior policy in the proximal one's place, and
-    weights of 1.
+    `weight = f(proximal / behavior)` is the correction's, `ratio = current / proximal` the objective's. In bypass mode
+    the objective gets the behavior policy in place of the proximal one, and weights of 1.
 
     Raises:
         ConfigError: settings that would count the gap between engine and trainer twice, or ask for a reference model
@@ -97,7 +96,7 @@ class TokenScorer:
         if not (getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient):
             return
         if config.lora is not None and config.model.reference is None:
-            self.reference = model.base()
+            self.reference = BaseOfAdapter(model)
         else:
             self.reference = PackedModel(
                 config.model.reference or config.model.path,
@@ -120,9 +119,9 @@ class TokenScorer:
                 )
 
     def step_constants(self, batch: Batch) -> tuple[Batch, list[list[StepConstants]]]:
-        """Computed before the first optimizer step; by mini-batch, its micro-batches and then those in `skipped`.
+        """Computes the constants before the first optimizer step: per mini-batch for its micro-batches, then `skipped`.
 
-        The batch is the one given, but for its advantages if there is KL in the reward.
+        Returns the batch, with new advantages if there is KL in the reward, and the constants.
         """
         logprobs = self._logprobs(batch.microbatches)
         if self._advantage.kl_coefficient:
@@ -135,13 +134,12 @@ class TokenScorer:
         ]
 
     def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
-        """The step constants of these micro-batches, which make up a batch for a correction that judges a batch as a
-        whole."""
+        """Computes the step constants of these micro-batches, which are the batch for a batch-level correction."""
         return self._corrected(microbatches, self._logprobs(microbatches))
 
     @torch.no_grad()
     def _logprobs(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
-        """The proximal and the reference policy's, as far as they are needed."""
+        """Computes the logprobs of the proximal policy, the reference and the teacher, as far as they are needed."""
         needs_proximal = (
             self._correction.is_batch_level or self._steps_per_batch > 1 or self._advantage.kl_coefficient > 0
         )
@@ -162,9 +160,9 @@ class TokenScorer:
     def score(
         self, microbatch: MicroBatch, minibatch: MiniBatch, constants: StepConstants
     ) -> tuple[Tensor, Scored | None]:
-        """The micro-batch's share of the mini-batch's loss, under gradient, and its detached per-token values.
+        """Returns the micro-batch's share of the mini-batch's loss, under gradient, and its detached values.
 
-        Of an idle one: a loss of 0 with gradients of 0, and None.
+        For an idle micro-batch: a loss of 0 with gradients of 0, and None.
         """
         if microbatch.is_idle:
             hidden, head = self._model.forward(microbatch)
@@ -196,7 +194,7 @@ class TokenScorer:
         *,
         token_grads: TokenGrads | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of the sampled tokens and entropies, [M] float32 each, of the trained model or of another."""
+        """Returns the sampled tokens' logprobs and entropies, [M] float32 each, under the trained or another model."""
         hidden, head = (model or self._model).forward(microbatch)
         if microbatch.is_idle:
             return microbatch.temperature, microbatch.temperature
@@ -211,7 +209,7 @@ class TokenScorer:
         current: Tensor,
         entropy: Tensor,
     ) -> tuple[LossOutputs, Tensor, Correction]:
-        """The objective over the tokens of `part`; `current` and `entropy` are of those tokens."""
+        """Applies the objective to the tokens of `part`; `current` and `entropy` are those tokens'."""
         proximal = current.detach() if constants.proximal_logprobs is None else constants.proximal_logprobs[part]
         advantages = self._advantages(microbatch, constants, part, proximal)
         correction = self._correct(microbatch, constants, part, proximal, current.detach(), advantages)
@@ -253,11 +251,11 @@ class TokenScorer:
         current: Tensor,
         advantages: Tensor,
     ) -> Correction:
-        """Over every sampled token: those past the lag bound count for their rows before `max_lag` masks them."""
+        """Corrects every sampled token: those past the lag bound count for their rows before `max_lag` masks them."""
         row_ids = microbatch.row_ids[part]
         behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
         if constants.correction is None:
-            return correct_sound(
+            return correct_packed(
                 proximal,
                 behavior,
                 sampled,
@@ -269,21 +267,20 @@ class TokenScorer:
             )
         if self._correction.off_policy_delta is None:
             return constants.correction
-        # The weights are those before the first step; how far off-policy a row is depends on the policy of this step.
+        # The weights are those before the first step; a row's drift depends on the policy of this step.
         kept = off_policy_rows_kept(behavior, current, sampled, advantages, row_ids, self._correction.off_policy_delta)
         whole = constants.correction
         return Correction(
             torch.where(kept, whole.weights, whole.weights.new_zeros(())),
             whole.keep_mask & kept,
-            whole.metrics,
             whole.corrected_mask | ~kept,
         )
 
     def _corrected(self, microbatches: Sequence[MicroBatch], constants: list[StepConstants]) -> list[StepConstants]:
-        """The correction of the whole batch at once, for statistics that no micro-batch has alone.
+        """Corrects the whole batch together, for statistics that a micro-batch alone does not have.
 
-        Every rank computes it from the tokens of all. Off-policy rows are left for `_correct`, which judges them anew
-        at each step.
+        Every rank computes it from the tokens of all ranks. Off-policy rows are left to `_correct`, which judges them
+        again at each step.
         """
         if not self._correction.is_batch_level:
             return constants
@@ -323,13 +320,13 @@ class TokenScorer:
         found = (whole.weights, whole.keep_mask, whole.corrected_mask)
         split = (column[first : first + sum(sizes)].split(sizes) for column in found)
         return [
-            dataclasses.replace(each, correction=Correction(weights, keep, {}, corrected))
+            dataclasses.replace(each, correction=Correction(weights, keep, corrected))
             for each, weights, keep, corrected in zip(constants, *split, strict=True)
         ]
 
 
 class SampledTokens(Protocol):
-    """The part of a `MicroBatch` that the head needs."""
+    """The fields of a `MicroBatch` that the head needs."""
 
     @property
     def predicting(self) -> Tensor: ...
@@ -344,7 +341,7 @@ class SampledTokens(Protocol):
 def head_logprobs(
     hidden: Tensor, head: Tensor, sampled: SampledTokens, *, token_grads: TokenGrads | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of the sampled tokens and entropies, [M] float32 each, from what `PackedModel.forward` returns."""
+    """Returns the sampled tokens' logprobs and entropies, [M] float32 each, from `PackedModel.forward`'s results."""
     return selected_logprobs(
         F.embedding(sampled.predicting, hidden),
         head,
@@ -360,7 +357,7 @@ def _shapes(model: PackedModel) -> dict[str, torch.Size]:
 
 
 def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:
-    """The loss's derivatives by logprob and entropy of a slice of tokens, for the head to use in its forward pass."""
+    """Returns a function that gives the head the loss's derivatives by a slice's logprobs and entropies."""
 
     def grads(part: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
         with torch.enable_grad():

@@ -17,7 +17,7 @@ from penstock.consumers.learning.ranks import Ranks
 
 
 class _BodyAndHead(nn.Module):
-    """The root of the shards: embedding, last norm and head are gathered as one."""
+    """The root of the shards: embedding, last norm and head are gathered together."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class _BodyAndHead(nn.Module):
 
 
 def empty_model(path: str, dtype: torch.dtype) -> Any:
-    """The model of a transformers folder with parameters that nothing has been written to, which take no memory yet;
-    buffers are without content."""
+    """Returns the model of a transformers folder with uninitialized parameters, which take no memory yet; buffers are
+    empty."""
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(path), attn_implementation=IMPLEMENTATION, dtype=dtype
@@ -46,13 +46,13 @@ def empty_model(path: str, dtype: torch.dtype) -> Any:
 
 
 def shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, field: str) -> _BodyAndHead:
-    """Shards every block of the model and the rest of it over the ranks, and returns what runs it.
+    """Shards every block and the rest of the model over the ranks; returns the module that runs the model.
 
     A block's parameters are gathered in `dtype` while it runs; gradients are added up in float32 over the ranks, not
     averaged: the loss is a sum over all ranks' tokens already.
 
     Raises:
-        ConfigError: no blocks can be found; `field` names the model.
+        ConfigError: no blocks are found; `field` names the model.
     """
     found = blocks(module, field, "trainer.num_processes = 1")
     # Inputs stay as they are, as without shards.
@@ -64,14 +64,14 @@ def shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, field: str) -> _Bod
     for each in root.modules():
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)
-            each.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing beforehand
-            each.set_reduce_scatter_unused_params(True)  # experts that no token of this rank has met
+            each.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it adds
+            each.set_reduce_scatter_unused_params(True)  # experts that got no token of this rank
     return root
 
 
 @torch.no_grad()
 def fill(module: nn.Module, whole: nn.Module | None, ranks: Ranks, device: torch.device) -> None:
-    """Gives every rank its shards of the lead's whole model, one parameter after the other, and all of its buffers."""
+    """Gives every rank its shards of the lead's whole model, parameter by parameter, and all of its buffers."""
     assert ranks.mesh is not None
     source = dict(whole.named_parameters()) if whole is not None else {}
     for name, parameter in module.named_parameters():
@@ -86,7 +86,7 @@ def fill(module: nn.Module, whole: nn.Module | None, ranks: Ranks, device: torch
 
 @torch.no_grad()
 def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
-    """The tensors on the lead's CPU, those that are shared whole and in `dtype`; nothing on other ranks."""
+    """Gathers the tensors on the lead's CPU, shared ones whole and in `dtype`; returns nothing on other ranks."""
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         own: Any = tensor.detach().to(dtype) if isinstance(tensor, DTensor) else tensor.detach()
@@ -97,10 +97,10 @@ def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype, ranks: Ranks) ->
 
 
 def held(tensor: Tensor, ranks: Ranks) -> tuple[int, Tensor]:
-    """What this rank holds of a tensor: the number of elements before it in row-major order, and the elements, [count].
-    One that is not shared is the lead's alone."""
+    """Returns this rank's part of a tensor: the number of elements before it in row-major order, and the elements,
+    [count]. A tensor that is not shared belongs to the lead."""
     if isinstance(tensor, DTensor):
-        num_rows = -(-tensor.shape[0] // ranks.size)  # as FSDP2 shards: the first ranks have as many, the last the rest
+        num_rows = -(-tensor.shape[0] // ranks.size)  # as FSDP2 shards: the last ranks have fewer
         first = min(ranks.rank * num_rows, tensor.shape[0])
         return first * math.prod(tensor.shape[1:]), tensor.to_local().reshape(-1)
     elements = tensor.reshape(-1)

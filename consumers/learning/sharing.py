@@ -1,4 +1,4 @@
-"""Which rank gets which rows of a batch: equal cost, siblings together."""
+"""Distributes the rows of a batch over the ranks: equal cost, siblings together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,21 +7,21 @@ from itertools import chain
 from typing import TypeVar
 
 ALLOWED = 0.05
-"""A rank's cost above the mean, as a share of it, from which on siblings are parted."""
+"""A rank's cost above the mean, relative to it, above which siblings are separated."""
 
 Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """num_ranks: the ranks that share a batch. even_length: tokens of a row from which on attention's products cost
-    more than those of the weights."""
+    """num_ranks: the ranks that share a batch. even_length: tokens of a row above which attention's products cost more
+    than those of the weights."""
 
     num_ranks: int = 1
     even_length: float = math.inf
 
     def cost(self, num_tokens: int) -> float:
-        """The cost of one row, in tokens of a row whose attention costs nothing; its quadratic share included."""
+        """Returns a row's cost, attention's quadratic share included, in units of a token without attention."""
         return num_tokens * (1 + num_tokens / self.even_length)
 
 
@@ -29,11 +29,11 @@ ALONE = Sharing()
 
 
 def shared_out(groups: Sequence[list[Row]], cost: Callable[[Row], float], num_ranks: int) -> list[list[Row]]:
-    """The rows of each rank, in their order.
+    """Returns the rows of each rank, in order.
 
-    Whole groups first, the costliest one to the rank that has least (Graham, "Bounds on multiprocessing timing
-    anomalies", 1969); then single rows from the rank that has most to the one that has least, while that evens them.
-    Siblings that are parted store their prompt once more.
+    Whole groups first, the costliest to the least loaded rank (Graham, "Bounds on multiprocessing timing anomalies",
+    1969); then single rows from the most to the least loaded rank, while that evens the load. Separated siblings store
+    their prompt once more.
     """
     place = {id(row): number for number, row in enumerate(chain.from_iterable(groups))}
     shares: list[list[Row]] = [[] for _ in range(num_ranks)]
@@ -56,7 +56,7 @@ def shared_out(groups: Sequence[list[Row]], cost: Callable[[Row], float], num_ra
 
 
 def spread(rows: list[Row], size: Callable[[Row], int], num_parts: int) -> list[list[Row]]:
-    """Consecutive rows in `num_parts` parts whose largest sum of sizes is as small as can be; the last may be empty."""
+    """Splits rows into `num_parts` consecutive parts with the smallest possible largest size; the last may be empty."""
     low, high = max(map(size, rows), default=0), sum(map(size, rows))
     while low < high:
         middle = (low + high) // 2

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from penstock.consumers.learning.fresh_rows import RowGap
 
 NOTHING_TO_TRAIN = "nothing left to train"
-"""The `skipped_reason` of a batch without an unmasked token; every other one is a failure."""
+"""The `skipped_reason` of a batch without an unmasked token; any other reason is a failure."""
 
 
 @dataclass(frozen=True)
 class TokenFindings:
-    """The first epoch's results for a micro-batch's M sampled tokens.
+    """The first epoch's findings for a micro-batch's M sampled tokens.
 
     proximal_logprobs, importance_weights: [M] float32. kept: [M] bool, True where the token may reach the loss.
     """
@@ -36,21 +36,21 @@ class StepReport:
         unmasked tokens also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the
         names of `MismatchSums.metrics`, of the first epoch: over the tokens of every group, those that are not trained
         on by a sample. Those of a skipped step may be NaN or infinite.
-    num_tokens_trained: unmasked ones of rows that are trained on, without those of failed mini-batches.
-    num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
+    num_tokens_trained: unmasked tokens of rows that are trained on, without those of failed mini-batches.
+    num_tokens_rejected: of those, the tokens without weight by the correction in the first epoch.
     advantages: of each group's siblings, by its index; without a teacher's part.
     has_teacher: every group teaches, whatever its advantages are.
     num_optimizer_steps: steps taken.
     skipped_reason: why no optimizer step was taken; None if one was.
-    steps_skipped: how many were not taken, by reason.
-    failed: each group whose loss or gradient is not finite, if it has no optimizer step: its index, and the reason.
-        Where no group of a mini-batch is found to be the cause, all that are trained on in it.
-    spared: the other groups that failed mini-batches would have been trained on; they can be trained yet.
-    phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels run on after the call that
-        started them, and the phase that waits is charged.
+    steps_skipped: the number of steps not taken, by reason.
+    failed: index and reason of each group whose loss or gradient is not finite, if it has no optimizer step. If no
+        group of a mini-batch is found to be the cause, all that are trained on in it.
+    spared: the other groups that failed mini-batches would have trained on; they can still be trained on.
+    phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels continue after the call that
+        started them, and the time counts for the phase that waits.
     findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
     environments: by environment the mean lag of its tokens, `lag_mean`, and `MismatchSums.by_environment`.
-    fresh: of each group with rows of lag 0 throughout, by its index, their gap.
+    fresh: by group index, the gap of the group's rows in which every token has lag 0.
     """
 
     metrics: dict[str, float]
@@ -72,12 +72,11 @@ class StepReport:
 
     @property
     def num_groups_skipped(self) -> int:
-        """Groups that teach nothing."""
+        """The number of groups that teach nothing."""
         return len(self.advantages) - sum(map(self.teaches, self.advantages))
 
     def teaches(self, index: int) -> bool:
-        """Whether the group of this index has an advantage other than 0, as it has where its rewards differ, or where
-        there is a teacher."""
+        """Returns whether the group has an advantage other than 0, as with different rewards, or a teacher."""
         return self.has_teacher or any(self.advantages[index])
 
     @property
@@ -86,6 +85,6 @@ class StepReport:
         return self.skipped_reason in (None, NOTHING_TO_TRAIN)
 
     def settles(self, index: int) -> bool:
-        """Whether this batch is the end of the group of this index. One that was spared comes again in a later batch,
-        and so does one that did not fail where no step was taken."""
+        """Returns whether this batch settles the group. A spared group comes again in a later batch, as does one that
+        did not fail if no step was taken."""
         return index in self.failed or (self.counts_as_update and index not in self.spared)

@@ -1,12 +1,12 @@
-"""On-policy distillation: how much likelier than the policy a teacher finds each sampled token is its advantage.
+"""On-policy distillation: a token's advantage is its log-probability under a teacher relative to the policy.
 
 Formula, of a sampled token t, c = `teacher.coefficient`, with the rollout's advantage A of `[advantage]` unless the
 teacher is alone::
 
     A_t = c * (teacher_t - proximal_t)  [ + A ]
 
-It is a constant of the optimizer steps on its batch. Each token answers for itself alone: the divergence of later
-tokens is not credited to it (a discount of 0).
+It is constant over the optimizer steps on its batch. The divergence of later tokens is not credited to a token (a
+discount of 0).
 
 The policy's logprob is the proximal one, not the behavior policy's. The expectation over tokens that the behavior
 policy sampled, under importance weights proximal / behavior, is the one over the proximal policy p, and the gradient of
@@ -38,13 +38,13 @@ from penstock.schemas.rollout import one_line
 def teacher_advantages(
     rewarded: Tensor, teacher_logprobs: Tensor, proximal_logprobs: Tensor, config: TeacherConfig
 ) -> Tensor:
-    """The advantages of M tokens, [M] float32. rewarded: [M], those of their rollouts' rewards; 0 if the teacher is
-    alone."""
+    """Returns the advantages of M tokens, [M] float32. rewarded: [M], by their rollouts' rewards; 0 with
+    `teacher.alone`."""
     return rewarded + config.coefficient * (teacher_logprobs - proximal_logprobs)
 
 
 def open_teacher(config: RunConfig, model: PackedModel, device: torch.device, ranks: Ranks) -> PackedModel | None:
-    """The teacher that the trainer holds, frozen; None if the run has none, or one on a server.
+    """Opens the teacher that the trainer holds, frozen; returns None if the run has none, or one on a server.
 
     Raises:
         ConfigError: no such model, or one of another vocabulary.
@@ -55,7 +55,7 @@ def open_teacher(config: RunConfig, model: PackedModel, device: torch.device, ra
     path, dtype, compiled = config.teacher.model, config.model.dtype, config.trainer.compile
     teacher = PackedModel(path, dtype, device, ranks, compiled=compiled, frozen=True, field="teacher.model")
     if teacher.vocabulary < model.vocabulary:
-        # More are padding: heads are rounded up to what suits a device, differently in each size of a model.
+        # More rows are padding: each size of a model rounds its head up differently.
         raise ConfigError(
             f"teacher.model = {path!r}: a head of {teacher.vocabulary} rows, expected the {model.vocabulary} of "
             f"model.path = {config.model.path!r} or more"

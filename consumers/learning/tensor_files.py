@@ -1,7 +1,7 @@
-"""Tensors as files that all ranks write and read together, on any number of ranks: torch.distributed.checkpoint.
+"""Files of tensors that any number of ranks write and read together: torch.distributed.checkpoint.
 
-Each rank writes one safetensors file of its parts; the metadata of the file has their places in the whole tensors, as
-torch's `HuggingFaceStorageReader` expects them. Nothing is a pickle.
+Each rank writes one safetensors file of its parts, whose metadata has their places in the whole tensors, as torch's
+`HuggingFaceStorageReader` expects. Nothing is pickled.
 """
 
 import json
@@ -25,19 +25,19 @@ from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.process.files import digest, fsync
 
 Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""By name the shape and the type of a tensor."""
+"""A tensor's shape and type by its name."""
 
-# A world of one is meant here, and torch warns of it each time.
+# A world of one is intended here, and torch warns of it each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 class _RankWriter(dcp.StorageWriter):
-    """Writes, fsyncs and digests the parts of one rank. torch's own writer copies them and holds the interpreter."""
+    """Writes, fsyncs and digests one rank's parts. torch's writer copies them and holds the interpreter lock."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = folder / f"rank-{rank}.safetensors"
-        self.sums: dict[str, str] = {}
-        """On the lead once all is written: the digest of each rank's file, by name."""
+        self.digests: dict[str, str] = {}
+        """On the lead, after writing: the digest of each rank's file by name."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         parts, places = {}, {}
@@ -57,7 +57,7 @@ class _RankWriter(dcp.StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.sums = {written.index.fqn: written.storage_data for rank in results for written in rank}
+        self.digests = {written.index.fqn: written.storage_data for rank in results for written in rank}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -75,10 +75,10 @@ class _RankWriter(dcp.StorageWriter):
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, str]:
-    """Writes `tensors`, which lie in host memory, into `folder`, and returns once they are on the disk. Collective: of
-    a DTensor each rank writes its part; any other tensor is equal on all ranks, and one of them writes it.
+    """Writes `tensors`, which are in host memory, into `folder`, and returns once they are on the disk. Collective:
+    each rank writes its part of a DTensor; any other tensor is equal on all ranks, and one of them writes it.
 
-    Returns the digest of each file by its name; nothing on other ranks than the lead.
+    Returns the digest of each file by its name on the lead; nothing on other ranks.
 
     Raises:
         OSError: some rank could not write; on all of them.
@@ -88,11 +88,11 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> 
         dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except dcp.CheckpointException as failures:
         raise _first(failures, ranks) from failures
-    return writer.sums
+    return writer.digests
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Fills `tensors`, DTensors or not, in place from the files of whichever ranks wrote them. Collective.
+    """Fills `tensors`, DTensors or not, in place from the files of any ranks. Collective.
 
     Raises:
         OSError: some rank could not read; on all of them.
@@ -105,7 +105,7 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> N
 
 
 def specs_in(folder: Path) -> Specs:
-    """Shape and type of each whole tensor in `folder`, by name."""
+    """Returns the shape and type of each whole tensor in `folder`, by name."""
     found: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: (spec.size, spec.properties.dtype) for name, spec in found.items()}
 

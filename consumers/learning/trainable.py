@@ -1,4 +1,4 @@
-"""Admission of groups: the trainer must be able to reproduce their logprobs."""
+"""Checks that the trainer can reproduce a group's logprobs."""
 
 import math
 
@@ -11,8 +11,8 @@ def check_trainable(group: RolloutGroup, vocabulary: int, *, needs_teacher: bool
     """Raises RecordError, naming the group, if the trainer cannot reproduce a decoded group's logprobs.
 
     Args:
-        vocabulary: rows of the model's head; token ids must be below.
-        needs_teacher: whether it has to have a teacher's logprobs, from its server.
+        vocabulary: rows of the model's head; token ids must be below it.
+        needs_teacher: requires a teacher's logprobs, from its server.
     """
     sampling = group.sampling
     if not 0 <= sampling.temperature < math.inf:
@@ -53,8 +53,8 @@ def check_trainable(group: RolloutGroup, vocabulary: int, *, needs_teacher: bool
 
 
 def check_taught(group: RolloutGroup, segment: Segment) -> None:
-    """Raises RecordError if a group's segment lacks the logprobs of a teacher's server."""
+    """Raises RecordError if a group's segment lacks the logprobs from a teacher's server."""
     if segment.loss_mask and not segment.teacher_logprobs:
         raise RecordError(
-            f"group {group.index}: no teacher_logprobs, which its producer should have asked of teacher.url"
+            f"group {group.index}: no teacher_logprobs, which its producer should have requested from teacher.url"
         )

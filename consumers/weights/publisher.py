@@ -109,7 +109,7 @@ class Publisher:
         pinned: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self._connection, self._scripts, self._keys = connection, scripts, keys
-        self._shard, self._ranks, self._beside = shard, ranks, ranks.beside("publisher")
+        self._shard, self._ranks, self._beside = shard, ranks, ranks.for_thread("publisher")
         self._places = places
         for field, place in (("deltas", places.deltas), ("anchors", places.anchors)):
             if place is not None:

@@ -143,7 +143,7 @@ class ShardPublisher:
 
     def __init__(self, shard: PolicyShard, ranks: Ranks) -> None:
         self._shard = shard
-        self._beside = ranks.beside("publisher")
+        self._ranks = ranks.for_thread("publisher")
         self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
         self._failure: Exception | None = None
 
@@ -161,10 +161,10 @@ class ShardPublisher:
     def _serve(self) -> None:
         try:
             while True:
-                task = self._beside.hand_out(_lead_decides)
-                self._beside.phase = "publish"
-                self._beside.gather(self._shard.write(task))
-                self._beside.phase = ""
+                task = self._ranks.hand_out(_lead_decides)
+                self._ranks.phase = "publish"
+                self._ranks.gather(self._shard.write(task))
+                self._ranks.phase = ""
         except Exception as error:
             self._failure = error
 

@@ -30,9 +30,7 @@ def correct(
         advantages=None if advantages is None else advantages.flatten(),
         current_logprobs=None if current_logprobs is None else current_logprobs.flatten(),
     )
-    return Correction(
-        packed.weights.view(shape), packed.keep_mask.view(shape), packed.metrics, packed.corrected_mask.view(shape)
-    )
+    return Correction(packed.weights.view(shape), packed.keep_mask.view(shape), packed.corrected_mask.view(shape))
 
 
 def mismatch_metrics(

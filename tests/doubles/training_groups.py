@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.consumers.learning.batch import Batch
+from penstock.consumers.learning.learner import Learner
 from penstock.deploy.demo.char_tokenizer import build_tokenizer
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
@@ -115,6 +117,12 @@ def random_group(
 def lag_from(current: int) -> Any:
     """Lags of one line of policies."""
     return lambda version: current - version
+
+
+@torch.no_grad()
+def proximal_logprobs(learner: Learner, batch: Batch) -> list[torch.Tensor]:
+    """The learner's present logprobs of each micro-batch's sampled tokens."""
+    return [learner.scorer.logprobs(each)[0] for each in batch.microbatches]
 
 
 def tiny_tokenizer(folder: Path, *more: str) -> None:

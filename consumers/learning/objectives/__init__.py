@@ -1,4 +1,4 @@
-"""Objectives: pure functions of tensors, one file each, opened by formula, source and departures from the paper.
+"""Objectives: pure functions of tensors, one per file, which opens with formula, source and departures from the paper.
 
-A run file names one by its import path; `terms` and `clip` are what they share.
+A run file names one by its import path; they share `terms` and `clip`.
 """

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.consumers.learning.interfaces import LossInputs
-from penstock.consumers.learning.objectives.terms import PolicyObjective, policy_ratio
+from penstock.consumers.learning.objectives.terms import PolicyObjective, number, policy_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +30,12 @@ class Cispo(PolicyObjective):
 
     Metrics: `policy_clipped_frac`, the tokens whose ratio was clipped whatever the advantage's sign, the sum of
     `policy_clipped_low_frac` and `policy_clipped_high_frac`; `reference_kl`.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
-    clip_low: float = 1.0
+    clip_low: float = number(1.0, above=0, at_most=1)
     """The ratio's lower bound is 1 - clip_low; 1 for none."""
-    clip_high: float = 4.0
+    clip_high: float = number(4.0, above=0)
     """The ratio's upper bound is 1 + clip_high."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("clip_low", above=0, at_most=1)
-        self.require_number("clip_high", above=0)
 
     def gain(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = policy_ratio(inputs).detach()

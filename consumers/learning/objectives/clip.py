@@ -17,35 +17,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.objectives.terms import PolicyObjective
+from penstock.consumers.learning.objectives.terms import PolicyObjective, number
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedObjective(PolicyObjective):
-    """An objective with PPO's clip.
+    """An objective with PPO's clip."""
 
-    Raises:
-        ValueError: an argument out of range.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = number(0.2, above=0, at_most=1)
+    clip_high: float = number(0.2, above=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    dual_clip: float | None = None
+    dual_clip: float | None = number(None, above=1)
     """Largest factor a negative advantage is multiplied with; None for no such bound."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("clip_low", above=0, at_most=1)
-        self.require_number("clip_high", above=0)
-        if self.dual_clip is not None:
-            self.require_number("dual_clip", above=1)
-
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gain of each token and how many were clipped.
+        """Returns the gain of each token and the number of clipped ones.
 
         Args:
-            ratio: [M] under gradient. advantages: [M], 0 where masked, so that what is masked counts as not clipped.
+            ratio: [M] under gradient. advantages: [M], 0 where masked, so that masked tokens count as not clipped.
 
         Returns:
             [M]; and the detached counts `policy_clipped_frac`, which is the sum of `policy_clipped_low_frac` (A < 0)

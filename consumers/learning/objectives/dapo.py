@@ -16,10 +16,11 @@ Peers: TRL and ms-swift call the token-level mean `loss_type = "dapo"`, whatever
 from dataclasses import dataclass
 
 from penstock.consumers.learning.objectives.grpo import Grpo
+from penstock.consumers.learning.objectives.terms import number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dapo(Grpo):
     """See the module's docstring; settings and metrics are Grpo's."""
 
-    clip_high: float = 0.28
+    clip_high: float = number(0.28, above=0)

@@ -4,8 +4,8 @@ Formula, with the proximal policy p, r = exp(current - p) and the weight w = f(e
 
     loss = aggregate(- w_t * min(r_t * A_t, clip(r_t, 1 - clip_low, 1 + clip_high) * A_t))
 
-`proximal = "recomputed"`: p is the trainer's own policy when the batch is first read, and f the run's correction. This
-is what Grpo computes as well; the name is here for those who look for it.
+`proximal = "recomputed"`: p is the trainer's own policy when the batch is first read, and f the run's correction. Grpo
+computes the same; the name is here for those who look for it.
 
 `proximal = "loglinear"` or `"linear"` approximates p from the two known policies, with d the token's lag and
 a = max(d - 1, 0) / d (0 at d = 0), the current policy without gradient::
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.clip import ClippedObjective
-from penstock.consumers.learning.objectives.terms import bounded_exp, policy_ratio
+from penstock.consumers.learning.objectives.terms import bounded_exp, choice, number, policy_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class DecoupledPpo(ClippedObjective):
         ValueError: on construction, an argument out of range or missing; when called, an interpolation without lags.
     """
 
-    proximal: str = "recomputed"
+    proximal: str = choice("recomputed", ("recomputed", "loglinear", "linear"))
     """"recomputed", "loglinear" or "linear"."""
-    total_weight_cap: float | None = None
+    total_weight_cap: float | None = number(None, at_least=1)
     """Largest current / behavior, 1 or more; required by, and for, an interpolated proximal policy."""
 
     @property
@@ -61,10 +61,9 @@ class DecoupledPpo(ClippedObjective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_choice("proximal", ("recomputed", "loglinear", "linear"))
-        if self.proximal != "recomputed":
-            self.require_number("total_weight_cap", at_least=1)
-        elif self.total_weight_cap is not None:
+        if self.reads_behavior and self.total_weight_cap is None:
+            raise self.refusal("total_weight_cap")
+        if not self.reads_behavior and self.total_weight_cap is not None:
             raise self.refusal(
                 "total_weight_cap", "None with proximal 'recomputed', where the correction has the bound"
             )
@@ -85,7 +84,7 @@ class DecoupledPpo(ClippedObjective):
 
 
 def interpolated_proximal(behavior_logprobs: Tensor, current_logprobs: Tensor, lag: Tensor, method: str) -> Tensor:
-    """The approximate proximal logprobs (module's docstring).
+    """Approximates the proximal logprobs (see the module's docstring).
 
     Args:
         behavior_logprobs, current_logprobs: natural logarithms, of one shape and floating type.

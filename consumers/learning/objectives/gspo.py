@@ -23,12 +23,13 @@ and AReaL are `gradient = "sequence"`. The paper, verl, TRL, ms-swift, NeMo RL a
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.clip import ClippedObjective
-from penstock.consumers.learning.objectives.terms import bounded_exp
+from penstock.consumers.learning.objectives.terms import AGGREGATIONS, bounded_exp, choice, number
 from penstock.consumers.learning.rows import Rows
 
 
@@ -37,24 +38,15 @@ class Gspo(ClippedObjective):
     """See the module's docstring.
 
     Metrics: those of `ClippedObjective.clipped`, counted in tokens, and `reference_kl`.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    aggregation: str = "sequence"
-    gradient: str = "sequence"
+    token_level: ClassVar[bool] = False
+
+    clip_low: float = number(3e-4, above=0, at_most=1)
+    clip_high: float = number(4e-4, above=0)
+    aggregation: str = choice("sequence", AGGREGATIONS)
+    gradient: str = choice("sequence", ("sequence", "token"))
     """"sequence" or "token"."""
-
-    @property
-    def token_level(self) -> bool:
-        return False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_choice("gradient", ("sequence", "token"))
 
     def gain(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = inputs.current_logprobs - inputs.proximal_logprobs

@@ -21,23 +21,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.consumers.learning.interfaces import LossInputs
-from penstock.consumers.learning.objectives.terms import PolicyObjective, policy_ratio
+from penstock.consumers.learning.objectives.terms import PolicyObjective, number, policy_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(PolicyObjective):
-    """See the module's docstring. Metrics: `policy_clipped_frac`, the tokens of a truncated ratio; `reference_kl`.
+    """See the module's docstring. Metrics: `policy_clipped_frac`, the tokens of a truncated ratio; `reference_kl`."""
 
-    Raises:
-        ValueError: an argument out of range.
-    """
-
-    ratio_cap: float = 5.0
+    ratio_cap: float = number(5.0, at_least=1)
     """Largest factor of the policy ratio; 1 or more."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("ratio_cap", at_least=1)
 
     def gain(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = policy_ratio(inputs).detach()

@@ -21,25 +21,16 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.interfaces import LossInputs
-from penstock.consumers.learning.objectives.terms import PolicyObjective, policy_ratio
+from penstock.consumers.learning.objectives.terms import AGGREGATIONS, PolicyObjective, choice, number, policy_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sapo(PolicyObjective):
-    """See the module's docstring. Metrics: `reference_kl`; nothing is clipped.
+    """See the module's docstring. Metrics: `reference_kl`; nothing is clipped."""
 
-    Raises:
-        ValueError: an argument out of range.
-    """
-
-    temperature_positive: float = 1.0
-    temperature_negative: float = 1.05
-    aggregation: str = "sequence"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("temperature_positive", above=0)
-        self.require_number("temperature_negative", above=0)
+    temperature_positive: float = number(1.0, above=0)
+    temperature_negative: float = number(1.05, above=0)
+    aggregation: str = choice("sequence", AGGREGATIONS)
 
     def gain(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         advantages = inputs.advantages

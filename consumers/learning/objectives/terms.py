@@ -1,16 +1,16 @@
-"""Shared by every objective here: aggregation, the KL to a reference, the entropy bonus, the treatment of the mask.
+"""Common parts of the objectives: aggregation, the KL to a reference, the entropy bonus, the mask.
 
 Formula, over the sampled tokens t, with the gain g_t of the objective's own file and the importance weight w_t::
 
     loss = aggregate(-w_t * g_t)  +  kl_coefficient * aggregate(kl_t)  -  entropy_coefficient * aggregate(H_t)
 
-The last two need no advantage: with either switched on, t runs over the groups without reward variance as well.
+The last two need no advantage: with either enabled, t includes the groups without reward variance.
 
-An objective of your own needs none of this: it may be any callable LossInputs -> LossOutputs
+Your own objective needs none of this: it may be any callable LossInputs -> LossOutputs
 (`penstock.consumers.learning.interfaces`).
 
-Aggregation. All three denominators are counted before anything is masked, so that masking never inflates what is left;
-verl, ms-swift and TRL divide by what a mask left over, which is the same where nothing is masked.
+Aggregation. All three denominators are counted before anything is masked, so that masking never inflates the rest;
+verl, ms-swift and TRL divide by the unmasked count, which is the same if nothing is masked.
 
     token     sum_t / tokens of the optimizer step: every token alike (DAPO, verl's token-mean)
     sequence  sum_t (. / tokens of t's rollout) / rollouts: every rollout alike (GRPO's paper, seq-mean-token-mean)
@@ -38,7 +38,9 @@ token, and unweighted.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,36 +50,58 @@ from penstock.consumers.learning.rows import clamped
 
 AGGREGATIONS = ("token", "sequence", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+_MASKED = (
+    *("current_logprobs", "proximal_logprobs", "behavior_logprobs", "importance_weights", "advantages", "entropy"),
+    *("reference_logprobs", "lag"),
+)
+"""The inputs that are set to 0 under the mask before any arithmetic."""
+
+
+def _setting(default: Any, expected: str, accepts: Callable[[Any], bool]) -> Any:
+    return field(default=default, metadata={"expected": expected, "accepts": accepts})
+
+
+def number(
+    default: float | None, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+) -> Any:
+    """Declares an argument that must be a finite number within the bounds given, or None if that is the default."""
+    bounds = {f"more than {above}": above, f"at least {at_least}": at_least, f"at most {at_most}": at_most}
+    stated = [text for text, bound in bounds.items() if math.isfinite(bound)]
+
+    def accepts(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return is_number and value > above and at_least <= value <= at_most
+
+    return _setting(default, " and ".join(["a finite number", *stated]), accepts)
+
+
+def choice(default: str, choices: tuple[str, ...]) -> Any:
+    """Declares an argument that must be one of the choices."""
+    return _setting(default, " or ".join(map(repr, choices)), choices.__contains__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective(ABC):
-    """An objective that is a gain per token; the subclass says which.
+    """An objective that is a gain per token, which the subclass defines. `number` and `choice` declare arguments.
 
     Raises:
         ValueError: on construction, an argument out of range; when called, a KL term without reference logprobs.
     """
 
-    aggregation: str = "token"
+    token_level: ClassVar[bool] = True
+
+    aggregation: str = choice("token", AGGREGATIONS)
     """"token", "sequence" or "constant"."""
-    constant_denominator: float | None = None
-    """The number of tokens every rollout counts as, for aggregation "constant"; e.g. sampling.max_tokens."""
-    kl_coefficient: float = 0.0
+    constant_denominator: float | None = number(None, above=0)
+    """The number of tokens that every rollout counts as, for aggregation "constant"; e.g. sampling.max_tokens."""
+    kl_coefficient: float = number(0.0, at_least=0)
     """Weight of the KL to the reference model; 0 needs none."""
-    kl_estimator: str = "k3"
+    kl_estimator: str = choice("k3", KL_ESTIMATORS)
     """"k1", "k2" or "k3"."""
-    kl_importance_weighted: bool = False
-    """Multiplies the KL by importance weight and policy ratio: the module's docstring."""
-    entropy_coefficient: float = 0.0
+    kl_importance_weighted: bool = _setting(False, "true or false", lambda value: isinstance(value, bool))
+    """Multiplies the KL by importance weight and policy ratio: see the module's docstring."""
+    entropy_coefficient: float = number(0.0, at_least=0)
     """Share of the token entropy that is subtracted from the loss."""
-
-    @property
-    def token_level(self) -> bool:
-        return True
-
-    @property
-    def reads_behavior(self) -> bool:
-        return False
 
     @property
     def needs_reference(self) -> bool:
@@ -88,20 +112,19 @@ class PolicyObjective(ABC):
         return self.kl_coefficient > 0 or self.entropy_coefficient > 0
 
     def __post_init__(self) -> None:
-        self.require_choice("aggregation", AGGREGATIONS)
-        self.require_choice("kl_estimator", KL_ESTIMATORS)
-        if not isinstance(self.kl_importance_weighted, bool):
-            raise self.refusal("kl_importance_weighted", "true or false")
-        self.require_number("kl_coefficient", at_least=0)
-        self.require_number("entropy_coefficient", at_least=0)
-        if self.aggregation == "constant":
-            self.require_number("constant_denominator", above=0)
-        elif self.constant_denominator is not None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            is_left_out = value is None and each.default is None
+            if "accepts" in each.metadata and not is_left_out and not each.metadata["accepts"](value):
+                raise self.refusal(each.name)
+        if self.aggregation == "constant" and self.constant_denominator is None:
+            raise self.refusal("constant_denominator")
+        if self.aggregation != "constant" and self.constant_denominator is not None:
             raise self.refusal("constant_denominator", f"None with aggregation {self.aggregation!r}")
 
     @abstractmethod
     def gain(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gain of each token, which the update raises, before the importance weight.
+        """Returns the gain of each token, which the update raises, before the importance weight.
 
         Args:
             inputs: every tensor but `row_ids` and `rollout_tokens` is 0 where masked.
@@ -131,7 +154,7 @@ class PolicyObjective(ABC):
         return LossOutputs(loss=loss, metrics=metrics)
 
     def aggregate(self, values: Tensor, inputs: LossInputs) -> Tensor:
-        """values [M], 0 where masked, as this micro-batch's share of the optimizer step; a scalar."""
+        """Returns this micro-batch's share of the optimizer step, a scalar. values: [M], 0 where masked."""
         if self.aggregation == "token":
             return values.sum() / inputs.denominator
         if self.aggregation == "sequence":
@@ -139,39 +162,24 @@ class PolicyObjective(ABC):
         assert self.constant_denominator is not None
         return values.sum() / (inputs.num_rollouts * self.constant_denominator)
 
-    def require_number(
-        self, name: str, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
-    ) -> None:
-        """Raises ValueError unless the argument is a finite number within the bounds given."""
-        value = getattr(self, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if number and value > above and at_least <= value <= at_most:
-            return
-        bounds = {f"more than {above}": above, f"at least {at_least}": at_least, f"at most {at_most}": at_most}
-        stated = [text for text, bound in bounds.items() if math.isfinite(bound)]
-        raise self.refusal(name, " and ".join(["a finite number", *stated]))
-
-    def require_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        """Raises ValueError unless the argument is one of the choices."""
-        if getattr(self, name) not in choices:
-            raise self.refusal(name, " or ".join(map(repr, choices)))
-
-    def refusal(self, name: str, expected: str) -> ValueError:
+    def refusal(self, name: str, expected: str | None = None) -> ValueError:
+        """Returns the error for an argument. expected: by default what the argument's field accepts."""
+        expected = expected or {each.name: each for each in fields(self)}[name].metadata["expected"]
         return ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")
 
 
 def policy_ratio(inputs: LossInputs) -> Tensor:
-    """exp(current - proximal) [M] under gradient, of the clamped logarithm."""
+    """Returns exp(current - proximal), [M] under gradient, of the clamped logarithm."""
     return bounded_exp(inputs.current_logprobs - inputs.proximal_logprobs)
 
 
 def bounded_exp(logarithm: Tensor) -> Tensor:
-    """exp of the logarithm clamped to +-20: finite always, and without gradient beyond the bound."""
+    """Returns exp of the logarithm clamped to +-20: always finite, and without gradient beyond the bound."""
     return clamped(logarithm).exp()
 
 
 def reference_kl(current_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """The estimator (module's docstring) of each token's KL(current || reference); shapes alike, under gradient."""
+    """Estimates each token's KL(current || reference) (see the module's docstring); same shape, under gradient."""
     x = clamped(reference_logprobs - current_logprobs)
     if estimator == "k1":
         return -x
@@ -181,20 +189,10 @@ def reference_kl(current_logprobs: Tensor, reference_logprobs: Tensor, estimator
 
 
 def _zero_under_mask(inputs: LossInputs) -> LossInputs:
-    """The inputs, 0 under the mask before any arithmetic: masked values reach neither the loss nor a gradient."""
-    mask = inputs.loss_mask
-
-    def selected(values: Tensor) -> Tensor:
-        return torch.where(mask, values, values.new_zeros(()))
-
-    return replace(
-        inputs,
-        current_logprobs=selected(inputs.current_logprobs),
-        proximal_logprobs=selected(inputs.proximal_logprobs),
-        behavior_logprobs=selected(inputs.behavior_logprobs),
-        importance_weights=selected(inputs.importance_weights),
-        advantages=selected(inputs.advantages),
-        entropy=selected(inputs.entropy),
-        reference_logprobs=None if inputs.reference_logprobs is None else selected(inputs.reference_logprobs),
-        lag=None if inputs.lag is None else selected(inputs.lag),
-    )
+    """Sets masked inputs to 0, so that they reach neither the loss nor a gradient."""
+    masked: dict[str, Any] = {}
+    for name in _MASKED:
+        values = getattr(inputs, name)
+        if values is not None:
+            masked[name] = torch.where(inputs.loss_mask, values, values.new_zeros(()))
+    return replace(inputs, **masked)

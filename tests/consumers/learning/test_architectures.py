@@ -24,9 +24,9 @@ REFUSALS = {
     "not transformers' logprobs": "differ from those of transformers' own forward pass",
     "dropout": "between two passes over the same rows",
     "soft-capped or sinks": "logit soft-capping and attention sinks are not supported",
-    "MLA": r"values of width 8 beside queries of 16 \(MLA\)",
-    "layout not passed on": "does not pass the layout of the rows on to its attention",
-    "body and head in one": "does not tell its body from its head",
+    "MLA": r"values of width 8 with queries of width 16 \(MLA\)",
+    "layout not passed on": "does not pass the layout of the rows to its attention",
+    "body and head in one": "does not separate its body from its head",
     "biased head": "expected a linear language-model head without bias",
 }
 """What a message says, by what the page says."""

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from penstock.consumers.learning import attention
-from penstock.consumers.learning.attention import IMPLEMENTATION, make_layout
+from penstock.consumers.learning.attention import IMPLEMENTATION, MIN_BUCKET_TOKENS, make_layout
 from training_groups import VOCABULARY, tiny_model
 
 
@@ -24,7 +24,7 @@ def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
 
 
-def _pack(rows: list[list[int]], shared: int = 0):
+def _pack(rows: list[list[int]], shared: int = 0, min_bucket_tokens: int = MIN_BUCKET_TOKENS):
     """Rows, longest first, with the same `shared` first tokens: ids, positions, layout, each token's packed place."""
     lengths = np.array([len(row) for row in rows])
     own = lengths - shared
@@ -32,7 +32,7 @@ def _pack(rows: list[list[int]], shared: int = 0):
     ids = rows[0][:shared] + [token for row in rows for token in row[shared:]]
     positions = list(range(shared)) + [p for row in rows for p in range(shared, len(row))]
     zeros = np.zeros(len(rows), dtype=np.int64)
-    layout = make_layout(zeros, zeros + shared, own_starts, lengths, len(ids))
+    layout = make_layout(zeros, zeros + shared, own_starts, lengths, len(ids), min_bucket_tokens)
     places = [
         [p if p < shared else int(start) + p - shared for p in range(len(row))]
         for row, start in zip(rows, own_starts, strict=True)
@@ -126,12 +126,10 @@ class _Functions:
 @pytest.mark.parametrize("shared", [0, 1, 3])
 @pytest.mark.parametrize("one_bucket", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, SLIDING], ids=["grouped", "full", "sliding"])
-def test_packed_rows_equal_rows_run_one_by_one(tmp_path, monkeypatch, changes, one_bucket, shared) -> None:
-    if not one_bucket:
-        monkeypatch.setattr(attention, "_MIN_BUCKET_TOKENS", 1)
+def test_packed_rows_equal_rows_run_one_by_one(tmp_path, changes, one_bucket, shared) -> None:
     packed, plain = _models(tmp_path, **changes)
     rows = _random_rows([length for length in LENGTHS if length >= max(shared, 1)], shared)
-    ids, positions, layout, places = _pack(rows, shared)
+    ids, positions, layout, places = _pack(rows, shared, MIN_BUCKET_TOKENS if one_bucket else 1)
     assert (len(layout.buckets) == 1) == one_bucket
     hidden = _hidden(packed, ids, positions, layout)
     upstream = torch.randn(len(rows), max(LENGTHS), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -169,10 +167,9 @@ def test_a_nan_stays_in_its_row(tmp_path) -> None:
     assert torch.isfinite(hidden[places[0] + places[2]]).all()
 
 
-def test_padding_inside_a_bucket_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "_MIN_BUCKET_TOKENS", 64)
+def test_padding_inside_a_bucket_is_bounded() -> None:
     lengths = list(range(100, 0, -1))
-    *_, layout, _ = _pack([[0] * length for length in lengths])
+    *_, layout, _ = _pack([[0] * length for length in lengths], min_bucket_tokens=64)
     assert sum(bucket.numel() for bucket in layout.buckets) < 1.25 * sum(lengths) + 64
     assert sorted(len(row) for bucket in layout.buckets for row in bucket) == sorted(
         bucket.shape[1] for bucket in layout.buckets for _ in bucket
@@ -206,7 +203,7 @@ def test_what_packed_attention_does_not_compute_is_refused() -> None:
     for refused, value, why in (
         ({"layout": layout, "softcap": 30.0}, states, "soft-capping"),
         ({"layout": layout, "s_aux": torch.zeros(1)}, states, "sinks"),
-        ({"layout": layout}, states[..., :1], "values of width 1 beside queries of 2"),
+        ({"layout": layout}, states[..., :1], "values of width 1 with queries of width 2"),
         ({}, states, "does not pass the layout"),
     ):
         with pytest.raises(NotImplementedError, match=why):

@@ -317,7 +317,7 @@ def test_a_distribution_with_penalties_is_refused(penalty) -> None:
 def test_a_group_without_the_logprobs_of_its_teachers_server_is_refused() -> None:
     group = random_group(4, 0)
     check_trainable(group, VOCABULARY)
-    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs, which its producer should have asked of"):
+    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs, which its producer should have requested"):
         check_trainable(group, VOCABULARY, needs_teacher=True)
     served = configuration("none", teacher=TeacherConfig(url="http://127.0.0.1:1/v1"))
     with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs"):

@@ -236,17 +236,6 @@ def test_what_is_summed_across_ranks_by_adding_and_taking_the_larger_is_what_mer
     assert reduced.metrics() == a.merge(b).metrics()
 
 
-def test_parts_made_differently_are_not_merged() -> None:
-    rows = _random_rows(0)
-    sums = _sums(rows)
-    with pytest.raises(ValueError, match=r"merge: threshold is 2\.0 here and 3\.0 there"):
-        sums.merge(replace(sums, threshold=3.0))
-    with pytest.raises(ValueError, match="merge: level is 'token' here and 'product' there"):
-        sums.merge(_sums(rows, "product"))
-    with pytest.raises(ValueError, match="merge: known is"):
-        sums.merge(replace(sums, known=sums.known - {"lag"}))
-
-
 VALUES, MASK = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[True, True, False]])
 BY_INPUT = {
     "weights": {PEER_PREFIX + "is_weight_mean", "applied_ess_fraction", "weight_mean", "masked_frac"},
@@ -376,29 +365,3 @@ def test_nothing_carries_a_gradient_or_waits_for_one() -> None:
     mask, row_ids = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     sums = MismatchSums.of_packed(train, torch.zeros(3), mask, row_ids)
     assert not (sums.tokens.requires_grad or sums.rows.requires_grad or sums.maxima.requires_grad)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"lag": torch.tensor([0, -1, -1])}, "lag: 1 tokens have a lag below 0"),
-        ({"threshold": 0.9}, r"threshold = 0\.9: expected at least 1"),
-        ({"threshold": math.nan}, "threshold = nan"),
-        ({"level": "row"}, "level = 'row': expected 'token', 'geometric' or 'product'"),
-        ({"weights": torch.ones(2)}, r"weights has shape \(2,\), expected that of train_logprobs, \[M\]; got \(3,\)"),
-        ({"advantages": torch.ones(1)}, r"advantages has shape \(1,\), expected that of train_logprobs"),
-        ({"row_ids": torch.zeros(2, dtype=torch.int64)}, r"row_ids has shape \(2,\), expected that of train_logprobs"),
-        ({"loss_mask": torch.ones(3)}, r"loss_mask has dtype torch\.float32, expected torch\.bool"),
-        ({"lag": torch.full((3,), 0.5)}, "lag has dtype torch.float32, expected an integer type"),
-        ({"train_logprobs": torch.ones(1, 3)}, r"rollout_logprobs has shape \(3,\), expected .*; got \(1, 3\) there"),
-    ],
-)
-def test_bad_input_is_refused_by_name(changed: dict, message: str) -> None:
-    inputs = {
-        "train_logprobs": VALUES.flatten(),
-        "rollout_logprobs": VALUES.flatten(),
-        "loss_mask": MASK.flatten(),
-        "row_ids": torch.zeros(3, dtype=torch.int64),
-    } | changed
-    with pytest.raises(ValueError, match=message):
-        MismatchSums.of_packed(**inputs).metrics()

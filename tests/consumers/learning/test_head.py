@@ -45,9 +45,8 @@ def _oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float 
 
 
 def _small_tiles(monkeypatch: pytest.MonkeyPatch, tokens: int, vocabulary: int) -> None:
-    monkeypatch.setattr(head_kernels, "_TILE", (tokens, vocabulary))
-    monkeypatch.setattr(head_kernels, "_ROW_ELEMENTS", 1)
-    monkeypatch.setattr(head_kernels, "_BLOCK_ELEMENTS", 2 * vocabulary + 1)
+    tiles = head_kernels.TileSizes(tokens, vocabulary, block_elements=2 * vocabulary + 1, row_elements=1)
+    monkeypatch.setattr(head_kernels, "CPU_TILES", tiles)
 
 
 def _relative(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
@@ -297,26 +296,14 @@ def test_autocast_does_not_reach_into_the_head() -> None:
 
 
 BAD = {
-    r"hidden \(4, 2\), weight \(5, 3\).*expected \[N, H\], \[V, H\], \[N\]": {"hidden": torch.ones(4, 2)},
-    r"targets \(3,\); expected": {"targets": torch.zeros(3, dtype=torch.int64)},
-    "targets is torch.int32, expected torch.int64": {"targets": torch.zeros(4, dtype=torch.int32)},
     r"targets\[2\] = 5, expected a token in \[0, 5\)": {"targets": torch.tensor([0, 4, 5, 1])},
     r"targets\[0\] = -100, expected": {"targets": torch.tensor([-100, 4, 2, 1])},
-    "hidden is torch.int64, expected a float": {"hidden": torch.ones(4, 3, dtype=torch.int64)},
-    "weight has no rows": {"weight": torch.ones(0, 3)},
     r"temperature = -0\.5, expected a finite number": {"temperature": -0.5},
     "temperature = nan, expected": {"temperature": float("nan")},
     "temperature = inf, expected": {"temperature": torch.tensor([1.0, float("inf"), 1.0, 1.0])},
-    r"temperature \(3,\), expected a scalar or \(4,\)": {"temperature": torch.ones(3)},
-    "temperature requires a gradient": {"temperature": torch.ones(4, requires_grad=True)},
-    "support is of 3 tokens, expected 4": {"support": Support(torch.arange(3), torch.ones(3, dtype=torch.int64))},
     "the support of token 2 lacks its target 1": {
         "support": Support(torch.tensor([3, 0, 0, 4, 2]), torch.tensor([1, 1, 2, 1]))
     },
-    "support is on meta, expected hidden's cpu": {
-        "support": Support(torch.arange(4, device="meta"), torch.ones(4, dtype=torch.int64))
-    },
-    "weight is on meta, expected hidden's cpu": {"weight": torch.ones(5, 3, device="meta")},
 }
 
 
@@ -329,16 +316,16 @@ def test_an_argument_that_does_not_fit_is_named(message) -> None:
 
 
 def _cuda_matmuls_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mm(left, right, out):
-        assert left.dtype == right.dtype == torch.bfloat16 and out.dtype == torch.float32
+    def mm(left, right, *, out_dtype, out):
+        assert left.dtype == right.dtype == torch.bfloat16 and out.dtype == out_dtype == torch.float32
         out.copy_(left.float() @ right.float())
 
-    def addmm(into, left, right):
-        assert left.dtype == right.dtype == torch.bfloat16 and into.dtype == torch.float32
+    def addmm(into, left, right, *, out_dtype, out):
+        assert left.dtype == right.dtype == torch.bfloat16 and into.dtype == out_dtype == torch.float32 and out is into
         into.addmm_(left.float(), right.float())
 
-    monkeypatch.setattr(head_kernels, "_mm_to_float32", mm)
-    monkeypatch.setattr(head_kernels, "_addmm_to_float32", addmm)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
     operands = head_kernels._BfloatOperands
     monkeypatch.setattr(head_kernels, "_Operands", lambda hidden, weight, inverse, _: operands(hidden, weight, inverse))
 
@@ -357,7 +344,7 @@ def test_the_cuda_path_is_within_its_budget_where_only_its_matmuls_are_replaced(
 @pytest.mark.parametrize("temperature", [1.0, "per token"])
 @pytest.mark.parametrize("promised", [False, True], ids=["recompute", "in forward"])
 def test_bfloat16_on_cuda_is_within_its_budget(monkeypatch, temperature, promised) -> None:
-    monkeypatch.setattr(head_kernels, "_TILE_CUDA", (32, 64))
+    monkeypatch.setattr(head_kernels, "CUDA_TILES", head_kernels.CUDA_TILES._replace(tokens=32, vocabulary=64))
     _check_bfloat16("cuda", temperature, promised)
 
 

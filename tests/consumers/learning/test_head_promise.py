@@ -13,8 +13,8 @@ N, H, V = 23, 6, 17
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_kernels, "_TILE", (5, 7))
-    monkeypatch.setattr(head_kernels, "_BLOCK_ELEMENTS", 14)
+    sizes = {"tokens": 5, "vocabulary": 7, "block_elements": 14, "row_elements": 1 << 25}
+    monkeypatch.setattr(head_kernels, "CPU_TILES", head_kernels.TileSizes(**sizes))
 
 
 @pytest.fixture
@@ -181,17 +181,3 @@ def test_a_frozen_input_is_given_no_gradient(recomputed, frozen) -> None:
     assert not recomputed and tensors[frozen].grad is None
     expected = _gradients(torch.float64, promise=False)[1 - frozen]
     torch.testing.assert_close(tensors[1 - frozen].grad, expected)
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda part, logprobs, entropy: logprobs, "token_grads returned Tensor, expected"),
-        (lambda part, logprobs, entropy: (logprobs[1:], None), r"token_grads returned \(4,\) on cpu for logprobs"),
-        (lambda part, logprobs, entropy: (logprobs, entropy.sum()), r"token_grads returned \(\) on cpu for entropy"),
-    ],
-)
-def test_an_answer_that_does_not_fit_is_refused(answer, message) -> None:
-    hidden, weight, targets, _ = _inputs()
-    with pytest.raises(ValueError, match=message):
-        selected_logprobs(hidden, weight, targets, token_grads=answer)

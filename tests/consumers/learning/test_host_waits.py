@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from host_waits import HostWaits
-from penstock.consumers.learning.importance import correct_packed, correct_sound
+from penstock.consumers.learning.importance import correct_packed
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.schemas.config import CorrectionConfig, Plug, Rejection, TrainerConfig
@@ -52,7 +52,7 @@ def test_another_micro_batch_costs_few_waits(tmp_path, monkeypatch, changes, exp
     assert len(with_many) - len(with_few) == expected * (many - few), sorted(with_many)
 
 
-def test_a_correction_of_sound_values_waits_for_nothing(monkeypatch) -> None:
+def test_a_correction_waits_for_nothing(monkeypatch) -> None:
     rows = torch.tensor([0, 0, 3, 3, 7])
     lag, mask, logprobs = torch.tensor([0, 1, 2, 0, 5]), torch.tensor([True, True, False, True, True]), -torch.rand(5)
     settings = {"schedule": "sign_aware", "lower": 0.5, "max_lag": 3, "off_policy_delta": 0.1, "batch_normalize": True}
@@ -63,9 +63,8 @@ def test_a_correction_of_sound_values_waits_for_nothing(monkeypatch) -> None:
         arguments = (logprobs, logprobs.flip(0), mask, lag, rows, config)
         others = {"advantages": torch.randn(5), "current_logprobs": logprobs - 0.1}
         with monkeypatch.context() as patched, HostWaits(patched) as waits:
-            found = correct_sound(*arguments, **others)
+            correct_packed(*arguments, **others)
         assert waits.names == []
-        assert found.weights.equal(correct_packed(*arguments, **others).weights)
 
 
 def test_a_micro_batch_is_copied_without_waiting(tmp_path, monkeypatch) -> None:

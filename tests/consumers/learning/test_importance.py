@@ -140,15 +140,12 @@ def test_off_policy_rows_need_both_drift_and_a_negative_advantage() -> None:
     assert kept.tolist() == [False, True, True, True]
 
 
-def test_metrics_count_truncated_and_masked_tokens_apart() -> None:
+def test_corrected_tokens_are_the_truncated_and_the_masked_ones() -> None:
     row = [[3.0, 0.0, 0.1, -4.0]]
     config = CorrectionConfig("token_truncate", 2.0, rejection=(Rejection("token_k1", 10.0, 0.01),))
-    metrics = _correct(row, config).metrics
-    assert {name: value.item() for name, value in metrics.items()} == {
-        "num_truncated": 1,
-        "num_masked": 1,
-        "num_corrected": 2,
-    }
+    correction = _correct(row, config)
+    assert correction.keep_mask.tolist() == [[True, True, True, False]]
+    assert correction.corrected_mask.tolist() == [[True, False, False, True]]
 
 
 def test_a_nan_that_is_not_masked_is_never_masked_away() -> None:
@@ -188,7 +185,7 @@ def test_a_batch_with_nothing_left_is_corrected_to_nothing(shape) -> None:
     correction = correct(values, values, mask, lag, config, advantages=values, current_logprobs=values)
     assert torch.equal(correction.weights, torch.zeros(shape))
     assert torch.equal(correction.keep_mask, mask)
-    assert {value.item() for value in correction.metrics.values()} == {0}
+    assert torch.equal(correction.corrected_mask, mask)
 
 
 def test_bypass_weighs_1() -> None:

@@ -19,7 +19,16 @@ from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
 from penstock.schemas.config import CorrectionConfig, ModelConfig, TrainerConfig
-from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment, tiny_model
+from training_groups import (
+    VOCABULARY,
+    configuration,
+    group_of,
+    lag_from,
+    proximal_logprobs,
+    random_group,
+    segment,
+    tiny_model,
+)
 
 UNCLIPPED = TrainerConfig(device="cpu", learning_rate=1e-2, max_grad_norm=1e9)
 
@@ -180,7 +189,7 @@ def test_the_mismatch_at_lag_0_is_the_mean_gap_of_rows_that_are_fresh_throughout
     mixed = segment([1, 2, 6, 7, 8], runs, [6, 7, 7], [-9.0, -9.0, -9.0])
     batch = pack([group_of(1, [[fresh], [mixed]], [0.0, 1.0])], lag_from(7), config)
     learner = Learner(config)
-    (proximal,) = learner.proximal_logprobs(batch)
+    (proximal,) = proximal_logprobs(learner, batch)
     (part,) = batch.microbatches
     gaps = (proximal - part.behavior_logprobs).abs()[part.behavior_logprobs > -5]
     assert len(gaps) == 3

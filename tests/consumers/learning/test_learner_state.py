@@ -34,7 +34,7 @@ class Gloo(Ranks):
             self.mesh = init_device_mesh("cpu", (self.size,))
             self.group = dist.new_group(timeout=timedelta(seconds=60))
 
-    def beside(self, thread):
+    def for_thread(self, thread):
         return self
 
 
@@ -119,15 +119,15 @@ class Worlds:
     """Runs `PROGRAM` on several ranks, and returns what each has found."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._num = 0
 
     def run(self, size: int, *sources: str) -> list[dict[str, str]]:
         self._num += 1
-        store = self._folder / f"store-{self._num}"
+        store = self.folder / f"store-{self._num}"
         environment = {"OMP_NUM_THREADS": "1"}
-        arguments = [str(size), str(store), str(self._folder / f"saved-{size}"), *sources]
-        logs = [self._folder / f"log-{self._num}-{rank}" for rank in range(size)]
+        arguments = [str(size), str(store), str(self.folder / f"saved-{size}"), *sources]
+        logs = [self.folder / f"log-{self._num}-{rank}" for rank in range(size)]
         processes = [ForkedProgram(PROGRAM, [str(rank), *arguments], environment, log) for rank, log in enumerate(logs)]
         for process, log in zip(processes, logs, strict=True):
             assert process.wait(120) == 0, log.read_text()
@@ -146,8 +146,8 @@ def written(worlds: Worlds) -> dict[int, list[dict[str, str]]]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_some_ranks_wrote_any_number_of_ranks_reads_back(worlds, written, size) -> None:
-    sources = [str(worlds._folder / f"saved-{source}") for source in SIZES]
-    expected = {str(worlds._folder / f"saved-{source}"): written[source][0]["written"] for source in SIZES}
+    sources = [str(worlds.folder / f"saved-{source}") for source in SIZES]
+    expected = {str(worlds.folder / f"saved-{source}"): written[source][0]["written"] for source in SIZES}
     assert worlds.run(size, *sources) == [expected] * size
 
 

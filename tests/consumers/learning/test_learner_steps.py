@@ -23,7 +23,16 @@ from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.schemas.config import ConfigError, CorrectionConfig, ModelConfig, Plug, TrainerConfig
 from penstock.schemas.rollout import RecordError, decode_group, encode_group, pack_ids
-from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment, tiny_model
+from training_groups import (
+    VOCABULARY,
+    configuration,
+    group_of,
+    lag_from,
+    proximal_logprobs,
+    random_group,
+    segment,
+    tiny_model,
+)
 
 
 @pytest.fixture
@@ -72,7 +81,7 @@ def test_every_step_sees_the_proximal_policy_of_the_first_read(folder) -> None:
     config = configuration(folder, trainer=_trainer(num_epochs=2, num_minibatches=3))
     learner, recorder = _recording(config)
     batch = pack(_groups(), lag_from(7), config)
-    first_read = learner.proximal_logprobs(batch)
+    first_read = proximal_logprobs(learner, batch)
     report = learner.step(batch)
     assert (report.num_optimizer_steps, learner.num_steps) == (6, 6)
     assert len(recorder.seen) == 6
@@ -217,7 +226,7 @@ def test_bypass_puts_the_behavior_policy_in_the_proximal_place_with_weights_of_1
     config = configuration(folder, correction=correction, trainer=_trainer(num_epochs=epochs))
     learner, recorder = _recording(config)
     batch = pack(_groups(), lag_from(7), config)
-    (current,) = learner.proximal_logprobs(batch)
+    (current,) = proximal_logprobs(learner, batch)
     report = learner.step(batch)
     for inputs in recorder.seen:
         assert torch.equal(inputs.proximal_logprobs, batch.microbatches[0].behavior_logprobs)
@@ -394,7 +403,7 @@ def test_row_statistics_of_a_run_are_those_of_the_whole_row_as_correct_has_them(
     config = configuration(folder, correction=correction, max_lag=2)
     learner, recorder = _recording(config)
     batch = pack(_groups(), lag_from(7), config)
-    (proximal,), (part,) = learner.proximal_logprobs(batch), batch.microbatches
+    (proximal,), (part,) = proximal_logprobs(learner, batch), batch.microbatches
     learner.step(batch)
     whole = torch.ones_like(part.loss_mask)
     expected = correct_packed(
@@ -485,7 +494,7 @@ def test_truncated_sampling_is_reproduced_over_the_ids_that_were_kept(folder) ->
     learner = Learner(config)
     check_trainable(group, learner.vocabulary)
     batch: Batch = pack([group], lag_from(7), config)
-    (found,) = learner.proximal_logprobs(batch)
+    (found,) = proximal_logprobs(learner, batch)
     model = AutoModelForCausalLM.from_pretrained(folder).double()
     wanted = {}
     for ids, at, choices in (([1], 2, kept[0]), ([1, 2], 5, kept[1]), ([1], 8, kept[2])):

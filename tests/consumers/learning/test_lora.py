@@ -14,7 +14,7 @@ from penstock.consumers.learning.export import export_merged
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
 from penstock.schemas.config import AdvantageConfig, ConfigError, LoraConfig, ModelConfig, Plug, TrainerConfig
-from training_groups import configuration, lag_from, random_group, tiny_model
+from training_groups import configuration, lag_from, proximal_logprobs, random_group, tiny_model
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 TARGETS = {"q_proj": (32, 16), "k_proj": (16, 16), "v_proj": (16, 16), "o_proj": (16, 32)}
@@ -65,7 +65,7 @@ def test_the_first_policy_is_the_base(base: Path) -> None:
     learner, plain = make(base), make(base, lora=None)
     assert learner.model.is_base and not plain.model.is_base
     for mine, others in zip(
-        learner.proximal_logprobs(batch(learner)), plain.proximal_logprobs(batch(plain)), strict=True
+        proximal_logprobs(learner, batch(learner)), proximal_logprobs(plain, batch(plain)), strict=True
     ):
         assert torch.equal(mine, others)
 
@@ -92,7 +92,7 @@ def test_a_trained_adapter_computes_what_the_merged_model_computes(base: Path) -
     model.save_pretrained(base.parent / "merged")
     expected = make(base.parent / "merged", lora=None)
     for mine, others in zip(
-        learner.proximal_logprobs(batch(learner, 5)), expected.proximal_logprobs(batch(expected, 5)), strict=True
+        proximal_logprobs(learner, batch(learner, 5)), proximal_logprobs(expected, batch(expected, 5)), strict=True
     ):
         assert (mine - others).abs().max() <= 1e-5
 
@@ -154,7 +154,7 @@ def test_the_reference_is_the_base_without_a_model_of_its_own(base: Path, dtype:
     _, others = other.scorer.step_constants(batch(other, 3))
     for one, two in zip(mine[0], others[0], strict=True):
         assert torch.equal(one.reference_logprobs, two.reference_logprobs)
-    with_adapter = learner.proximal_logprobs(batch(learner, 3))
+    with_adapter = proximal_logprobs(learner, batch(learner, 3))
     assert not torch.equal(with_adapter[0], mine[0][0].reference_logprobs), "the adapter is on again"
 
 

@@ -168,7 +168,8 @@ def test_at_the_proximal_policy_the_gradient_is_the_weighted_policy_gradient(kin
 
 def test_what_the_trainer_reads_off_an_objective() -> None:
     attributes = {
-        kind.__name__: (kind().token_level, kind().needs_reference, kind().reads_behavior) for kind in EVERY_CLASS
+        kind.__name__: (kind().token_level, kind().needs_reference, getattr(kind(), "reads_behavior", False))
+        for kind in EVERY_CLASS
     }
     assert attributes == {name: (name != "Gspo", False, False) for name in attributes}
     assert DecoupledPpo(proximal="linear", total_weight_cap=2.0).reads_behavior

@@ -347,7 +347,7 @@ def test_a_run_with_a_teacher_is_played_bit_for_bit_and_any_run_with_one(tmp_pat
     assert all("teacher_kl" in line for line in lines(training, "tried", "set"))
     assert losses(training, "tried", "set") != training.losses
     status, _, err = replay(capsys, training, "--set", "teacher.url=http://127.0.0.1:1/v1")
-    assert status == 2 and "batch 0: group 1: no teacher_logprobs, which its producer should have asked of" in err
+    assert status == 2 and "batch 0: group 1: no teacher_logprobs, which its producer should have requested from" in err
 
     taught = RecordedTraining(tmp_path / "taught" / "test", model)
     taught.train(2, config=settings(model, teacher=TeacherConfig(model=str(teacher))))
