@@ -247,7 +247,7 @@ SEMANTICS = {
         "of other ids with the same text",
         "these token ids were made again from text and are not the ones that were sampled",
         "of the ids found again",
-        "record the ids that the engine returns; never encode its text anew",
+        "record the ids that the engine returns; never re-encode its text",
     ),
     "sampling": Cause(
         "",

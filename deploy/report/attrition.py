@@ -80,7 +80,7 @@ def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
         found.append(f"{num_open:,} groups are not settled: what was sampled of them is in no table")
     if attrition.num_tries_lost:
         found.append(
-            f"{attrition.num_tries_lost:,} tries at groups ended with their producer and began anew on another: what "
+            f"{attrition.num_tries_lost:,} tries at groups ended with their producer and restarted on another: what "
             "they had sampled is in no table, and a long rollout is the likelier to be among it"
         )
     test = attrition.last

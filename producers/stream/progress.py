@@ -282,7 +282,7 @@ class RolloutProgress:
     async def _left_by_others(self, claim: Claim, read: Callable[[str], Awaitable[Any]]) -> Any:
         """Reads a claim's progress by the command `read`; returns None if there is none, or none to continue from.
 
-        The last attempt begins again: what the others continued from may be what ended them.
+        The last attempt starts again: what the others continued from may be what ended them.
         """
         if not self._config.progress_s:
             return None
@@ -296,7 +296,7 @@ class RolloutProgress:
             return None
         claim.has_progress = True
         if 1 < claim.attempt >= self._config.max_attempts:
-            log.warning("%s begins again at its last attempt", claim)
+            log.warning("%s starts again at its last attempt", claim)
             return None
         return found
 
@@ -316,14 +316,14 @@ class RolloutProgress:
         samplers = list(found.samplers)
         told: Any = await self._tried(lambda: self._connection.commands.hmget(self._keys.parity, samplers))
         if any(map(quarantine_in, told or ())):
-            log.warning("%s begins again, its progress is of a quarantined producer: %s", claim, found.producer_id)
+            log.warning("%s starts again, its progress is of a quarantined producer: %s", claim, found.producer_id)
             return True
         return False
 
     def _unreadable(self, claim: Claim, why: object) -> None:
         claim.has_progress = True  # dropped with the claim
         self._metrics.progress_failures.labels("record").inc()
-        log.warning("%s begins again, its progress cannot be read: %s", claim, why)
+        log.warning("%s starts again, its progress cannot be read: %s", claim, why)
 
     def _payload(self, claim: Claim) -> tuple[int, bytes] | None:
         """Returns the tokens and encoding of a claim's group, and reserves its room; None if there is nothing new, or

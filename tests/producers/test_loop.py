@@ -504,4 +504,4 @@ async def test_nobody_goes_on_from_what_a_quarantined_producer_has_sampled(run, 
     group = decode_group((await one.read(1))[0][Field.PAYLOAD])
     assert all(len(sampled(rollout)) == 5 for rollout in group.rollouts)
     assert group.sampled_by == (second.context.instance,)
-    assert "group 1 begins again, its progress is of a quarantined producer: a" in caplog.text
+    assert "group 1 starts again, its progress is of a quarantined producer: a" in caplog.text

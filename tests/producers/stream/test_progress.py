@@ -261,7 +261,7 @@ async def test_progress_that_cannot_be_read_is_ignored_with_one_warning(desk, ca
     claim = one.claim(3)
     assert await one.progress.find(claim) is None
     (warning,) = caplog.messages
-    assert warning.startswith("group 3 begins again, its progress cannot be read: ") and message in warning
+    assert warning.startswith("group 3 starts again, its progress cannot be read: ") and message in warning
     assert one.failures("record") == 1 and claim.has_progress  # its append drops it
 
 
@@ -271,7 +271,7 @@ async def test_the_last_attempt_begins_anew(desk, caplog) -> None:
     await one.progress.save()
     assert await one.progress.find(one.claim(1, attempt=2)) is not None
     assert await one.progress.find(one.claim(1, attempt=3)) is None
-    assert caplog.messages == ["group 1 begins again at its last attempt"]
+    assert caplog.messages == ["group 1 starts again at its last attempt"]
 
 
 async def test_the_only_attempt_goes_on_with_what_was_handed_back(desk) -> None:
@@ -408,7 +408,7 @@ async def test_progress_of_a_conversation_is_no_group_and_goes_with_its_claim(de
     await one.progress.save()
     claim = other.claim(1, attempt=2)
     assert await other.progress.find(claim) is None
-    assert claim.has_progress and "group 1 begins again, its progress cannot be read: WRONGTYPE" in caplog.text
+    assert claim.has_progress and "group 1 starts again, its progress cannot be read: WRONGTYPE" in caplog.text
 
 
 async def test_parts_that_are_too_much_or_no_parts_are_not_read(desk, monkeypatch, caplog) -> None:
@@ -420,8 +420,8 @@ async def test_parts_that_are_too_much_or_no_parts_are_not_read(desk, monkeypatc
     claims = [other.claim(n, attempt=2) for n in (1, 2)]
     assert [await other.progress.find_parts(claim) for claim in claims] == [{}, {}]
     assert one.failures("record") == 2 and all(claim.has_progress for claim in claims)
-    assert "group 1 begins again, its progress cannot be read: 8 bytes, expected at most 7" in caplog.text
-    assert "group 2 begins again, its progress cannot be read: WRONGTYPE" in caplog.text
+    assert "group 1 starts again, its progress cannot be read: 8 bytes, expected at most 7" in caplog.text
+    assert "group 2 starts again, its progress cannot be read: WRONGTYPE" in caplog.text
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["suspended", "cut off"])
