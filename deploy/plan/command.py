@@ -1,7 +1,7 @@
 """The command `penstock plan`."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -65,7 +65,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Status 1 if the planned run would fail."""
+    """Returns status 1 if the planned run would fail."""
     from penstock.deploy.plan.planning import plan
 
     numbers = {option.strip("-").replace("-", "_") for option in _NUMBERS}
@@ -79,6 +79,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: "Plan") -> None:
+    from penstock.deploy.watch.text import bar, percent
+
     console, pace = standard_output(), found.pace
     weights_s, rate, update_s = pace["announce_s"] + pace["load_s"], pace["trainer_tokens_per_s"], pace["update_s"]
     takes = ([f"{rate:,.0f} tokens/s"] if rate else []) + ([f"{update_s:.2g} s an update"] if update_s else [])
@@ -92,7 +94,7 @@ def _print(found: "Plan") -> None:
     console.print(_table(found))
     console.print(f"lag of {found.planned['num_updates']:,} planned updates' tokens, in optimizer steps")
     for lag, share in found.planned["lags"].items():
-        console.print(f"  {lag:>3}  {_share(share):>6}  {_bar(share)}")
+        console.print(f"  {lag:>3}  {percent(share):>6}  {bar(share, _BAR)}")
     if found.planned["failure"]:
         console.print(f"the run fails: {found.planned['failure']}", markup=False)
     else:
@@ -103,6 +105,8 @@ def _table(found: "Plan") -> "Table":
     from rich import box
     from rich.table import Table
 
+    from penstock.deploy.watch.text import number, percent
+
     columns = {"recorded": found.recorded, "simulated": found.as_recorded, "planned": found.planned}
     shown = {name: figures for name, figures in columns.items() if figures is not None}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -110,26 +114,9 @@ def _table(found: "Plan") -> "Table":
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for label, key in _ROWS:
-        table.add_row(label, *(_cell(key, figures[key]) for figures in shown.values()))
+        cell = percent if key in _SHARES else number
+        table.add_row(label, *(cell(figures[key]) for figures in shown.values()))
     return table
-
-
-def _cell(key: str, value: Any) -> str:
-    from penstock.deploy.watch.text import number
-
-    return _share(value) if key in _SHARES else number(value)
-
-
-def _share(value: float | None) -> str:
-    from penstock.deploy.watch.text import percent
-
-    return percent(value)
-
-
-def _bar(share: float) -> str:
-    from penstock.deploy.watch.text import bar
-
-    return bar(share, _BAR)
 
 
 COMMAND = Command("plan", "say what a run will come to: speed, lag and bottleneck", _add_arguments, _plan)

@@ -1,4 +1,4 @@
-"""What was sampled and what was trained, as tables for the report and `penstock audit`."""
+"""Compares what was sampled with what was trained, in tables for the report and `penstock audit`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from penstock.deploy.report.telemetry import Update
 from penstock.schemas.attrition import OUTCOMES, UNKNOWN, Attrition, Rollouts
 
 NUM_WINDOWS = 4
-"""Parts of the run, of as many updates each, that the report compares."""
+"""Parts of the run that the report compares, with equally many updates each."""
 Cells = list[str]
 _COMPARED = (
     "sampled",
@@ -20,14 +20,14 @@ _COMPARED = (
 
 
 class CountTable(NamedTuple):
-    """rows: the header first."""
+    """A table of the report. rows: the header first."""
 
     title: str
     rows: list[Cells]
 
 
 class AttritionWindow(NamedTuple):
-    """A part of the run. first, last: its updates. rollouts: counted in it, by environment and outcome."""
+    """A part of the run. first, last: its updates. rollouts: its counts, by environment and outcome."""
 
     first: int
     last: int
@@ -35,7 +35,7 @@ class AttritionWindow(NamedTuple):
 
 
 def windows_of(updates: Sequence[Update]) -> list[AttritionWindow]:
-    """`NUM_WINDOWS` of as many updates each; fewer of fewer updates."""
+    """Divides updates into `NUM_WINDOWS` windows of equal size, or fewer if there are fewer updates."""
     size = -(-len(updates) // NUM_WINDOWS)
     found = []
     for start in range(0, len(updates), size or 1):
@@ -49,8 +49,8 @@ def windows_of(updates: Sequence[Update]) -> list[AttritionWindow]:
 
 
 def attrition_tables(attrition: Attrition, windows: Sequence[AttritionWindow] = ()) -> list[CountTable]:
-    """Rollouts by outcome, by length, by environment if there are several, and by window and environment; without
-    rollouts none."""
+    """Tabulates rollouts by outcome, by length, by environment if there are several, and by window and environment;
+    without rollouts there are no tables."""
     if not attrition.rollouts:
         return []
     every = _by_outcome(attrition)
@@ -74,7 +74,7 @@ def attrition_tables(attrition: Attrition, windows: Sequence[AttritionWindow] = 
 
 
 def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
-    """What a reader must know beside the tables. num_open: groups released and not settled."""
+    """Returns what a reader must know to read the tables. num_open: groups released and not settled."""
     found = []
     if num_open:
         found.append(f"{num_open:,} groups are not settled: what was sampled of them is in no table")
@@ -91,7 +91,7 @@ def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
 
 
 def attrition_figures(attrition: Attrition) -> dict[str, Any]:
-    """By outcome rollouts, tokens, means of length and reward; tries lost, and the test of the last window."""
+    """Returns rollouts, tokens, mean length and mean reward by outcome, the lost tries, and the last window's test."""
     every = _by_outcome(attrition)
     return {
         "outcomes": {
@@ -111,7 +111,7 @@ def attrition_figures(attrition: Attrition) -> dict[str, Any]:
 
 
 def mean_length(counts: Rollouts) -> float | None:
-    """The mean length of the rollouts of known length, which are those that ended for a reason."""
+    """Returns the mean length of the rollouts of known length: those with a finish reason."""
     return counts.num_tokens / num if (num := sum(counts.finish_reasons.values())) else None
 
 
@@ -171,7 +171,7 @@ def _compared_row(label: str, outcomes: Mapping[str, Rollouts]) -> Cells:
 
 
 def _window_rows(windows: Sequence[AttritionWindow]) -> list[Cells]:
-    """A row of each window, and where it has several environments one of each."""
+    """Returns a row for each window, and for each of its environments if it has several."""
     rows = []
     for first, last, rollouts in windows:
         label = f"{first:,} to {last:,}"
@@ -184,7 +184,7 @@ def _window_rows(windows: Sequence[AttritionWindow]) -> list[Cells]:
 
 
 def _ends(counts: Rollouts) -> str:
-    """The share of each finish reason among those that have one."""
+    """Returns each finish reason's share of the rollouts that have one."""
     num = sum(counts.finish_reasons.values())
     return ", ".join(f"{reason} {_share(count, num)}" for reason, count in sorted(counts.finish_reasons.items()))
 

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page that refers to nothing outside itself."""
+"""Writes the report of a run: one HTML page that refers to nothing outside itself."""
 
 import html
 import json
@@ -15,7 +15,7 @@ from penstock.schemas.metrics import figure_name
 from penstock.schemas.process.files import write_whole
 
 MUCH_SKIPPED = 0.5
-"""From this share of the groups on, those without a learning signal are among the key figures."""
+"""From this share of the groups, those without a learning signal are among the key figures."""
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
@@ -24,7 +24,7 @@ def write_report(run_folder: Path) -> Path:
 
     Raises:
         TelemetryError: no such folder, or a malformed line (named with its file and number).
-        ConfigError: `run.toml` is there but is no run file.
+        ConfigError: `run.toml` is no run file.
     """
     telemetry = read_telemetry(run_folder)
     run_file = run_folder / "run.toml"
@@ -53,7 +53,7 @@ def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str)
 
 
 def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of each figure in the page's head."""
+    """Returns (label, value, remark) of each figure in the page's head."""
     s = summary
     rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
     num_producers = len(rates["by_producer"])
@@ -97,7 +97,7 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _groups(summary: dict[str, Any]) -> tuple[str, str, str]:
-    """The tile of the groups: headed by those that taught nothing where they are many."""
+    """Returns the tile of the groups, headed by those that taught nothing if there are many."""
     trained, skipped, dead = (summary[f"num_groups_{what}"] for what in ("trained", "skipped", "dead"))
     if skipped and skipped >= MUCH_SKIPPED * (trained + skipped):
         remark = f"their rewards are all equal; {trained:,} trained, {dead:,} dead"
@@ -154,7 +154,7 @@ def _figure(spec: FigureSpec, telemetry: RunTelemetry) -> str:
 
 
 def _attrition(telemetry: RunTelemetry) -> str:
-    """What was sampled and what was trained; nothing before the first checkpoint with a rollout."""
+    """Renders what was sampled and what was trained; "" before the first checkpoint with a rollout."""
     if telemetry.ledger is None or not telemetry.ledger.attrition.rollouts:
         return ""
     attrition = telemetry.ledger.attrition

@@ -176,10 +176,11 @@ def test_mini_batches_that_teach_nothing_make_no_policy(changed, flat, steps):
 
 
 def test_of_mini_batches_those_make_a_policy_that_have_a_group_with_variance():
-    run = simulation(config(**{"trainer.num_minibatches": 8, "max_lag": 16}), flat=0.75, updates=60)
+    small_batches = config(**{"trainer.num_minibatches": 8, "max_lag": 16})
+    run = simulation(small_batches, flat=0.75, updates=60)
     run.run()
     assert run.intake.lag_of.current == run.ledger.count("trained"), "one group each"
-    assert mean_lag(run.course) < 0.5 * mean_lag(simulation(run._config, flat=0.0, updates=60).run())
+    assert mean_lag(run.course) < 0.5 * mean_lag(simulation(small_batches, flat=0.0, updates=60).run())
 
 
 def test_release_is_that_of_the_trainer(monkeypatch):
