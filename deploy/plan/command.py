@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 _BAR = 24
 _NUMBERS = {
-    "--producers": (int, "N", "how many producers (default: those of the run file, or of the run)"),
+    "--producers": (int, "N", "number of producers (default: that of the run file, or of the run)"),
     "--tokens-per-s": (float, "X", "sampled by one producer with all its seats taken"),
     "--alone-per-s": (float, "X", "sampled by one producer with a single sequence (default: 4 times a seat's share)"),
-    "--trainer-tokens-per-s": (float, "X", "sampled tokens of a batch by the seconds that its update takes"),
-    "--update-s": (float, "S", "of an update beside that, whatever its batch has (default: 0)"),
+    "--trainer-tokens-per-s": (float, "X", "sampled tokens of a batch divided by the seconds that its update takes"),
+    "--update-s": (float, "S", "further seconds of every update, whatever its batch (default: 0)"),
     "--weights-s": (float, "S", "from the end of an update until engines sample with its policy (default: 1)"),
-    "--flat": (float, "SHARE", "of tasks whose rewards do not differ (default: 0)"),
+    "--flat": (float, "SHARE", "share of tasks whose rewards do not differ (default: 0)"),
 }
 _NEEDED = (
-    "A run file needs --tokens-per-s, --trainer-tokens-per-s and --lengths; a run that has been knows them. A seat is "
+    "A run file needs --tokens-per-s, --trainer-tokens-per-s and --lengths; a past run supplies them. A seat is "
     "for one sequence: a producer has as many as producers.groups_in_flight groups have, engine.max_num_seqs at most."
 )
 _ROWS = (
@@ -49,14 +49,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="RUN.toml|RUN",
-        help="a run file, or a run that has been (its name or folder): its pace, and what it came to beside it",
+        help="a run file, or a past run (its name or folder), whose pace is used and whose figures are shown too",
     )
     for option, (kind, metavar, help) in _NUMBERS.items():
         parser.add_argument(option, type=kind, metavar=metavar, help=help)
     parser.add_argument(
         "--lengths",
         metavar="FILE|NAME",
-        help="of completions: a file with a number of tokens a line or row (.parquet), a distribution such as "
+        help="of completions: a file with a number of tokens in each line or row (.parquet), a distribution such as "
         "log-normal:800:1.2, or a run",
     )
     add_runs(parser)
@@ -119,4 +119,4 @@ def _table(found: "Plan") -> "Table":
     return table
 
 
-COMMAND = Command("plan", "say what a run will come to: speed, lag and bottleneck", _add_arguments, _plan)
+COMMAND = Command("plan", "predict a run's speed, lag and bottleneck", _add_arguments, _plan)

@@ -10,9 +10,9 @@ import msgspec
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, shipped_run_files
 from penstock.deploy.launch.run_folder import RUN_FILE, find_run_folder
-from penstock.deploy.plan.producer import ALONE, EngineSpeed, seats
+from penstock.deploy.plan.producer import ALONE, EngineSpeed, RunPace, seats
 from penstock.deploy.plan.recorded import PacedRun, read_run
-from penstock.deploy.plan.simulation import Course, RunPace, Simulation
+from penstock.deploy.plan.simulation import Course, Simulation
 from penstock.deploy.plan.workload import Lengths, lengths_of
 from penstock.deploy.report.telemetry import TelemetryError
 from penstock.deploy.watch.flow import waited_for

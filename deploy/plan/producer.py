@@ -10,6 +10,8 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.producers.weights.follower import steps_between
 from penstock.schemas.config import RunConfig
@@ -71,6 +73,33 @@ class SpeedCourse(NamedTuple):
 
 
 STEADY = SpeedCourse((1.0,), math.inf)
+
+
+class RunPace(msgspec.Struct, frozen=True, kw_only=True):
+    """The speeds of a run's parts.
+
+    speed: of one producer's engine. speed_courses: its changes, by producer in turn.
+    update_s: the part of an update's time, from its batch's arrival to the next wait for groups, that is the same for
+        every batch. token_s: the part for each sampled token of the batch.
+    update_factors: factors of the updates' times, in turn.
+    announce_s: from the end of an update until its policy is announced. load_s: from there until an engine has it;
+    pause_s: the end of that time, in which the engine samples nothing.
+    reward_s: samples of the seconds from a group's last token to its append.
+    flat: share of tasks whose rewards do not differ.
+    joins_s: when each producer starts, in turn; further ones are there from the start.
+    """
+
+    speed: EngineSpeed
+    speed_courses: tuple[SpeedCourse, ...] = (STEADY,)
+    update_s: float = 0.0
+    token_s: float
+    update_factors: tuple[float, ...] = (1.0,)
+    announce_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    reward_s: tuple[float, ...] = (0.0,)
+    flat: float = 0.0
+    joins_s: tuple[float, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +246,7 @@ class SimulatedEngine:
 class SimulatedProducer:
     """Claims, waits for weights as `penstock.producers.loop.Producer` does, samples, and passes finished jobs on.
 
-    speed, course: of its engine.
+    course: of its engine's speed.
     draw: returns the lengths of a claim's siblings. finish: takes a job that is sampled, or past its deadline.
     wake: called after a load, when it may claim again.
     """
@@ -226,9 +255,7 @@ class SimulatedProducer:
         self,
         clock: Clock,
         config: RunConfig,
-        speed: EngineSpeed,
-        load_s: float,
-        pause_s: float,
+        pace: RunPace,
         draw: Callable[[Claim], Sequence[int]],
         finish: Callable[["SimulatedProducer", EngineJob], None],
         wake: Callable[[], None],
@@ -236,7 +263,7 @@ class SimulatedProducer:
     ) -> None:
         self._clock = clock
         self._config = config
-        self._load_s, self._pause_s = max(load_s, pause_s), pause_s
+        self._load_s, self._pause_s = max(pace.load_s, pace.pause_s), pace.pause_s
         self._draw = draw
         self._finish = finish
         self._wake = wake
@@ -245,7 +272,7 @@ class SimulatedProducer:
             group_size=config.group_size,
             num_samples=max(how.num_samples or 1 for how in config.held_out.values()),
         )
-        self.engine = SimulatedEngine(clock, speed, seats(config), self._end, course)
+        self.engine = SimulatedEngine(clock, pace.speed, seats(config), self._end, course)
         self.newest = 0
         self._loading: int | None = None
         self._early: list[Claim] = []

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from penstock.consumers.stream.reader import group_versions
-from penstock.deploy.plan.producer import ALONE, STEADY, EngineSpeed, SpeedCourse, seats
-from penstock.deploy.plan.simulation import Course, RunPace
+from penstock.deploy.plan.producer import ALONE, STEADY, EngineSpeed, RunPace, SpeedCourse, seats
+from penstock.deploy.plan.simulation import Course
 from penstock.deploy.plan.workload import Lengths, of_buckets, of_groups
 from penstock.deploy.report.summary import sampled_tokens
 from penstock.deploy.report.telemetry import (

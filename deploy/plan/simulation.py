@@ -20,12 +20,10 @@ from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedErro
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, ReadyGroup, Refused
 from penstock.deploy.plan.producer import (
-    STEADY,
     Clock,
     EngineJob,
-    EngineSpeed,
+    RunPace,
     SimulatedProducer,
-    SpeedCourse,
     seats,
 )
 from penstock.deploy.plan.workload import Lengths
@@ -51,33 +49,6 @@ _FINGERPRINT = EngineFingerprint(
 _SAMPLING = SamplingSettings()
 _TERMS_OF_EVERY_ROW = "kl_coefficient", "entropy_coefficient"
 """Arguments of the objectives here; if one is above 0, groups without reward variance are trained too."""
-
-
-class RunPace(msgspec.Struct, frozen=True, kw_only=True):
-    """The speeds of a run's parts.
-
-    speed: of one producer's engine. speed_courses: its changes, by producer in turn.
-    update_s: the part of an update's time, from its batch's arrival to the next wait for groups, that is the same for
-        every batch. token_s: the part for each sampled token of the batch.
-    update_factors: factors of the updates' times, in turn.
-    announce_s: from the end of an update until its policy is announced. load_s: from there until an engine has it;
-    pause_s: the end of that time, in which the engine samples nothing.
-    reward_s: samples of the seconds from a group's last token to its append.
-    flat: share of tasks whose rewards do not differ.
-    joins_s: when each producer starts, in turn; further ones are there from the start.
-    """
-
-    speed: EngineSpeed
-    speed_courses: tuple[SpeedCourse, ...] = (STEADY,)
-    update_s: float = 0.0
-    token_s: float
-    update_factors: tuple[float, ...] = (1.0,)
-    announce_s: float = 0.0
-    load_s: float = 0.0
-    pause_s: float = 0.0
-    reward_s: tuple[float, ...] = (0.0,)
-    flat: float = 0.0
-    joins_s: tuple[float, ...] = ()
 
 
 class Course(msgspec.Struct, kw_only=True):
@@ -179,7 +150,7 @@ class Simulation:
         self._lag_of = LagTable(0, {}, {})
         self._progress = RunProgress(0, CheckpointState.new(0))
         self.intake = Intake(config, leadership, self.ledger, self._lag_of, self._progress, lambda group: None)
-        how = config, pace.speed, pace.load_s, pace.pause_s, self._drawn, self._finish, self._claim
+        how = config, pace, self._drawn, self._finish, self._claim
         self.producers: deque[SimulatedProducer] = deque()
         for n in range(num_producers):
             producer = SimulatedProducer(self.clock, *how, pace.speed_courses[n % len(pace.speed_courses)])

@@ -40,10 +40,8 @@ def windows_of(updates: Sequence[Update]) -> list[AttritionWindow]:
     found = []
     for start in range(0, len(updates), size or 1):
         part = updates[start : start + size]
-        rollouts: dict[str, dict[str, Rollouts]] = {}
-        for environment, outcome, _, counts in (one for line in part for one in Attrition(line.rollouts).counts()):
-            own = rollouts.setdefault(environment, {})
-            own[outcome] = own.get(outcome, Rollouts()) + counts
+        counts = (each for line in part for each in Attrition(line.rollouts).counts())
+        rollouts = _grouped((environment, outcome, own) for environment, outcome, _, own in counts)
         found.append(AttritionWindow(part[0].update, part[-1].update, rollouts))
     return found
 
@@ -80,8 +78,8 @@ def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
         found.append(f"{num_open:,} groups are not settled: what was sampled of them is in no table")
     if attrition.num_tries_lost:
         found.append(
-            f"{attrition.num_tries_lost:,} tries at groups ended with their producer and began anew on another: what "
-            "they had sampled is in no table, and a long rollout is the likelier to be among it"
+            f"{attrition.num_tries_lost:,} tries at groups ended with their producer and started again on another: "
+            "what they had sampled is in no table, and long rollouts are the likelier to be among it"
         )
     test = attrition.last
     if test is not None:
@@ -123,11 +121,18 @@ def _sum(counts: Iterable[Rollouts]) -> Rollouts:
     return sum(counts, Rollouts())
 
 
+def _grouped(counts: Iterable[tuple[str, str, Rollouts]]) -> dict[str, dict[str, Rollouts]]:
+    """Sums counts by a key and an outcome."""
+    found: dict[str, dict[str, Rollouts]] = {}
+    for key, outcome, own in counts:
+        outcomes = found.setdefault(key, {})
+        outcomes[outcome] = outcomes.get(outcome, Rollouts()) + own
+    return found
+
+
 def _by_outcome(attrition: Attrition) -> dict[str, Rollouts]:
-    found: dict[str, Rollouts] = {}
-    for _, outcome, _, counts in attrition.counts():
-        found[outcome] = found.get(outcome, Rollouts()) + counts
-    return {name: found[name] for name in OUTCOMES if name in found}
+    outcomes = _grouped(("", outcome, counts) for _, outcome, _, counts in attrition.counts()).get("", {})
+    return {name: outcomes[name] for name in OUTCOMES if name in outcomes}
 
 
 def _outcome_row(name: str, counts: Rollouts, every: Rollouts) -> Cells:
@@ -144,10 +149,7 @@ def _outcome_row(name: str, counts: Rollouts, every: Rollouts) -> Cells:
 
 
 def _length_rows(attrition: Attrition) -> list[Cells]:
-    by_length: dict[str, dict[str, Rollouts]] = {}
-    for _, outcome, length, counts in attrition.counts():
-        own = by_length.setdefault(length, {})
-        own[outcome] = own.get(outcome, Rollouts()) + counts
+    by_length = _grouped((length, outcome, counts) for _, outcome, length, counts in attrition.counts())
     rows = []
     for length in [*sorted(by_length.keys() - {UNKNOWN}, key=float), *(by_length.keys() & {UNKNOWN})]:
         total = _sum(by_length[length].values())
@@ -175,9 +177,8 @@ def _window_rows(windows: Sequence[AttritionWindow]) -> list[Cells]:
     rows = []
     for first, last, rollouts in windows:
         label = f"{first:,} to {last:,}"
-        names = {name for outcomes in rollouts.values() for name in outcomes}
-        every = {name: _sum(own[name] for own in rollouts.values() if name in own) for name in names}
-        rows.append(_compared_row(label, every))
+        every = _grouped(("", name, counts) for outcomes in rollouts.values() for name, counts in outcomes.items())
+        rows.append(_compared_row(label, every.get("", {})))
         if len(rollouts) > 1:
             rows += [_compared_row(f"{label}: {name}", own) for name, own in sorted(rollouts.items())]
     return rows

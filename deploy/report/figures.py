@@ -1,4 +1,4 @@
-"""The style, order and rendering of the report's figures."""
+"""Lists the report's figures, and renders them in its style."""
 
 import io
 import re

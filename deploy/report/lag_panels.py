@@ -1,4 +1,4 @@
-"""The figures of the mismatch by lag, with a line for each of `penstock.schemas.metrics.LAG_LABELS`."""
+"""Figures of the mismatch by lag, with a line or a point for each of `penstock.schemas.metrics.LAG_LABELS`."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The figures of the report: functions that draw a run's telemetry into matplotlib axes."""
+"""The figures of the report that a function draws: a run's telemetry, into matplotlib axes."""
 
 from collections import Counter
 

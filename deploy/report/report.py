@@ -2,6 +2,7 @@
 
 import html
 import json
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from string import Template
@@ -36,17 +37,17 @@ def write_report(run_folder: Path) -> Path:
 
 def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str) -> str:
     """Renders the page. Every text that comes from the run is escaped here."""
-    figures = [_figure(spec, telemetry) for spec in FIGURES]
+    engine = summary["engine"] or {"": "no start event in producers/*.jsonl"}
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Penstock: {telemetry.name}"),
         heading=html.escape(telemetry.name),
         subtitle=html.escape(_subtitle(telemetry, summary)),
         notice=_notice(summary),
         keys="\n".join(_key(*key) for key in key_figures(summary)),
-        figures="\n".join(figures),
+        figures="\n".join(_figure(spec, telemetry) for spec in FIGURES),
         attrition=_attrition(telemetry),
-        summary=_table(summary),
-        engine=_table(summary["engine"] or {"": "no start event in producers/*.jsonl"}),
+        summary=_rows((name, _show(value)) for name, value in summary.items()),
+        engine=_rows((name, _show(value)) for name, value in engine.items()),
         configuration=html.escape(configuration),
         footer=html.escape(_footer(telemetry)),
     )
@@ -161,17 +162,13 @@ def _attrition(telemetry: RunTelemetry) -> str:
     num_open = telemetry.ledger.num_groups_cancelled + telemetry.ledger.num_groups_open
     parts = [f"<p>{html.escape(line)}.</p>" for line in attrition_lines(attrition, num_open)]
     for title, rows in attrition_tables(attrition, windows_of(telemetry.updates)):
-        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        lines = "".join(f"<tr>{row}</tr>" for row in cells)
-        parts.append(f"<h2>{html.escape(title)}</h2><table>{lines}</table>")
+        parts.append(f"<h2>{html.escape(title)}</h2><table>{_rows(rows)}</table>")
     return f"<details open><summary>What was sampled and what was trained</summary>{''.join(parts)}</details>"
 
 
-def _table(values: dict[str, Any]) -> str:
-    return "\n".join(
-        f"<tr><td>{html.escape(str(name))}</td><td>{html.escape(_show(value))}</td></tr>"
-        for name, value in values.items()
-    )
+def _rows(rows: Iterable[Sequence[str]]) -> str:
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return "\n".join(f"<tr>{row}</tr>" for row in cells)
 
 
 def _show(value: Any) -> str:

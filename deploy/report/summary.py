@@ -111,32 +111,28 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
 def token_counts(telemetry: RunTelemetry) -> dict[str, Any]:
     """Counts tokens trained, masked for lag and rejected by the correction; takes tokens and mismatch by lag."""
     updates = telemetry.updates
-    if not updates:
-        names = ("num_tokens_trained", "num_tokens_masked_lag", "num_tokens_rejected", "lag_histogram", "mean_lag")
-        return dict.fromkeys((*names, "ess_fraction_min", "mismatch_lag0", "mismatch_by_lag"))
     histogram: Counter[int] = Counter()
     for line in updates:
         histogram.update(line.lag_histogram)
-    num_tokens = histogram.total()
     mismatches = _values(updates, "mismatch_lag0")
-    return {
+    found = {
         "num_tokens_trained": sum(line.num_tokens_trained for line in updates),
         "num_tokens_masked_lag": sum(line.num_tokens_masked_lag for line in updates),
         "num_tokens_rejected": sum(line.num_tokens_rejected for line in updates),
         "lag_histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
-        "mean_lag": _ratio(sum(lag * count for lag, count in histogram.items()), num_tokens),
+        "mean_lag": _ratio(sum(lag * count for lag, count in histogram.items()), histogram.total()),
         "ess_fraction_min": min(_values(updates, "ess_fraction"), default=None),
         "mismatch_lag0": float(np.mean(mismatches)) if mismatches else None,
         "mismatch_by_lag": mismatch_by_lag(updates),
     }
+    return found if updates else dict.fromkeys(found)
 
 
-def mismatch_by_lag(updates: Iterable[Update]) -> dict[str, dict[str, float]]:
+def mismatch_by_lag(updates: Sequence[Update]) -> dict[str, dict[str, float]]:
     """Returns, by lag bucket, the run's tokens and the means of kl, k3_kl, chi2, weight_mean and masked_frac.
 
     Each is the mean over the bucket's tokens of all updates; metrics without a measurement are left out.
     """
-    updates = list(updates)
     found: dict[str, dict[str, float]] = {}
     for label in LAG_LABELS:
         num_tokens = sum(_values(updates, lag_key("num_tokens", label)))

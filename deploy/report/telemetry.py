@@ -36,7 +36,6 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     num_groups_skipped: int
     num_tokens_rejected: int = 0
     """Tokens within the lag bound that the correction rejected."""
-    num_optimizer_steps: int = 0
     steps_skipped: dict[str, int] = {}
     """Optimizer steps not taken, by reason."""
     skipped_reason: str | None = None
@@ -85,7 +84,6 @@ class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
     num_groups_skipped: int
     num_groups_dead: int
     num_groups_cancelled: int
-    num_tokens_trained: int
     num_groups_open: int = 0
     dead_reasons: dict[str, int] = {}
     num_groups_released_again: dict[str, int] = {}
@@ -95,8 +93,6 @@ class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
     first_prompt_s: float | None = None
     """None or 0 before the first batch, as is `last_update_s`."""
     last_update_s: float | None = None
-    epoch: int = 0
-    policy_version: int = 0
     finished: bool = False
 
 
@@ -114,16 +110,13 @@ class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"
     """Time during which no token was sampled."""
     load_s: float | None = None
     prefetch_s: float | None = None
-    bytes: int | None = None
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="rate"):
     time_s: float
-    tokens_per_s: float
     num_tokens: int
     """Tokens sampled since the producer started."""
     in_flight: int | None = None
-    policy_version: int | None = None
     clock_ahead_s: float | None = None
     """Of the producer's clock, compared with Redis'."""
 

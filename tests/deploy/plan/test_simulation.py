@@ -8,8 +8,8 @@ import pytest
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.release import Releaser
 from penstock.deploy.plan import simulation as simulated
-from penstock.deploy.plan.producer import STEADY, Clock, EngineJob, EngineSpeed, SimulatedEngine, SpeedCourse
-from penstock.deploy.plan.simulation import RunPace, Simulation
+from penstock.deploy.plan.producer import STEADY, Clock, EngineJob, EngineSpeed, RunPace, SimulatedEngine, SpeedCourse
+from penstock.deploy.plan.simulation import Simulation
 from penstock.deploy.plan.workload import lengths_of
 from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import RunConfig, config_of
