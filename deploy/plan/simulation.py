@@ -194,7 +194,7 @@ class Simulation:
         return course
 
     def _drawn(self, claim: Claim) -> list[int]:
-        """The lengths of a claim's siblings, as the engine cuts them."""
+        """Returns the lengths of a claim's siblings, as the engine cuts them."""
         config, name = self._config, claim.environment
         if claim.evaluation_id is None:
             num, most = config.group_size, config.every_environment[name].max_tokens or config.sampling.max_tokens

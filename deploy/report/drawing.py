@@ -1,4 +1,4 @@
-"""The parts that figures share: colours, series and axes."""
+"""What figures share: colours, series and axes."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -58,7 +58,7 @@ class Curves(NamedTuple):
 
 
 def curves_figure(name: str, title: str, caption: str, *parts: Curves, height_in: float = 3.1) -> FigureSpec:
-    """A figure of metrics by update, with one of `parts` on each of its axes."""
+    """Returns a figure of metrics by update, with one of `parts` on each of its axes."""
 
     def draw(telemetry: RunTelemetry, *axes: Axes) -> bool:
         drawn = [by_update(telemetry, ax, part.series, part.ylabel) for ax, part in zip(axes, parts, strict=True)]
@@ -102,14 +102,14 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def column(updates: Sequence[Update], name: str) -> np.ndarray:
-    """A field or metric of every update as floats `[n]`, NaN without a value."""
+    """Returns a field or metric of every update as floats `[n]`, NaN without a value."""
     is_field = name in Update.__struct_fields__
     values = [getattr(line, name) if is_field else line.metrics.get(name) for line in updates]
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
 def numbers(updates: Sequence[Update]) -> np.ndarray:
-    """The updates' numbers as floats `[n]`."""
+    """Returns the numbers of updates as floats `[n]`."""
     return np.array([line.update for line in updates], dtype=float)
 
 

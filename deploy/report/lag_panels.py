@@ -68,7 +68,7 @@ class LagCurves(NamedTuple):
 def lag_figure(
     name: str, title: str, caption: str, *parts: LagCurves, height_in: float = 3.9, above_zero: bool = False
 ) -> FigureSpec:
-    """A figure of metrics by lag, with one of `parts` on each of its axes. above_zero: zeros alone are nothing to draw.
+    """Returns a figure of metrics by lag, with one of `parts` on each of its axes. above_zero: draws no zeros alone.
 
     A line is a bucket's running mean over the batches that have a value; a batch without neighbours is a dot.
     """

@@ -472,7 +472,7 @@ def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:
 
 
 def shown(value: float | None, spec: str, unit: str = "", *, scale: float = 1.0) -> str:
-    """A figure for a reader; `n/a` if it is None."""
+    """Formats a figure for a reader; `n/a` if it is None."""
     return NOTHING if value is None else f"{value * scale:{spec}}{unit}"
 
 

@@ -45,7 +45,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None
     publish_s: float | None = None
     clock_ahead_s: float | None = None
-    """Of the trainer's clock, compared with Redis'."""
+    """How far the trainer's clock is ahead of Redis'."""
     rollouts: Counts = {}
     """Counted since the previous update."""
     environments: dict[str, dict[str, float]] = {}
@@ -118,7 +118,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ra
     """Tokens sampled since the producer started."""
     in_flight: int | None = None
     clock_ahead_s: float | None = None
-    """Of the producer's clock, compared with Redis'."""
+    """How far the producer's clock is ahead of Redis'."""
 
 
 ProducerEvent = Started | WeightsLoaded | Rate

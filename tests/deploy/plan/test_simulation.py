@@ -121,18 +121,13 @@ def test_the_same_plan_comes_to_the_same():
     assert simulation(config()).run() == simulation(config()).run()
 
 
-def test_a_drained_engine_samples_each_completion_with_one_version():
-    groups = []
-
-    class Watched(Simulation):
-        def _train(self, batch):
-            groups.extend(batch)
-            super()._train(batch)
-
+def test_a_drained_engine_samples_each_completion_with_one_version(monkeypatch):
+    groups, settle = [], Intake.settle
+    monkeypatch.setattr(Intake, "settle", lambda intake, *given: (groups.extend(given[0]), settle(intake, *given))[1])
     for update, is_one in (("in_flight", False), ("drained", True)):
         groups.clear()
         own = RunPace(speed=SPEED, token_s=1 / 5000, load_s=0.2)
-        Watched(config(**{"engine.update": update}), 2, own, lengths_of(LONG_TAIL), 20).run()
+        Simulation(config(**{"engine.update": update}), 2, own, lengths_of(LONG_TAIL), 20).run()
         spans = [rollout.segments[0].version_spans for group in groups for rollout in group.rollouts]
         assert all(len(found) == 1 for found in spans) == is_one
 
@@ -201,9 +196,8 @@ def test_staleness_is_that_of_the_trainer(monkeypatch):
 
 def test_claims_are_those_of_a_producer(monkeypatch):
     """A read claims a quarter of the free room: the first of two idle producers does not get everything."""
-    run = simulation(config(max_lag=0), producers=2)
-    run.intake.release()
-    run._claim()
+    run = simulation(config(max_lag=0), producers=2, updates=0)
+    run.run()
     assert sorted(len(each.table) for each in run.producers) == [4, 4]
 
 
