@@ -11,11 +11,11 @@ import msgspec
 import redis
 
 from penstock.deploy.inspector.catalogue import Catalogue
-from penstock.deploy.inspector.command import DEFAULT_HOST
 from penstock.deploy.inspector.rows import QueryError, parse_query
 from penstock.schemas.config import ConfigError
 from penstock.schemas.record import RecordReadError
 
+HOST = "127.0.0.1"
 _ALL_ADDRESSES = "0.0.0.0"
 _FOLDER = Path(__file__).parent
 _FILES = {
@@ -49,17 +49,15 @@ class InspectorServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, catalogue: Catalogue, port: int, host: str = DEFAULT_HOST) -> None:
+    def __init__(self, catalogue: Catalogue, port: int, host: str = HOST) -> None:
         self.catalogue = catalogue
         # Through a published port or a tunnel, a browser uses a loopback name.
-        self.address = DEFAULT_HOST if host == _ALL_ADDRESSES else host
+        self.address = HOST if host == _ALL_ADDRESSES else host
         self.names = {*_NAMES, self.address}
         try:
             super().__init__((str(IPv4Address(host)), port), _Handler)
         except ValueError:
-            raise ConfigError(
-                f"--host {host}: expected an IPv4 address, such as {DEFAULT_HOST} or {_ALL_ADDRESSES}"
-            ) from None
+            raise ConfigError(f"--host {host}: expected an IPv4 address, such as {HOST} or {_ALL_ADDRESSES}") from None
         except OverflowError:
             raise ConfigError(f"--port {port}: expected 0 to 65535; 0 takes a free one") from None
         except OSError as error:
