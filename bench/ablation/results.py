@@ -66,7 +66,7 @@ class AblationResult(CellResult, kw_only=True):
             settings=settings,
             curves={**curves, "token_lag": [_mean_lag(line) for line in run.updates]},
             engine_lag=engine_lag(run),
-            accuracy=[(point.update, point.parts.get("exact", point.reward)) for point in run.evaluations],
+            accuracy=[(point.update, point.metrics.get("reward/exact", point.reward)) for point in run.evaluations],
             tokens_by_lag=dict(sorted(lags.items())),
             num_steps_skipped=sum(sum(line.steps_skipped.values()) for line in run.updates),
         )

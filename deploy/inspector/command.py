@@ -1,4 +1,4 @@
-"""`penstock inspect RUN`: the rollouts of a run as pages on this machine."""
+"""`penstock inspect RUN`: serves a run's rollouts as pages on this machine."""
 
 import argparse
 import signal
@@ -8,12 +8,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.deploy.launch.command_line import Command, add_run
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.config import ConfigError
 
 if TYPE_CHECKING:
     from penstock.deploy.inspector.sources import RecordSource, Source
     from penstock.deploy.inspector.stream import StreamSource
-    from penstock.deploy.inspector.tokens import TokenTexts
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
@@ -50,10 +49,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
             print(f"{name}: reading its rollouts, loading its tokenizer ...", flush=True)
             from penstock.deploy.inspector.catalogue import Catalogue
             from penstock.deploy.inspector.server import InspectorServer
+            from penstock.deploy.inspector.tokens import texts_of_run
 
             record = None if arguments.stream else _record(folder)
             source: Source = record or _stream(arguments, closing)
-            texts, why = _texts(config)
+            texts, why = texts_of_run(config)
             is_kept = arguments.stream or record is not None or (config is not None and config.record)
             remarks = [remark for remark in (why, "" if is_kept else WITHOUT_RECORD) if remark]
             catalogue = Catalogue(name, source, texts, remarks)
@@ -69,7 +69,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _record(folder: Path | None) -> "RecordSource | None":
-    """The run's record; None if it has none."""
+    """Returns the run's record; None if it has none."""
     from penstock.deploy.inspector.sources import RecordSource
     from penstock.schemas.record import FOLDER, RecordReadError
     from penstock.schemas.record_reader import Record
@@ -83,25 +83,12 @@ def _record(folder: Path | None) -> "RecordSource | None":
 
 
 def _stream(arguments: argparse.Namespace, closing: ExitStack) -> "StreamSource":
-    """Raises ServerError if the run's Redis cannot be reached."""
+    """Returns the run's live stream. Raises ServerError if its Redis cannot be reached."""
     from penstock.deploy.inspector.stream import StreamSource
     from penstock.deploy.operate.run_access import open_run
 
     run = closing.enter_context(open_run(arguments.run, arguments.runs))
     return StreamSource(run.redis, run.keys)
-
-
-def _texts(config: RunConfig | None) -> "tuple[TokenTexts | None, str]":
-    """The run's tokenizer, or None and the reason."""
-    from penstock.deploy.inspector.tokens import TokenTexts
-    from penstock.producers.rollout.episode import load_tokenizer
-
-    if config is None:
-        return None, "tokens are shown as ids: without the run's folder its model is not known"
-    try:
-        return TokenTexts(load_tokenizer(config)), ""
-    except ConfigError as error:
-        return None, f"tokens are shown as ids: {error}"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

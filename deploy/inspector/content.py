@@ -1,4 +1,4 @@
-"""A group as JSON, token by token: for the page and for the lines of an export."""
+"""Converts a group to JSON, token by token, for the page and for export lines."""
 
 import math
 from typing import Any
@@ -6,54 +6,43 @@ from typing import Any
 import msgspec
 
 from penstock.deploy.inspector.rows import InspectedRow
-from penstock.deploy.inspector.sources import Looked
+from penstock.deploy.inspector.sources import InspectedGroup
 from penstock.deploy.inspector.tokens import TokenTexts
 from penstock.schemas.record import SegmentFindings, sampled_tokens
 from penstock.schemas.rollout import RolloutGroup, Segment, unpack_ids
 
 _BEGINNING = 80
+_ENTRY_FIELDS = (
+    "reason", "producer_id", "environment", "rewards", "finish_reasons", "num_sampled_tokens", "num_masked",
+    "ess_fraction", "max_weight",
+)  # fmt: skip
+_BATCH_FIELDS = ("position", "policy_version", "time_s", "counts", "skipped_reason")
 _SHOWN_METRICS = ("loss", "reward", "ess_fraction", "chi2", "mismatch_lag0")
 
 
 def row_fields(row: InspectedRow) -> dict[str, Any]:
-    """A row of the list."""
+    """Returns a row of the list."""
     entry = row.entry
-    known = bool(entry.num_sampled_tokens)
-    return {
+    return {name: getattr(entry, name) for name in _ENTRY_FIELDS} | {
         "key": row.key,
         "number": row.number,
         "update": row.update,
         "index": entry.index or None,
         "outcome": row.outcome,
-        "reason": entry.reason,
-        "producer_id": entry.producer_id,
-        "environment": entry.environment,
         "task": entry.task or None,
-        "rewards": entry.rewards,
-        "finish_reasons": entry.finish_reasons,
-        "num_sampled_tokens": entry.num_sampled_tokens,
         "versions": [entry.min_version, entry.max_version] if entry.max_version >= 0 else None,
-        "lags": [entry.min_lag, entry.max_lag] if known else None,
-        "num_masked": entry.num_masked,
-        "ess_fraction": entry.ess_fraction,
-        "max_weight": entry.max_weight,
+        "lags": [entry.min_lag, entry.max_lag] if entry.num_sampled_tokens else None,
     }
 
 
-def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
-    """A group whole. Numbers by token are columns, one value per sampled token, null where the trainer has none."""
-    row, group, batch = looked.row, looked.group, looked.batch
-    fields: dict[str, Any] = row_fields(row) | {"remark": looked.remark, "problem": looked.problem}
+def group_fields(inspected: InspectedGroup, texts: TokenTexts | None) -> dict[str, Any]:
+    """Returns a whole group. Numbers by token are columns: a value per sampled token, None if the trainer has none."""
+    row, group, batch = inspected.row, inspected.group, inspected.batch
+    fields: dict[str, Any] = row_fields(row) | {"remark": inspected.remark, "problem": inspected.problem}
     if batch is not None:
-        metrics = {name: batch.metrics[name] for name in _SHOWN_METRICS if name in batch.metrics}
-        fields["batch"] = {
-            "position": batch.position,
-            "policy_version": batch.policy_version,
-            "time_s": batch.time_s,
-            "counts": batch.counts,
-            "skipped_reason": batch.skipped_reason,
+        fields["batch"] = {name: getattr(batch, name) for name in _BATCH_FIELDS} | {
             "num_groups": len(batch.groups),
-            "metrics": metrics,
+            "metrics": {name: batch.metrics[name] for name in _SHOWN_METRICS if name in batch.metrics},
         }
     if group is None:
         return fields
@@ -66,7 +55,7 @@ def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
         "sampling": msgspec.to_builtins(group.sampling),
         "fingerprint": msgspec.to_builtins(group.fingerprint),
         "timings": msgspec.to_builtins(group.timings),
-        "missing": _missing(looked),
+        "missing": _missing(inspected),
         "rollouts": [
             {
                 "reward": rollout.reward.value,
@@ -74,7 +63,7 @@ def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
                 "advantage": advantages[r] if r < len(advantages) else None,
                 "num_sampled_tokens": rollout.num_sampled_tokens,
                 "segments": [
-                    _segment_fields(segment, _found(looked, r, s, segment), texts)
+                    _segment_fields(segment, _found(inspected, r, s, segment), texts)
                     for s, segment in enumerate(rollout.segments)
                 ],
             }
@@ -84,7 +73,7 @@ def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
 
 
 def beginning(group: RolloutGroup | None) -> str:
-    """The first `_BEGINNING` characters of the prompt, or of its last message, in one line."""
+    """Returns the first `_BEGINNING` characters of the prompt, or of its last message, on one line."""
     if group is None:
         return ""
     text = group.prompt.messages[-1].content if group.prompt.messages else group.prompt.text or ""
@@ -92,7 +81,7 @@ def beginning(group: RolloutGroup | None) -> str:
 
 
 def searched_text(group: RolloutGroup | None) -> str:
-    """The text that the list's search looks at, case-folded."""
+    """Returns the text that the list searches, case-folded."""
     if group is None:
         return ""
     prompt = group.prompt
@@ -101,23 +90,23 @@ def searched_text(group: RolloutGroup | None) -> str:
     return "\n".join(parts).casefold()
 
 
-def _missing(looked: Looked) -> list[str]:
-    """The parts of this group that the token view cannot show, and why."""
-    if looked.batch is None:
+def _missing(inspected: InspectedGroup) -> list[str]:
+    """Names the parts of a group that the token view cannot show, and says why."""
+    if inspected.batch is None:
         return ["proximal logprobs, weights, masks and advantages: the trainer has not taken this group yet"]
-    scored = [bool(found.kept) for of_rollout in looked.findings for found in of_rollout]
+    scored = [bool(found.kept) for of_rollout in inspected.findings for found in of_rollout]
     if all(scored):
         return []
     which = "no token" if not any(scored) else f"{scored.count(False)} of {len(scored)} segments not"
     whys = {"skipped": "its rewards do not differ", "dead": "it died before"}
-    why = whys.get(looked.row.outcome, "every token lies past the lag bound")
+    why = whys.get(inspected.row.outcome, "every token lies past the lag bound")
     return [f"proximal logprobs and weights: {which} scored ({why})"]
 
 
-def _found(looked: Looked, r: int, s: int, segment: Segment) -> SegmentFindings:
-    """The findings of a segment; lags are unknown (-1) if the record has none that fit it."""
+def _found(inspected: InspectedGroup, r: int, s: int, segment: Segment) -> SegmentFindings:
+    """Returns the findings of a segment; lags are -1 (unknown) if the record has none that fit the segment."""
     try:
-        found = looked.findings[r][s]
+        found = inspected.findings[r][s]
     except IndexError:
         found = SegmentFindings(())
     if len(found.lags) != len(segment.version_spans):

@@ -1,4 +1,4 @@
-// The pages of `penstock inspect`. What comes from a run is text of strangers: it becomes text nodes and nothing else.
+// The pages of `penstock inspect`. Text from a run is untrusted: it becomes text nodes and nothing else.
 
 const FILTERS = ["outcome", "finish", "producer", "environment", "version", "reward_min", "reward_max", "lag_min", "lag_max",
   "ess_min", "ess_max", "q"];
@@ -11,18 +11,18 @@ const POLL_MS = 2000;
 const TOKENS_AT_ONCE = 4000;
 const CONTEXT_SHOWN = 600;
 const VERSIONS_PER_EPOCH = 1e9;
-// Characters that hide, or turn what stands around them: they are shown by number.
+// Characters that are invisible, or reorder the text around them: they are shown by number.
 const CONTROLS = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
 const $ = (id) => document.getElementById(id);
 
-// What a link says, beside the filters' own fields.
+// The part of a link that is not in the filters' fields.
 const link = { sort: "newest", order: "desc", page: 1, group: "", sibling: 0, mode: "lag" };
-let run = null; // what /api/run said last
-let until = null; // the list shows rows up to this number; a link says it, so that its pages stay where they are
+let run = null; // the last answer of /api/run
+let until = null; // the list shows rows up to this number; it is part of a link, so that pages do not move
 let rows = [];
 let shown = null; // the group on the right
-let tokens = []; // of the sampled tokens on the page: { element, sibling, facts }
-let asked = 0; // the newest question for the list; answers to older ones are dropped
+let tokens = []; // the sampled tokens on the page: { element, sibling, facts }
+let asked = 0; // number of the newest request for the list; answers to older ones are dropped
 let timer = 0;
 
 // ---- text ----------------------------------------------------------------------------------------------------------
@@ -40,12 +40,7 @@ function appendText(parent, text, keepLines = false) {
     parent.append(text.slice(start, match.index));
     const code = match[0].codePointAt(0);
     const sign = code === 10 ? "⏎" : code === 9 ? "⇥" : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
-    if (code !== 10 || !keepLines) {
-      const control = document.createElement("span");
-      control.className = "control";
-      control.textContent = sign;
-      parent.append(control);
-    }
+    if (code !== 10 || !keepLines) parent.append(element("span", "control", sign));
     if (code === 10 || code === 9) parent.append(match[0]);
     start = match.index + match[0].length;
   }
@@ -105,7 +100,7 @@ function writeLink(isStep) {
   if (link.group) all.set("group", link.group);
   if (link.group && link.sibling) all.set("sibling", link.sibling + 1);
   if (link.mode !== "lag") all.set("mode", link.mode);
-  // Without anything chosen the address is that of the run, which shows the newest.
+  // With nothing chosen the address is that of the run, which shows the newest.
   if (until !== null && all.toString()) all.set("until", until);
   const query = all.toString();
   if (location.search.slice(1) === query) return;
@@ -132,7 +127,7 @@ async function loadRun() {
   $("name").replaceChildren(element("span", "value", run.name));
   $("source").textContent = `${number(run.num_groups)} groups of its ${run.kind === "record" ? "record" : "live stream"}`;
   $("notes").replaceChildren(...run.notes.map((note) => element("li", "", note)));
-  for (const name of ["outcome", "finish", "producer", "environment"]) addChoices(field(name), run.facets[name] ?? []);
+  for (const [name, values] of Object.entries(run.facets)) addChoices(field(name), values);
 }
 
 function addChoices(select, values) {
@@ -152,20 +147,18 @@ async function loadList() {
   if (until !== null) query.set("until", until);
   $("export").href = `/api/export.jsonl?${query}`;
   query.set("page", link.page);
-  for (;;) {
+  try {
     let answer;
-    try {
+    do {
       answer = await ask(`/api/groups?${query}`);
       if (question !== asked) return;
       $("problem").hidden = true;
-    } catch (error) {
-      if (question !== asked) return;
-      $("problem").replaceChildren(element("span", "", error.message));
-      $("problem").hidden = false;
-      return;
-    }
-    showList(answer);
-    if (answer.searched >= answer.to_search) return;
+      showList(answer);
+    } while (answer.searched < answer.to_search);
+  } catch (error) {
+    if (question !== asked) return;
+    $("problem").replaceChildren(element("span", "", error.message));
+    $("problem").hidden = false;
   }
 }
 
@@ -204,14 +197,12 @@ function rowOf(row) {
 }
 
 function markRow() {
-  for (const row of $("rows").children) {
-    if (row.dataset.key !== link.group) {
-      row.removeAttribute("aria-current");
-      continue;
-    }
-    row.setAttribute("aria-current", "true");
-    row.scrollIntoView({ block: "nearest" });
-  }
+  for (const row of $("rows").children) markCurrent(row, row.dataset.key === link.group);
+}
+
+function markCurrent(made, isCurrent, scrolls = true) {
+  made.ariaCurrent = isCurrent ? "true" : null;
+  if (isCurrent && scrolls) made.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
 function showFresh() {
@@ -291,17 +282,12 @@ function showPrompt(group) {
   $("prompt").hidden = !group.prompt;
   if (!group.prompt) return;
   const messages = group.prompt.messages ?? [{ role: "prompt", content: group.prompt.text }];
-  const parts = messages.flatMap(({ role, content }) => {
+  const answer = group.answer ? [{ role: "answer", content: group.answer }] : [];
+  $("prompt").replaceChildren(...[...messages, ...answer].flatMap(({ role, content }) => {
     const text = element("pre", "value");
     appendText(text, content, true);
     return [element("h4", "value", role), text];
-  });
-  if (group.answer) {
-    const answer = element("pre", "value");
-    appendText(answer, group.answer, true);
-    parts.push(element("h4", "", "answer"), answer);
-  }
-  $("prompt").replaceChildren(...parts);
+  }));
 }
 
 function showFacts(group) {
@@ -372,7 +358,7 @@ function tokensOf(segment, sibling) {
     });
     return button;
   };
-  // A long context is folded up, and so is what no screen holds.
+  // A long context is collapsed, and so are more tokens than a screen holds.
   const count = segment.token_ids.length;
   const first = segment.positions[0] ?? 0;
   const begin = first > CONTEXT_SHOWN ? first - CONTEXT_SHOWN / 2 : 0;
@@ -428,9 +414,9 @@ function showToken(facts) {
 
 // ---- colours -------------------------------------------------------------------------------------------------------
 
-// What a mode colours by: [label, legend, class of a token's facts].
+// A mode: [label, legend, function from a token's facts to a class].
 let versionsShown = [];
-// Eight colours, plain, then with stripes one way and the other.
+// Eight colours, first plain, then with stripes in one direction and in the other.
 const ofVersion = (n) => `cat-${n % 8}${["", " falling", " rising"][Math.floor(n / 8) % 3]}`;
 const step = (value, bounds) => bounds.findIndex((bound) => value < bound);
 const GAPS = [-1, -0.1, -0.01, 0.01, 0.1, 1, Infinity];
@@ -502,14 +488,7 @@ function chooseSibling(n) {
 }
 
 function markSibling(scrolls) {
-  [...$("siblings").children].forEach((made, n) => {
-    if (n !== link.sibling) {
-      made.removeAttribute("aria-current");
-      return;
-    }
-    made.setAttribute("aria-current", "true");
-    if (scrolls || n) made.scrollIntoView({ block: "nearest", inline: "nearest" });
-  });
+  [...$("siblings").children].forEach((made, n) => markCurrent(made, n === link.sibling, scrolls || n));
 }
 
 function moveToken(by) {
@@ -545,7 +524,7 @@ function onKey(event) {
   act();
 }
 
-// ---- beginning -----------------------------------------------------------------------------------------------------
+// ---- start ---------------------------------------------------------------------------------------------------------
 
 async function poll() {
   try {

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -22,9 +22,9 @@ _VERSION = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
 class InspectedRow(NamedTuple):
     """A group as the list shows it.
 
-    key: its name in links. number: in order of arrival; grows along the list.
+    key: its name in links. number: grows in order of arrival.
     outcome: the entry's, or `unsettled` and `unreadable` for groups that are only on the stream.
-    update: that it was part of; None on the stream.
+    update: the update that it was part of; None on the stream.
     """
 
     key: str
@@ -41,11 +41,11 @@ class QueryError(ValueError):
 class RowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The filters, order and page in a link to the list. Empty text and None match everything.
 
-    reward_min, reward_max: range for some sibling's reward. lag_min, lag_max: for the group's largest lag.
-    ess_min, ess_max: for its ESS fraction; a group without one does not match.
-    finish: some sibling's finish reason. version: `37` or `2:37`, within the group's versions.
-    q: in prompt, answer or metadata, in any case.
-    until: only rows up to this number, so that pages do not move while more groups come in.
+    reward_min, reward_max: range of at least one sibling's reward. lag_min, lag_max: of the group's largest lag.
+    ess_min, ess_max: of its ESS fraction; a group without one does not match.
+    finish: at least one sibling's finish reason. version: `37` or `2:37`, within the group's versions.
+    q: text in prompt, answer or metadata, in any case.
+    until: largest row number, so that pages do not move while more groups arrive.
     """
 
     reward_min: float | None = None
@@ -68,7 +68,7 @@ class RowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def parse_query(parameters: Mapping[str, str]) -> RowQuery:
-    """Raises QueryError for a parameter that is unknown, no number, or out of range."""
+    """Reads a link's parameters. Raises QueryError for one that is unknown, no number, or out of range."""
     given = {name: value for name, value in parameters.items() if value != ""}
     try:
         query = msgspec.convert(given, RowQuery, strict=False)
@@ -90,7 +90,7 @@ def parse_query(parameters: Mapping[str, str]) -> RowQuery:
 
 
 def select(rows: Sequence[InspectedRow], query: RowQuery) -> list[InspectedRow]:
-    """The rows that match a query, its text aside, in its order. Rows without the number to sort by come last."""
+    """Returns the rows that match a query except for its text, in its order; rows without the sort value come last."""
     tests = _tests(query)
     found = [row for row in rows if all(test(row) for test in tests)]
     if query.sort == "newest":
@@ -101,19 +101,13 @@ def select(rows: Sequence[InspectedRow], query: RowQuery) -> list[InspectedRow]:
     return [row for _, row in having] + [row for row in found if value(row.entry) is None]
 
 
-def facets(rows: Iterable[InspectedRow]) -> dict[str, list[str]]:
-    """Every outcome, finish reason, producer and environment that occurs."""
-    outcomes, finish_reasons, producers, environments = set[str](), set[str](), set[str](), set[str]()
-    for row in rows:
-        outcomes.add(row.outcome)
-        finish_reasons.update(row.entry.finish_reasons)
-        producers.add(row.entry.producer_id)
-        environments.add(row.entry.environment)
+def facets(rows: Sequence[InspectedRow]) -> dict[str, list[str]]:
+    """Returns every outcome, finish reason, producer and environment that occurs."""
     return {
-        "outcome": sorted(outcomes),
-        "finish": sorted(finish_reasons),
-        "producer": sorted(producers - {""})[:_MAX_CHOICES],
-        "environment": sorted(environments - {""}),
+        "outcome": sorted({row.outcome for row in rows}),
+        "finish": sorted({reason for row in rows for reason in row.entry.finish_reasons}),
+        "producer": sorted({row.entry.producer_id for row in rows} - {""})[:_MAX_CHOICES],
+        "environment": sorted({row.entry.environment for row in rows} - {""}),
     }
 
 
@@ -150,27 +144,24 @@ def _tests(query: RowQuery) -> list[Callable[[InspectedRow], bool]]:
     if query.version:
         version = _version(query.version)
         tests.append(lambda row: 0 <= row.entry.min_version <= version <= row.entry.max_version)
-    if (within := _within(query.lag_min, query.lag_max)) is not None:
-        of_lag = within
-        tests.append(lambda row: bool(row.entry.num_sampled_tokens) and of_lag(row.entry.max_lag))
-    if (within := _within(query.ess_min, query.ess_max)) is not None:
-        of_ess = within
-        tests.append(lambda row: row.entry.ess_fraction is not None and of_ess(row.entry.ess_fraction))
-    if (within := _within(query.reward_min, query.reward_max)) is not None:
-        of_reward = within
-        tests.append(lambda row: any(map(of_reward, row.entry.rewards)))
+    tests += _range_test(query.lag_min, query.lag_max, lambda entry: [_VALUES["lag"](entry)])
+    tests += _range_test(query.ess_min, query.ess_max, lambda entry: [entry.ess_fraction])
+    tests += _range_test(query.reward_min, query.reward_max, lambda entry: entry.rewards)
     return tests
 
 
-def _within(low: float | None, high: float | None) -> Callable[[Any], bool] | None:
+def _range_test(
+    low: float | None, high: float | None, values: Callable[[GroupEntry], Sequence[float | None]]
+) -> list[Callable[[InspectedRow], bool]]:
+    """Returns a test that one of an entry's values lies in a range; no test without a bound."""
     if low is None and high is None:
-        return None
+        return []
     least = -math.inf if low is None else low
     most = math.inf if high is None else high
-    return lambda value: least <= value <= most
+    return [lambda row: any(value is not None and least <= value <= most for value in values(row.entry))]
 
 
 def _version(text: str) -> int:
     match = _VERSION.fullmatch(text)
-    assert match is not None, "parse_query has looked"
+    assert match is not None, "parse_query has checked it"
     return make_version(int(match[1] or 0), int(match[2]))

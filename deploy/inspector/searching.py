@@ -1,4 +1,4 @@
-"""The list's text search: it continues where an answer stopped, within bounded memory."""
+"""The list's text search, which takes bounded time per answer and bounded memory."""
 
 import threading
 import time
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock.deploy.inspector.rows import InspectedRow
 
 _KEPT_CHARACTERS = 64_000_000
-_KEPT_QUESTIONS = 8
+_KEPT_QUERIES = 8
 
 
 class TextSearch:
-    """Asked from several threads.
+    """Searches the texts of groups, from several threads; a repeated query continues where the last answer stopped.
 
-    Keeps which groups hold the last few texts asked for, and the groups' own texts up to `kept_characters`; others are
-    read again for the next question.
+    Keeps the answers for the last `_KEPT_QUERIES` queries, and up to `kept_characters` of the groups' texts; others are
+    read again for each query.
 
-    text_of: a group's text, case-folded.
+    text_of: returns a group's text, case-folded.
     """
 
     def __init__(self, text_of: Callable[[InspectedRow], str], kept_characters: int = _KEPT_CHARACTERS) -> None:
@@ -26,15 +26,15 @@ class TextSearch:
         self._texts: dict[str, str] = {}
         self._num_characters = 0
         self._answers: dict[str, dict[str, bool]] = {}
-        """By the text asked for, the latest last, then by the group's key."""
+        """Whether a group holds the text, by query, the latest last, and by the group's key."""
 
     def matching(self, rows: Sequence[InspectedRow], wanted: str, limit_s: float) -> tuple[list[InspectedRow], int]:
-        """The rows that hold `wanted` among as many as could be searched in `limit_s`, and how many those were."""
+        """Searches as many rows as `limit_s` allows; returns those that hold `wanted`, and how many were searched."""
         deadline = time.monotonic() + limit_s
         wanted = wanted.casefold()
         with self._lock:
             answers = self._answers[wanted] = self._answers.pop(wanted, {})
-            if len(self._answers) > _KEPT_QUESTIONS:
+            if len(self._answers) > _KEPT_QUERIES:
                 del self._answers[next(iter(self._answers))]
         found: list[InspectedRow] = []
         for n, row in enumerate(rows):
@@ -50,7 +50,7 @@ class TextSearch:
         return found, len(rows)
 
     def keep(self, rows: Iterable[InspectedRow]) -> None:
-        """Forgets every other group."""
+        """Drops what is kept of every other group."""
         keys = {row.key for row in rows}
         with self._lock:
             for key in self._texts.keys() - keys:

@@ -1,4 +1,4 @@
-"""The page and its data over HTTP: GET only, addressed by a loopback name or by the address given to the server."""
+"""Serves the page and its data over HTTP: GET only, to clients that name a loopback host or the server's address."""
 
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +16,7 @@ from penstock.schemas.config import ConfigError
 from penstock.schemas.record import RecordReadError
 
 HOST = "127.0.0.1"
-_EVERYWHERE = "0.0.0.0"
+_ALL_ADDRESSES = "0.0.0.0"
 _FOLDER = Path(__file__).parent
 _FILES = {
     "/": ("page.html", "text/html"),
@@ -41,7 +41,7 @@ _LINES_PER_CHUNK_BYTES = 65536
 class InspectorServer(ThreadingHTTPServer):
     """Listens from its construction on; `url` says where.
 
-    host: an IPv4 address of this machine, or 0.0.0.0 for all of them, as a container with a published port needs it.
+    host: an IPv4 address of this machine, or 0.0.0.0 for all, which a container with a published port needs.
 
     Raises:
         ConfigError: no address of this machine, or a port that is taken or out of range.
@@ -51,13 +51,13 @@ class InspectorServer(ThreadingHTTPServer):
 
     def __init__(self, catalogue: Catalogue, port: int, host: str = HOST) -> None:
         self.catalogue = catalogue
-        # A browser comes by a loopback name even then: through a published port, or a tunnel.
-        self.address = HOST if host == _EVERYWHERE else host
+        # Through a published port or a tunnel, a browser uses a loopback name.
+        self.address = HOST if host == _ALL_ADDRESSES else host
         self.names = {*_NAMES, self.address}
         try:
             super().__init__((str(IPv4Address(host)), port), _Handler)
         except ValueError:
-            raise ConfigError(f"--host {host}: expected an IPv4 address, such as {HOST} or {_EVERYWHERE}") from None
+            raise ConfigError(f"--host {host}: expected an IPv4 address, such as {HOST} or {_ALL_ADDRESSES}") from None
         except OverflowError:
             raise ConfigError(f"--port {port}: expected 0 to 65535; 0 takes a free one") from None
         except OSError as error:
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        # A page of another site whose name resolves to this machine (DNS rebinding) sends that name.
+        # With DNS rebinding, a page of another site sends that site's name.
         host = self.headers.get("Host", "").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in self.server.names:
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _send_lines(self, catalogue: Catalogue, parameters: dict[str, str]) -> None:
-        """In chunks, so that a download that is cut off is an error."""
+        """Sends groups as JSON lines, chunked: a client sees that a download was cut off."""
         groups = catalogue.export(parse_query(parameters))
         self._begin(HTTPStatus.OK, "application/jsonl")
         self.send_header("Content-Disposition", f'attachment; filename="{catalogue.name}-groups.jsonl"')

@@ -1,7 +1,6 @@
-"""Where the groups come from: the `Source` protocol, and a run's record."""
+"""The `Source` protocol of the page's groups, and the source that reads a run's record."""
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.deploy.inspector.rows import InspectedRow
@@ -10,12 +9,12 @@ from penstock.schemas.record_reader import BatchAt, GroupAt, Record
 from penstock.schemas.rollout import RolloutGroup
 
 
-class Looked(NamedTuple):
-    """One group whole.
+class InspectedGroup(NamedTuple):
+    """One whole group.
 
-    group: None if its bytes are no group; `problem` then says why.
+    group: None if its bytes cannot be decoded; `problem` then says why.
     findings: by rollout and segment; a lag of -1 is unknown.
-    batch: that it was part of; None on the stream. remark: which policy its lags are counted from, in words.
+    batch: the batch that it was part of; None on the stream. remark: the policy that its lags are counted from.
     """
 
     row: InspectedRow
@@ -27,37 +26,30 @@ class Looked(NamedTuple):
 
 
 class Source(Protocol):
-    """The groups behind the page. One thread at a time calls its methods, several call `look`.
+    """The groups behind the page. One thread at a time calls its methods, several call `read`.
 
     kind: "record" or "stream".
     rows: in order of arrival. revision: changes whenever they do.
     notes: what a reader should know, one line each.
     """
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def rows(self) -> Sequence[InspectedRow]: ...
-
-    @property
-    def revision(self) -> int: ...
-
-    @property
-    def notes(self) -> Sequence[str]: ...
+    kind: str
+    rows: list[InspectedRow]
+    revision: int
+    notes: list[str]
 
     def refresh(self) -> None:
-        """Takes in what was written since the last look. Raises RecordReadError or redis.RedisError."""
+        """Reads what was written since the last call. Raises RecordReadError or redis.RedisError."""
 
-    def look(self, key: str) -> Looked:
-        """Raises KeyError if no group has this key, RecordReadError if it cannot be read any more."""
+    def read(self, key: str) -> InspectedGroup:
+        """Returns a group. Raises KeyError if none has this key, RecordReadError if it can no longer be read."""
 
 
 class RecordSource:
     """A run's record, followed while it is written.
 
-    Keys are `<trainer's epoch>-<batch's position>-<place in it>`: a batch that is done again after a rollback has the
-    position of the one that it replaces.
+    Keys are `<trainer's epoch>-<batch's position>-<place in the batch>`: a batch that is repeated after a rollback has
+    the position of the one that it replaces.
     """
 
     kind = "record"
@@ -76,7 +68,7 @@ class RecordSource:
         self._record.refresh()
         self._take()
 
-    def look(self, key: str) -> Looked:
+    def read(self, key: str) -> InspectedGroup:
         match = _KEY.fullmatch(key)
         if match is None:
             raise KeyError(key)
@@ -90,12 +82,12 @@ class RecordSource:
         recorded = self._record.group(GroupAt(at, head, place))
         row = self._known[epoch, position][place]
         if not recorded.payload:
-            return Looked(row, None, (), head, "", f"dead: {row.entry.reason}")
+            return InspectedGroup(row, None, (), head, "", f"dead: {row.entry.reason}")
         remark = f"lags are counted from policy {head.policy_version}, the trainer's when it took the batch"
         try:
-            return Looked(row, recorded.decode(), recorded.findings, head, remark)
+            return InspectedGroup(row, recorded.decode(), recorded.findings, head, remark)
         except ValueError as error:
-            return Looked(row, None, (), head, remark, str(error))
+            return InspectedGroup(row, None, (), head, remark, str(error))
 
     def _take(self) -> None:
         known: dict[_Batch, list[InspectedRow]] = {}
@@ -124,7 +116,7 @@ class RecordSource:
 
 
 _MAX_GROUPS = 10**6
-"""In a batch; keeps the rows' numbers growing."""
+"""More than any batch has: row numbers grow from batch to batch."""
 _KEY = re.compile(r"([0-9]{1,15})-([0-9]{1,15})-([0-9]{1,15})")
 _Batch = tuple[int, int]
 """The trainer's epoch and the batch's position."""

@@ -1,11 +1,12 @@
-"""Groups on a live run's rollout stream, which have no findings of the trainer yet."""
+"""The source that reads a live run's rollout stream, whose groups have no findings of the trainer yet."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import redis
 
 from penstock.deploy.inspector.rows import InspectedRow
-from penstock.deploy.inspector.sources import Looked
+from penstock.deploy.inspector.sources import InspectedGroup
 from penstock.deploy.operate.producer_list import lag_by_commit
 from penstock.schemas.keys import Commit, Field, Keys, Kind, number_in
 from penstock.schemas.record import Findings, GroupEntry, SegmentFindings, dead_group, group_entry
@@ -15,13 +16,13 @@ _ENTRIES_PER_READ = 32
 _KEPT_BYTES = 256_000_000
 _START = b"0-0"
 _PER_MILLISECOND = 1000
-"""Entries of one millisecond that are told apart by number."""
+"""Row numbers for each millisecond of entry ids."""
 _MOST = 2**53 - 10**9
-"""A browser's numbers are exact up to 2**53."""
+"""Largest row number from an id: a browser's numbers are exact up to 2**53."""
 
 
 class _Kept(NamedTuple):
-    """commit: the commit hash that the group's lags are counted by."""
+    """One group in memory. commit: the commit hash that its lags are counted with."""
 
     row: InspectedRow
     payload: bytes
@@ -29,10 +30,10 @@ class _Kept(NamedTuple):
 
 
 class StreamSource:
-    """Reads by XREAD from the stream's first entry on, and keeps groups when the trainer trims them.
+    """Reads the stream with XREAD from its first entry, and keeps groups that the trainer trims later.
 
-    Keys are the entries' ids. It acknowledges and writes nothing. Lags are counted when a group is read here. Beyond
-    `kept_bytes` the oldest groups are forgotten.
+    Keys are entry ids. It acknowledges and writes nothing. Lags are counted when a group is read. Beyond `kept_bytes`
+    it drops the oldest groups.
     """
 
     kind = "stream"
@@ -46,9 +47,9 @@ class StreamSource:
         self.revision = 0
         self.notes: list[str] = []
         self._kept: dict[str, _Kept] = {}
-        self._num_bytes = self._num_read = self._num_forgotten = 0
+        self._num_bytes = self._num_read = self._num_dropped = 0
         self._num_trimmed: int | None = None
-        """Before the first look."""
+        """None before the first read."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -58,27 +59,27 @@ class StreamSource:
         elif _key(info.get("last-generated-id", _START)) < _key(self._cursor):  # the server was emptied
             self._cursor, self._num_read, self._num_trimmed = _START, 0, 0
         while self._read():
-            self._forget_oldest()
+            self._drop_oldest()
         self._note(self._info())
 
-    def look(self, key: str) -> Looked:
+    def read(self, key: str) -> InspectedGroup:
         row, payload, commit = self._kept[key]
         version = _current(commit)
         remark = f"lags are counted from policy {version}, the newest when this page read the group"
         if row.outcome == "dead" and not payload:
-            return Looked(row, None, (), None, remark, f"dead: {row.entry.reason}")
+            return InspectedGroup(row, None, (), None, remark, f"dead: {row.entry.reason}")
         try:
             group = decode_group(payload, dead=row.outcome == "dead")
         except RecordError as error:
-            return Looked(row, None, (), None, remark, str(error))
-        return Looked(row, group, _findings(group, commit), None, remark)
+            return InspectedGroup(row, None, (), None, remark, str(error))
+        return InspectedGroup(row, group, _findings(group, commit), None, remark)
 
     def _read(self) -> bool:
         reply: Any = self._client.xread({self._keys.rollouts: self._cursor}, count=_ENTRIES_PER_READ)
         entries = reply[0][1] if reply else []
         if not entries:
             return False
-        commit = self._commit()
+        commit: dict[bytes, bytes] = self._client.hgetall(self._keys.commit)  # type: ignore[assignment]
         for entry_id, fields in entries:
             self._take(entry_id.decode(), fields, commit)
             self._cursor = entry_id
@@ -96,7 +97,7 @@ class StreamSource:
         else:
             try:
                 group = decode_group(payload)
-                # Its outcome is not known yet: the row says so.
+                # "skipped" stands in for an outcome that is not known yet; the row says so.
                 entry, outcome = group_entry(group, _findings(group, commit), "skipped"), "unsettled"
             except RecordError as error:
                 entry, outcome = GroupEntry(index=index, outcome="dead", reason=str(error)), "unreadable"
@@ -106,22 +107,22 @@ class StreamSource:
         self._num_bytes += len(payload)
 
     def _number(self, key: str) -> int:
-        """From the entry's id, so that a link means the same to everyone; larger than any before, even if the server's
-        clock was set back."""
+        """Returns a row's number. It follows from the entry's id, so that a link means the same to everyone, and
+        exceeds all before it, even if the server's clock was set back."""
         milliseconds, sequence = _key(key.encode())
         least = self.rows[-1].number + 1 if self.rows else 0
         number = milliseconds * _PER_MILLISECOND + min(sequence, _PER_MILLISECOND - 1)
-        # A writer may choose an id that no clock gives: it gets the next number.
+        # An id that no clock gives, which a writer may choose, gets the next number.
         return max(least, number if number < _MOST else 0)
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         num = 0
         while self._num_bytes > self._kept_bytes and num < len(self.rows) - 1:
             self._num_bytes -= len(self._kept.pop(self.rows[num].key).payload)
             num += 1
         if num:
             self.rows = self.rows[num:]
-            self._num_forgotten += num
+            self._num_dropped += num
             self.revision += 1
 
     def _note(self, info: dict[str, Any]) -> None:
@@ -129,12 +130,12 @@ class StreamSource:
             "groups on the rollout stream: the trainer's findings (proximal logprobs, weights) are not there yet"
         ]
         if self._num_trimmed:
-            self.notes.append(f"{self._num_trimmed:,} entries were trimmed from the stream before this page came")
+            self.notes.append(f"{self._num_trimmed:,} entries were trimmed from the stream before this page started")
         missed = info.get("entries-added", 0) - (self._num_trimmed or 0) - self._num_read
         if missed > 0 and info.get("last-generated-id", _START) == self._cursor:
-            self.notes.append(f"{missed:,} entries came and were trimmed between two looks")
-        if self._num_forgotten:
-            self.notes.append(f"the oldest {self._num_forgotten:,} groups were forgotten here, to bound memory")
+            self.notes.append(f"{missed:,} entries arrived and were trimmed between two reads")
+        if self._num_dropped:
+            self.notes.append(f"the oldest {self._num_dropped:,} groups were dropped here, to bound memory")
 
     def _info(self) -> dict[str, Any]:
         try:
@@ -145,21 +146,15 @@ class StreamSource:
                 return {}
             raise
 
-    def _commit(self) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = self._client.hgetall(self._keys.commit)  # type: ignore[assignment]
-        return found
-
 
 def _findings(group: RolloutGroup, commit: dict[bytes, bytes]) -> Findings:
-    """Lags only."""
+    """Returns findings that hold lags only."""
     current = _current(commit)
-    known: dict[int, int] = {}
 
+    @cache
     def lag(version: int) -> int:
-        if version not in known:
-            behind = lag_by_commit(version, current, commit)
-            known[version] = -1 if behind is None else behind
-        return known[version]
+        behind = lag_by_commit(version, current, commit)
+        return -1 if behind is None else behind
 
     return tuple(
         tuple(SegmentFindings(tuple(lag(span.version) for span in segment.version_spans)) for segment in each.segments)

@@ -1,9 +1,12 @@
-"""The text of each token."""
+"""Finds the text of each token."""
 
 import codecs
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
+
+from penstock.schemas.config import ConfigError, RunConfig
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -11,9 +14,9 @@ _SPACE = "\u2581"
 
 
 class TokenText(NamedTuple):
-    """text: the characters that end in this token; all tokens' together are the text.
+    """One token. text: the characters that end in it; the texts of all tokens join to the whole text.
 
-    mark: "special"; "unknown" for an id that the tokenizer lacks; the bytes, as in "E2 82", of a token that begins or
+    mark: "special"; "unknown" for an id that the tokenizer lacks; the bytes, such as "E2 82", of a token that begins or
     ends within a character; else empty.
     """
 
@@ -22,7 +25,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """Texts by a transformers tokenizer. A character spread over tokens stands at the one that completes it."""
+    """Texts from a transformers tokenizer. A character spread over tokens belongs to the one that completes it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,10 +36,10 @@ class TokenTexts:
         self._is_byte_level = '"ByteLevel"' in state
         self._has_spaces = backend is None or _SPACE in state
         self._has_byte_pieces = backend is None or '"ByteFallback"' in state
-        self._pieces: dict[int, bytes | None] = {}
+        self._piece = cache(self._find_piece)
 
     def texts(self, token_ids: Sequence[int]) -> list[TokenText]:
-        """One for each id."""
+        """Returns one text for each id."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         found: list[TokenText] = []
         for n, token_id in enumerate(token_ids):
@@ -54,11 +57,6 @@ class TokenTexts:
             found.append(TokenText(text, mark))
         return found
 
-    def _piece(self, token_id: int) -> bytes | None:
-        if token_id not in self._pieces:
-            self._pieces[token_id] = self._find_piece(token_id)
-        return self._pieces[token_id]
-
     def _find_piece(self, token_id: int) -> bytes | None:
         if token_id in self._special:
             return self._special[token_id].encode(errors="replace")
@@ -75,9 +73,21 @@ class TokenTexts:
         return (piece.replace(_SPACE, " ") if self._has_spaces else piece).encode(errors="replace")
 
 
+def texts_of_run(config: RunConfig | None) -> tuple[TokenTexts | None, str]:
+    """Loads the run's tokenizer; without one, returns None and the reason."""
+    from penstock.producers.rollout.episode import load_tokenizer
+
+    if config is None:
+        return None, "tokens are shown as ids: without the run's folder its model is not known"
+    try:
+        return TokenTexts(load_tokenizer(config)), ""
+    except ConfigError as error:
+        return None, f"tokens are shown as ids: {error}"
+
+
 def _byte_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable ones for themselves, the others
-    for those from U+0100 on, in order."""
+    """Maps each character of a byte-level vocabulary to its byte: printable bytes to themselves, the others in order to
+    characters from U+0100."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,7 +1,6 @@
-"""`penstock plan`: a run in simulated time, by the rules that the real one goes by. Imported through `command` and
-`planning`.
+"""`penstock plan`: a run in simulated time, by the rules of a real one. Imported through `command` and `planning`.
 
-`planning` puts together what is planned, from a run file or from a run that `recorded` has read. `simulation` is the
-trainer's side: its intake, release, settlement and lag are those of the trainer itself. `producer` is that of producers
-and their engines, `workload` says how long completions are.
+`planning` assembles a plan from a run file, or from a run that `recorded` has read. `simulation` is the trainer's side,
+with the trainer's own intake, release, settlement and lag. `producer` is the side of producers and their engines, and
+`workload` gives the lengths of completions.
 """

@@ -1,7 +1,7 @@
 """The command `penstock plan`."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 _BAR = 24
 _NUMBERS = {
-    "--producers": (int, "N", "how many producers (default: those of the run file, or of the run)"),
+    "--producers": (int, "N", "number of producers (default: that of the run file, or of the run)"),
     "--tokens-per-s": (float, "X", "sampled by one producer with all its seats taken"),
     "--alone-per-s": (float, "X", "sampled by one producer with a single sequence (default: 4 times a seat's share)"),
-    "--trainer-tokens-per-s": (float, "X", "sampled tokens of a batch by the seconds that its update takes"),
-    "--update-s": (float, "S", "of an update beside that, whatever its batch has (default: 0)"),
+    "--trainer-tokens-per-s": (float, "X", "sampled tokens of a batch divided by the seconds that its update takes"),
+    "--update-s": (float, "S", "further seconds of every update, whatever its batch (default: 0)"),
     "--weights-s": (float, "S", "from the end of an update until engines sample with its policy (default: 1)"),
-    "--flat": (float, "SHARE", "of tasks whose rewards do not differ (default: 0)"),
+    "--flat": (float, "SHARE", "share of tasks whose rewards do not differ (default: 0)"),
 }
 _NEEDED = (
-    "A run file needs --tokens-per-s, --trainer-tokens-per-s and --lengths; a run that has been knows them. A seat is "
+    "A run file needs --tokens-per-s, --trainer-tokens-per-s and --lengths; a past run supplies them. A seat is "
     "for one sequence: a producer has as many as producers.groups_in_flight groups have, engine.max_num_seqs at most."
 )
 _ROWS = (
@@ -49,14 +49,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="RUN.toml|RUN",
-        help="a run file, or a run that has been (its name or folder): its pace, and what it came to beside it",
+        help="a run file, or a past run (its name or folder), whose pace is used and whose figures are shown too",
     )
     for option, (kind, metavar, help) in _NUMBERS.items():
         parser.add_argument(option, type=kind, metavar=metavar, help=help)
     parser.add_argument(
         "--lengths",
         metavar="FILE|NAME",
-        help="of completions: a file with a number of tokens a line or row (.parquet), a distribution such as "
+        help="of completions: a file with a number of tokens in each line or row (.parquet), a distribution such as "
         "log-normal:800:1.2, or a run",
     )
     add_runs(parser)
@@ -65,7 +65,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Status 1 if the planned run would fail."""
+    """Returns status 1 if the planned run would fail."""
     from penstock.deploy.plan.planning import plan
 
     numbers = {option.strip("-").replace("-", "_") for option in _NUMBERS}
@@ -79,6 +79,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: "Plan") -> None:
+    from penstock.deploy.watch.text import bar, percent
+
     console, pace = standard_output(), found.pace
     weights_s, rate, update_s = pace["announce_s"] + pace["load_s"], pace["trainer_tokens_per_s"], pace["update_s"]
     takes = ([f"{rate:,.0f} tokens/s"] if rate else []) + ([f"{update_s:.2g} s an update"] if update_s else [])
@@ -92,7 +94,7 @@ def _print(found: "Plan") -> None:
     console.print(_table(found))
     console.print(f"lag of {found.planned['num_updates']:,} planned updates' tokens, in optimizer steps")
     for lag, share in found.planned["lags"].items():
-        console.print(f"  {lag:>3}  {_share(share):>6}  {_bar(share)}")
+        console.print(f"  {lag:>3}  {percent(share):>6}  {bar(share, _BAR)}")
     if found.planned["failure"]:
         console.print(f"the run fails: {found.planned['failure']}", markup=False)
     else:
@@ -103,6 +105,8 @@ def _table(found: "Plan") -> "Table":
     from rich import box
     from rich.table import Table
 
+    from penstock.deploy.watch.text import number, percent
+
     columns = {"recorded": found.recorded, "simulated": found.as_recorded, "planned": found.planned}
     shown = {name: figures for name, figures in columns.items() if figures is not None}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -110,26 +114,9 @@ def _table(found: "Plan") -> "Table":
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for label, key in _ROWS:
-        table.add_row(label, *(_cell(key, figures[key]) for figures in shown.values()))
+        cell = percent if key in _SHARES else number
+        table.add_row(label, *(cell(figures[key]) for figures in shown.values()))
     return table
 
 
-def _cell(key: str, value: Any) -> str:
-    from penstock.deploy.watch.text import number
-
-    return _share(value) if key in _SHARES else number(value)
-
-
-def _share(value: float | None) -> str:
-    from penstock.deploy.watch.text import percent
-
-    return percent(value)
-
-
-def _bar(share: float) -> str:
-    from penstock.deploy.watch.text import bar
-
-    return bar(share, _BAR)
-
-
-COMMAND = Command("plan", "say what a run will come to: speed, lag and bottleneck", _add_arguments, _plan)
+COMMAND = Command("plan", "predict a run's speed, lag and bottleneck", _add_arguments, _plan)

@@ -1,4 +1,4 @@
-"""What a run will come to before anyone rents a machine, and what another run would have come to."""
+"""Predicts a run's speed, lag and bottleneck before anyone rents a machine, from a run file or another run."""
 
 import difflib
 import math
@@ -10,31 +10,32 @@ import msgspec
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, shipped_run_files
 from penstock.deploy.launch.run_folder import RUN_FILE, find_run_folder
-from penstock.deploy.plan.producer import ALONE, EngineSpeed, seats
+from penstock.deploy.plan.producer import ALONE, EngineSpeed, RunPace, seats
 from penstock.deploy.plan.recorded import PacedRun, read_run
-from penstock.deploy.plan.simulation import Course, RunPace, Simulation
+from penstock.deploy.plan.simulation import Course, Simulation
 from penstock.deploy.plan.workload import Lengths, lengths_of
 from penstock.deploy.report.telemetry import TelemetryError
 from penstock.deploy.watch.flow import waited_for
 from penstock.schemas.config import ConfigError, Overrides, RunConfig, load_config
 
 MOST_UPDATES = 200
-"""Simulated at most; rates and shares change little after."""
+"""The most that are simulated; rates and shares change little after that."""
 MOST_PRODUCERS = 4096
-"""Simulated at most: every one of them is asked at every event."""
+"""The most that are simulated: every event visits each of them."""
 WEIGHTS_S = 1.0
 _NEEDED = ("tokens-per-s", "trainer-tokens-per-s")
-"""With a run file; the lengths beside them."""
+"""Options that a run file needs, along with the lengths."""
 _ABOVE_ZERO = (*_NEEDED, "alone-per-s")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned, by the name of a figure (`figures_of`).
+    """The figures of a planned run by name (`figures_of`).
 
-    pace: by the names of `plan`'s arguments; the seats of one producer, and the parts of `weights_s`. The trainer's
-        rate is None where an update takes the same time whatever its batch has.
-    recorded: of the run whose pace it has. as_recorded: of that run in simulated time, where other things are planned.
-    notes: on what was recorded.
+    pace: by the names of `plan`'s arguments; also the seats of one producer, and the parts of `weights_s`. The
+        trainer's rate is None if an update takes the same time for every batch.
+    recorded: the figures of the run that gave the pace. as_recorded: those of that run in simulated time, if the plan
+        differs from it.
+    notes: remarks on the recorded run.
     """
 
     name: str
@@ -60,19 +61,19 @@ def plan(
     set: Overrides = (),
     runs: str | Path = DEFAULT_RUNS,
 ) -> Plan:
-    """A run in simulated time, by the rules of the real one: release, credit, claims, lag, staleness, batches.
+    """Simulates a run by the rules of the real one: release, credit, claims, lag, staleness, batches.
 
-    run: a run file, the name of a shipped one, or a run, which says how fast everything is and how long completions
-        are, as far as the arguments do not: by its record of rollouts, or with less detail by its logs. A name that
-        both have is the run's, unless the arguments are all that a run file needs.
-    producers: how many; by default those of the run file, or of the recorded run.
+    run: a run file, the name of a shipped one, or a run. A run supplies the speeds and the lengths of completions that
+        the arguments do not, from its record of rollouts, or in less detail from its logs. A name of both means the
+        run, unless the arguments are all that a run file needs.
+    producers: their number; by default that of the run file, or of the recorded run.
     tokens_per_s: sampled by one producer with all its seats taken; a seat is for one sequence, and there are
-        `engine.max_num_seqs` of them or as many as `producers.groups_in_flight` groups have, if these are fewer.
-    alone_per_s: by one whose engine has a single sequence. By default 4 times what a seat has where all are taken.
-    lengths: a file with a number of tokens, or an array of those of siblings, a line or a row (`.parquet`); a
-        distribution as `log-normal:800:1.2`; or a run.
-    trainer_tokens_per_s: sampled tokens of a batch by the seconds that its update takes.
-    update_s: seconds of an update beside those, whatever its batch has; by default 0 where the rate is given.
+        `engine.max_num_seqs` of them, or as many as `producers.groups_in_flight` groups have, if these are fewer.
+    alone_per_s: sampled by one producer with a single sequence; by default 4 times a seat's share of `tokens_per_s`.
+    lengths: a file whose lines or rows (`.parquet`) are each a number of tokens, or an array of those of siblings; a
+        distribution such as `log-normal:800:1.2`; or a run.
+    trainer_tokens_per_s: sampled tokens of a batch divided by the seconds that its update takes.
+    update_s: further seconds of every update, whatever its batch; by default 0 if the rate is given.
     weights_s: from the end of an update until engines sample with its policy; by default 1.
     flat: share of tasks whose rewards do not differ.
     set: fields of the run file to change.
@@ -106,9 +107,8 @@ def plan(
     num_producers = producers or (found.num_producers if found else config.producers.count)
     if num_producers > MOST_PRODUCERS:
         raise ConfigError(f"producers.count = {num_producers}: a plan has {MOST_PRODUCERS} producers at most")
-    num_updates = num_recorded = min(MOST_UPDATES, found.course.num_updates if found else config.num_updates)
-    if found is not None and config.num_updates != found.config.num_updates:
-        num_updates = min(MOST_UPDATES, config.num_updates)
+    is_as_long = found is not None and config.num_updates == found.config.num_updates
+    num_updates = min(MOST_UPDATES, found.course.num_updates if found and is_as_long else config.num_updates)
     if found is not None and num_producers != found.num_producers:
         pace = msgspec.structs.replace(pace, joins_s=())
     planned = Simulation(config, num_producers, pace, draw, num_updates).run()
@@ -116,6 +116,7 @@ def plan(
     if found is not None:
         recorded = figures_of(found.course, found.config)
         if (config, num_producers, pace) != (found.config, found.num_producers, found.pace) or lengths is not None:
+            num_recorded = min(MOST_UPDATES, found.course.num_updates)
             own = Simulation(found.config, found.num_producers, found.pace, found.lengths, num_recorded)
             as_recorded = figures_of(own.run(), found.config)
     return Plan(
@@ -130,8 +131,8 @@ def plan(
 
 
 def figures_of(course: Course, config: RunConfig) -> dict[str, Any]:
-    """The figures of a course by name: rates a second, shares from 0 to 1, means over tokens, updates or time; None
-    where one is not known."""
+    """Returns a course's figures by name: rates per second, shares from 0 to 1, means over tokens, updates or time; an
+    unknown figure is None."""
     num_lags = sum(course.lags.values())
     num_taken = course.num_trained + course.num_skipped
     num_arrived = num_taken + course.num_stale + course.num_dead
@@ -174,7 +175,7 @@ def _shown(pace: RunPace, num_seats: int) -> dict[str, Any]:
 
 
 def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
-    """The run of this name, if it is one and no run file."""
+    """Reads the run of this name; None if the name is that of a run file."""
     if not str(run):
         raise ConfigError("RUN is '': expected a run file, the name of a shipped one, or a run")
     given, shipped = Path(run), shipped_run_files()
@@ -228,7 +229,7 @@ def _pace(config: RunConfig, found: PacedRun | None, numbers: Mapping[str, float
 
 
 def _speed(num_seats: int, full: float | None, alone: float | None, found: PacedRun | None) -> EngineSpeed:
-    """Where one of the two is not given, it keeps its ratio to the other, in the recorded run or by `ALONE`."""
+    """Returns the speed. An omitted one of the two keeps its ratio to the other: the recorded run's, or `ALONE`."""
     ratio = ALONE / num_seats
     if found is not None:
         own = found.pace.speed.tokens_per_s

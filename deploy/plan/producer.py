@@ -1,4 +1,4 @@
-"""A producer in simulated time: claims by its real rules, and an engine that shares its speed among sequences."""
+"""A producer in simulated time: it claims by the real rules, and its engine shares its speed among sequences."""
 
 import heapq
 import math
@@ -10,19 +10,21 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.producers.weights.follower import steps_between
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import VersionSpan
 
 ALONE = 4.0
-"""A sequence that has an engine for itself is taken to be so many times as fast as with all seats taken."""
+"""The assumed speed of a sequence alone in an engine, as a multiple of its speed with all seats taken."""
 _ROUNDING = 1e-6
 """Tokens, and parts of a `SpeedCourse`."""
 
 
 class Clock:
-    """Simulated seconds, and what is to happen when."""
+    """Simulated seconds, and the actions that are due."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -33,7 +35,7 @@ class Clock:
         heapq.heappush(self._queue, (self.now_s + delay_s, next(self._number), action))
 
     def step(self) -> bool:
-        """Moves on to the next thing, and does it; False if there is none."""
+        """Advances to the next action and runs it; returns False if there is none."""
         if self._queue:
             self.now_s, _, action = heapq.heappop(self._queue)
             action()
@@ -42,30 +44,30 @@ class Clock:
 
 
 class EngineSpeed(NamedTuple):
-    """A decoding step of n sequences takes `base_s + n * sequence_s`, and each of them is a token longer then."""
+    """A decoding step of n sequences takes `base_s + n * sequence_s` and adds a token to each of them."""
 
     base_s: float
     sequence_s: float
 
     @classmethod
     def of(cls, tokens_per_s: float, alone_per_s: float, seats: int) -> "EngineSpeed":
-        """tokens_per_s: of all seats together. alone_per_s: of a sequence that has the engine for itself."""
+        """Returns a speed. tokens_per_s: of all seats together. alone_per_s: of one sequence alone."""
         each_s = (seats / tokens_per_s - 1 / alone_per_s) / (seats - 1) if seats > 1 else 0.0
         return cls(1 / alone_per_s - each_s, each_s)
 
     def tokens_per_s(self, num_sequences: float) -> float:
-        """Tokens per second of each of so many sequences."""
+        """Returns the tokens per second of each sequence."""
         return 1 / (self.base_s + num_sequences * self.sequence_s)
 
 
 class SpeedCourse(NamedTuple):
-    """The factors of an engine's speed, each for so many seconds, over and over again."""
+    """Factors of an engine's speed over time, each for `each_s` seconds; after the last the first follows."""
 
     factors: tuple[float, ...]
     each_s: float
 
     def at(self, time_s: float) -> tuple[float, float]:
-        """The factor, and how long it still lasts."""
+        """Returns the factor, and the seconds that it still lasts."""
         place = int(time_s / self.each_s + _ROUNDING)
         return self.factors[place % len(self.factors)], (place + 1) * self.each_s - time_s
 
@@ -73,9 +75,36 @@ class SpeedCourse(NamedTuple):
 STEADY = SpeedCourse((1.0,), math.inf)
 
 
+class RunPace(msgspec.Struct, frozen=True, kw_only=True):
+    """The speeds of a run's parts.
+
+    speed: of one producer's engine. speed_courses: its changes, by producer in turn.
+    update_s: the part of an update's time, from its batch's arrival to the next wait for groups, that is the same for
+        every batch. token_s: the part for each sampled token of the batch.
+    update_factors: factors of the updates' times, in turn.
+    announce_s: from the end of an update until its policy is announced. load_s: from there until an engine has it;
+    pause_s: the end of that time, in which the engine samples nothing.
+    reward_s: samples of the seconds from a group's last token to its append.
+    flat: share of tasks whose rewards do not differ.
+    joins_s: when each producer starts, in turn; further ones are there from the start.
+    """
+
+    speed: EngineSpeed
+    speed_courses: tuple[SpeedCourse, ...] = (STEADY,)
+    update_s: float = 0.0
+    token_s: float
+    update_factors: tuple[float, ...] = (1.0,)
+    announce_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    reward_s: tuple[float, ...] = (0.0,)
+    flat: float = 0.0
+    joins_s: tuple[float, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class EngineJob:
-    """A claim that is sampled. spans: of its finished siblings."""
+    """A claim that is being sampled. spans: the version spans of its finished siblings."""
 
     claim: Claim
     lengths: Sequence[int]
@@ -84,9 +113,10 @@ class EngineJob:
 
 
 class SimulatedEngine:
-    """Samples every sequence that has a seat at the same speed; the others wait in line.
+    """Samples every sequence that has a seat at the same speed; the others wait in a queue.
 
-    course: of its speed. served: the tokens of a sequence that would have had a seat from the start.
+    course: changes of its speed. A job ends by the value of `_served`: the tokens of a sequence that has had a seat
+    since the start.
     """
 
     def __init__(
@@ -107,18 +137,18 @@ class SimulatedEngine:
         self._since_s = 0.0
         self._number = count()
         self._running: list[tuple[float, int, float, int, EngineJob]] = []
-        """By the value of `served` at its end: number, value at its start, sibling, job."""
+        """A heap of sequences: `_served` at its end, number, `_served` at its start, sibling, job."""
         self._waiting: deque[tuple[EngineJob, int]] = deque()
         self._held: list[EngineJob] = []
-        """Of a closed engine, jobs that came since."""
+        """Jobs that a closed engine has been given."""
         self._marks: list[tuple[float, int]] = [(0.0, 0)]
-        """`served` at each load, and the version loaded."""
+        """`_served` at each load, and the version loaded."""
         self._turn = 0
         self.is_paused = self.is_closed = False
         self.num_tokens = 0
         self.paused_s = 0.0
         self.seats_s = 0.0
-        """Seconds of all seats that were taken."""
+        """Sum of the seconds in which seats were taken."""
 
     @property
     def is_idle(self) -> bool:
@@ -137,7 +167,7 @@ class SimulatedEngine:
         self._plan()
 
     def drop(self, job: EngineJob) -> None:
-        """Ends the sequences of a job that is given up."""
+        """Gives up a job, and ends its sequences."""
         self._advance()
         job.is_given_up = True
         self._running = [each for each in self._running if each[-1] is not job]
@@ -147,7 +177,7 @@ class SimulatedEngine:
         self._plan()
 
     def close(self) -> None:
-        """Starts nothing that comes from now on until the next load."""
+        """Holds new jobs until the next load."""
         self.is_closed = True
 
     def pause(self) -> None:
@@ -156,7 +186,7 @@ class SimulatedEngine:
         self._plan()
 
     def load(self, version: int) -> None:
-        """Goes on with the weights of a version."""
+        """Continues with the weights of a version."""
         self._advance()
         self._marks.append((self._served, version))
         self.is_paused = self.is_closed = False
@@ -173,7 +203,7 @@ class SimulatedEngine:
             self._served += passed_s * self._factor * self._speed.tokens_per_s(len(self._running))
 
     def _plan(self) -> None:
-        """Gives seats, and sets the alarm for the sequence that ends next, or for the next change of the speed."""
+        """Assigns seats, and schedules the next end of a sequence or change of the speed."""
         while self._waiting and len(self._running) < self._seats and not self.is_paused:
             job, sibling = self._waiting.popleft()
             end = self._served + job.lengths[sibling]
@@ -202,7 +232,7 @@ class SimulatedEngine:
             self._done(job)
 
     def _spans(self, start: float, length: int) -> Iterator[VersionSpan]:
-        """Which version sampled which tokens: the one that was there when a token was whole."""
+        """Yields which version sampled which tokens: the one that was loaded when a token was complete."""
         place = bisect_right(self._marks, start, key=lambda mark: mark[0]) - 1
         at = 0
         for n in range(place, len(self._marks)):
@@ -214,10 +244,10 @@ class SimulatedEngine:
 
 
 class SimulatedProducer:
-    """Claims, waits for weights as `penstock.producers.loop.Producer` does, samples, and hands finished jobs on.
+    """Claims, waits for weights as `penstock.producers.loop.Producer` does, samples, and passes finished jobs on.
 
-    speed, course: of its engine.
-    draw: the lengths of the siblings of a claim. finish: takes a job that is sampled, or given up for its deadline.
+    course: of its engine's speed.
+    draw: returns the lengths of a claim's siblings. finish: takes a job that is sampled, or past its deadline.
     wake: called after a load, when it may claim again.
     """
 
@@ -225,9 +255,7 @@ class SimulatedProducer:
         self,
         clock: Clock,
         config: RunConfig,
-        speed: EngineSpeed,
-        load_s: float,
-        pause_s: float,
+        pace: RunPace,
         draw: Callable[[Claim], Sequence[int]],
         finish: Callable[["SimulatedProducer", EngineJob], None],
         wake: Callable[[], None],
@@ -235,7 +263,7 @@ class SimulatedProducer:
     ) -> None:
         self._clock = clock
         self._config = config
-        self._load_s, self._pause_s = max(load_s, pause_s), pause_s
+        self._load_s, self._pause_s = max(pace.load_s, pace.pause_s), pace.pause_s
         self._draw = draw
         self._finish = finish
         self._wake = wake
@@ -244,14 +272,14 @@ class SimulatedProducer:
             group_size=config.group_size,
             num_samples=max(how.num_samples or 1 for how in config.held_out.values()),
         )
-        self.engine = SimulatedEngine(clock, speed, seats(config), self._sampled, course)
+        self.engine = SimulatedEngine(clock, pace.speed, seats(config), self._end, course)
         self.newest = 0
         self._loading: int | None = None
         self._early: list[Claim] = []
         """Claims that wait for fresher weights."""
 
     def take(self, evaluations: deque[Claim], prompts: deque[Claim]) -> bool:
-        """Claims as much as one read does, if it would read now; returns whether it got something."""
+        """Claims as much as one read does, if it would read now; returns whether it claimed anything."""
         behind = steps_between(self.engine.version, self.newest)
         if behind > self._config.lag_bound or not self.table.groups_free:
             return False
@@ -264,12 +292,12 @@ class SimulatedProducer:
         return bool(claims)
 
     def join(self, version: int) -> None:
-        """Begins late, with the newest policy."""
+        """Starts late, with the newest policy."""
         self.newest = version
         self.engine.load(version)
 
     def announce(self, version: int) -> None:
-        """Takes note of a policy, and loads the newest."""
+        """Records the newest policy, and loads it unless a load is in progress."""
         self.newest = version
         if self._loading is None:
             self._fetch()
@@ -291,7 +319,7 @@ class SimulatedProducer:
 
     def _pause(self) -> None:
         if self._config.engine.update == "drained" and not self.engine.is_idle:
-            self.engine.close()  # `_sampled` goes on
+            self.engine.close()  # `_end` continues
             return
         self.engine.pause()
         self._clock.after(self._pause_s, self._loaded)
@@ -305,7 +333,7 @@ class SimulatedProducer:
         self._start()
         self._wake()
 
-    def _sampled(self, job: EngineJob) -> None:
+    def _end(self, job: EngineJob) -> None:
         if self.engine.is_closed and self.engine.is_idle and not self.engine.is_paused:
             self._pause()
         self._finish(self, job)
@@ -313,11 +341,9 @@ class SimulatedProducer:
     def _overdue(self, job: EngineJob) -> None:
         if len(job.spans) < len(job.lengths):
             self.engine.drop(job)
-            if self.engine.is_closed and self.engine.is_idle and not self.engine.is_paused:
-                self._pause()
-            self._finish(self, job)
+            self._end(job)
 
 
 def seats(config: RunConfig) -> int:
-    """Sequences that one producer decodes at once, at most."""
+    """Returns the most sequences that one producer decodes at once."""
     return min(config.engine.max_num_seqs, config.producers.groups_in_flight * config.group_size)

@@ -1,4 +1,4 @@
-"""The pace and the course of a run that has been, from its record of rollouts and its telemetry."""
+"""Reads the pace and the course of a past run from its record of rollouts and its telemetry."""
 
 import math
 from collections import Counter
@@ -13,14 +13,13 @@ import msgspec
 import numpy as np
 
 from penstock.consumers.stream.reader import group_versions
-from penstock.deploy.plan.producer import ALONE, STEADY, EngineSpeed, SpeedCourse, seats
-from penstock.deploy.plan.simulation import Course, RunPace
+from penstock.deploy.plan.producer import ALONE, STEADY, EngineSpeed, RunPace, SpeedCourse, seats
+from penstock.deploy.plan.simulation import Course
 from penstock.deploy.plan.workload import Lengths, of_buckets, of_groups
+from penstock.deploy.report.summary import sampled_tokens
 from penstock.deploy.report.telemetry import (
-    ProducerEvent,
     Rate,
     RunTelemetry,
-    Started,
     Update,
     WeightsLoaded,
     read_telemetry,
@@ -36,17 +35,17 @@ from penstock.schemas.rollout import RecordError, Timings
 FEWEST_PAIRS = 2
 _BEYOND = 2 * int(LENGTH_BUCKETS[-1])
 SHORTEST_STRETCH_S = 1.0
-"""Of an engine's speed."""
-_FEW = 0.1
+"""The shortest time over which a factor of an engine's speed is measured."""
+_PRIOR_SHARE = 0.1
 _ROUNDING = 1e-9
 _DRAWS = 200
-_BEYOND_CHANCE = 10.0
-"""A value of F with one degree of freedom that chance exceeds once in some hundred times."""
+_SIGNIFICANT_F = 10.0
+"""A value of F with one degree of freedom that chance exceeds about once in a hundred times."""
 
 
 class _Sampled(NamedTuple):
     """One recorded group, and the lengths of its siblings. began_s: when it was claimed, or when the weights that
-    sampled its first token were loaded, if that was later: it has waited for them."""
+    sampled its first token were loaded if that was later, since it waited for them."""
 
     producer_id: str
     timings: Timings
@@ -61,7 +60,7 @@ class _Sampled(NamedTuple):
 
 
 class PacedRun(NamedTuple):
-    """clock_notes: on producers whose clocks were not the trainer's."""
+    """A past run. clock_notes: on producers whose clocks differed from the trainer's."""
 
     config: RunConfig
     num_producers: int
@@ -71,7 +70,7 @@ class PacedRun(NamedTuple):
     clock_notes: tuple[str, ...] = ()
 
     def thinned(self, parts: int) -> "PacedRun":
-        """With the pace of every so-manieth update, as if it had been as much shorter."""
+        """Keeps the pace of every nth update, as if the run had been n times shorter; `parts` is n."""
         factors, joins_s = self.pace.update_factors[::parts], tuple(at_s / parts for at_s in self.pace.joins_s)
         courses = tuple(course._replace(each_s=course.each_s / parts) for course in self.pace.speed_courses)
         changed = {"update_factors": factors, "joins_s": joins_s, "speed_courses": courses}
@@ -79,11 +78,11 @@ class PacedRun(NamedTuple):
 
 
 def read_run(folder: Path) -> PacedRun:
-    """What the folder of a run says of its pace and its course: by its record of rollouts, if it has one, or by its
-    telemetry alone.
+    """Reads a run's pace and course from its folder: from its record of rollouts if it has one, else from telemetry
+    alone.
 
     Raises:
-        ConfigError: no run file, a record that cannot be read, or too little of the rest.
+        ConfigError: no run file, a record that cannot be read, or too little data.
         TelemetryError: a malformed line.
     """
     telemetry = read_telemetry(folder)
@@ -125,7 +124,7 @@ def read_run(folder: Path) -> PacedRun:
 
 
 def _sampled(record: Record, telemetry: RunTelemetry) -> Iterator[_Sampled]:
-    """The groups that were sampled whole; RecordReadError as `Record.batch` has it."""
+    """Yields the groups that were sampled completely. Raises RecordReadError as `Record.batch` does."""
     loaded_s: dict[tuple[str, int], float] = {}
     for name, events in telemetry.producers.items():
         for event in events:
@@ -145,17 +144,17 @@ def _sampled(record: Record, telemetry: RunTelemetry) -> Iterator[_Sampled]:
 
 
 def _moved(times: Timings, ahead_s: float) -> Timings:
-    """As the trainer's clock would have shown them."""
+    """Corrects times to the trainer's clock; 0 means unknown."""
     fields = msgspec.structs.asdict(times)
     return Timings(**{name: at_s - ahead_s if at_s else 0.0 for name, at_s in fields.items()})
 
 
 def _presence(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> list[tuple[float, float]]:
-    """From when to when each producer was there: by what it has logged since its first weights, or by its groups."""
+    """Returns the first and last time of each producer, from its events since its first weights, or from its groups."""
     times: dict[str, list[float]] = {}
     for name, events in telemetry.producers.items():
         served = dropwhile(lambda event: not isinstance(event, WeightsLoaded), events)
-        times[name] = [event.time_s for event in served if event.time_s]
+        times[name] = [event.time_s for event in served]
     if not any(times.values()):
         for group in sampled:
             times.setdefault(group.producer_id, []).extend((group.timings.claimed_s, group.timings.generated_s))
@@ -163,8 +162,8 @@ def _presence(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> list[tupl
 
 
 def _joins_s(presence: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """The seconds from the first producer until so many were there at once: one that takes another's place is no
-    second one."""
+    """Returns the seconds from the first producer's start until one, two, three and so on were there at once; one that
+    replaces another does not count as a second."""
     changes = sorted((at_s, step) for span in presence for at_s, step in zip(span, (1, -1), strict=True))
     joins_s: list[float] = []
     for (at_s, step), num in zip(changes, accumulate(step for _, step in changes), strict=True):
@@ -174,14 +173,15 @@ def _joins_s(presence: Sequence[tuple[float, float]]) -> tuple[float, ...]:
 
 
 def _speed(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> tuple[EngineSpeed, tuple[SpeedCourse, ...]]:
-    """The seconds of a step by the sequences in flight, and how the speed has changed, by producer.
+    """Fits the seconds of a decoding step to the sequences in flight, and returns each producer's changes of speed.
 
-    The seconds: least squares, with no part below 0, over the seconds of groups, then scaled such that all sequences in
-    flight come to all tokens. The changes: the tokens of each stretch of time by those that they come to in it.
+    The seconds: non-negative least squares over the seconds of groups, then scaled so that the sequences in flight
+    account for all tokens. The changes: in each stretch of time, the tokens sampled divided by those that the fit
+    expects.
 
-    A sibling is taken to have ended when its share of the longest one's tokens was sampled. Evaluations and stale
-    groups are not in the record: as many sequences more are taken to have been in flight as tokens more were sampled
-    than it has, between the first of its groups and the last. Time in which the engine was paused does not count.
+    A sibling is assumed to have ended when its share of the longest one's tokens was sampled. Evaluations and stale
+    groups are not in the record: the sequences in flight are scaled up by the ratio of all sampled tokens to recorded
+    ones, between the first of the groups and the last. Time in which the engine was paused does not count.
     """
     unseen, sampling = _unseen(sampled, telemetry), 1 - _paused(telemetry)
     by_producer: dict[str, list[_Sampled]] = {}
@@ -217,41 +217,28 @@ def _speed(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> tuple[Engine
     for (times_s, _, tokens), at_most in zip(spans, expected, strict=True):
         counts = (np.r_[0.0, np.cumsum(each)] for each in (tokens, at_most / scale))
         found, of = (np.diff(np.interp(edges, times_s, count)) for count in counts)
-        few = _FEW * np.mean(of)  # of little that was in flight, little can be said
-        courses.append(SpeedCourse(tuple(((found + few) / (of + few)).tolist()), each_s))
+        prior = _PRIOR_SHARE * np.mean(of)  # keeps a factor near 1 where little was in flight
+        courses.append(SpeedCourse(tuple(((found + prior) / (of + prior)).tolist()), each_s))
     return EngineSpeed(base_s * scale, sequence_s * scale), tuple(courses)
 
 
 def _unseen(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> float:
-    """Tokens that producers have sampled by those of recorded groups, between the end of the first of these and that of
-    the last: what was sampled later was not trained any more."""
+    """Returns the ratio of all tokens that producers sampled to those of recorded groups, between the end of the first
+    of these and that of the last: what was sampled later was never trained."""
     ends_s = [group.timings.generated_s for group in sampled]
     within = min(ends_s), max(ends_s)
     recorded = sum(sum(group.lengths) for group in sampled if within[0] < group.timings.generated_s)
-    counts = [list(zip(*_counts(events), strict=True)) for events in telemetry.producers.values()]
-    counted = sum(np.interp(within, times_s, tokens) @ (-1, 1) for times_s, tokens in counts)
+    counts = [sampled_tokens(events) for events in telemetry.producers.values()]
+    counted = sum(np.interp(within, times_s, tokens) @ (-1, 1) for times_s, tokens in counts if len(times_s))
     return max(1.0, float(counted) / recorded) if recorded else 1.0
 
 
-def _counts(events: Sequence[ProducerEvent]) -> Iterator[tuple[float, int]]:
-    """The tokens that a producer has sampled by then, whatever became of them."""
-    before = total = 0
-    yield next((event.time_s for event in events if event.time_s), 0.0), 0
-    for event in events:
-        if isinstance(event, Started):
-            before = 0
-        elif isinstance(event, Rate):
-            total += max(0, event.num_tokens - before)
-            before = event.num_tokens
-            yield event.time_s, total
-
-
 def _speed_logged(telemetry: RunTelemetry, config: RunConfig, lengths: Lengths) -> EngineSpeed:
-    """The seconds of a step where no group was recorded: such that the groups that producers had in flight, heartbeat
-    by heartbeat, come to all the tokens that they have counted, with one sequence alone `ALONE` times as fast as with
-    all seats taken.
+    """Estimates the seconds of a step without recorded groups: the groups that producers had in flight, from heartbeat
+    to heartbeat, account for all tokens that they counted, and a sequence alone is `ALONE` times as fast as with all
+    seats taken.
 
-    Of a group so many sequences are taken to be in flight as its mean length has of its longest one's.
+    The share of a group's sequences that are in flight is taken to be its mean length divided by its largest.
     """
     random, num_seats = Random(0), seats(config)
     drawn = [lengths(random, config.group_size) for _ in range(_DRAWS)]
@@ -273,7 +260,7 @@ def _speed_logged(telemetry: RunTelemetry, config: RunConfig, lengths: Lengths) 
 
 
 def _least_squares(rows: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
-    """The factors of the two columns, none below 0 and not both 0, and the sum of the squares that they leave."""
+    """Returns the factors of the two columns, none below 0 and not both 0, and the sum of squared residuals."""
     best, least = [0.0, 0.0], math.inf
     for columns in ((0, 1), (0,), (1,)):
         found = np.linalg.lstsq(rows[:, columns], values, rcond=None)[0]
@@ -286,10 +273,11 @@ def _least_squares(rows: np.ndarray, values: np.ndarray) -> tuple[list[float], f
 
 
 def _update_pace(telemetry: RunTelemetry) -> tuple[float, float, tuple[float, ...]]:
-    """The seconds of an update, those of a sampled token beside it, and what updates took by these: least squares.
+    """Fits the seconds of an update and of a sampled token with least squares; returns these, and each update's time as
+    a factor of the fit.
 
-    Of each update but the first of each trainer, waits for groups left out. A part that does not grow with the tokens
-    is taken to be there if the squares without it are beyond chance (F test), since batches may be all of one size.
+    The first update of each trainer and waits for groups are left out. The constant part is kept only if the fit is
+    significantly worse without it (F test), since batches may be all of one size.
     """
     found = [
         (sum(update.lag_histogram.values()), max(0.0, update.time_s - before.time_s - (update.wait_s or 0.0)))
@@ -300,14 +288,14 @@ def _update_pace(telemetry: RunTelemetry) -> tuple[float, float, tuple[float, ..
     (update_s, token_s), least = _least_squares(rows, seconds)
     alone = float(tokens @ seconds / (tokens @ tokens))
     without = float(((alone * tokens - seconds) ** 2).sum())
-    if (without - least) * (len(seconds) - 2) <= _BEYOND_CHANCE * least:
+    if (without - least) * (len(seconds) - 2) <= _SIGNIFICANT_F * least:
         update_s, token_s = 0.0, alone
     taken = update_s + token_s * tokens
     return update_s, token_s, tuple((seconds / np.where(taken > 0, taken, 1.0)).tolist())
 
 
 def _pairs(telemetry: RunTelemetry) -> list[tuple[Update, Update]]:
-    """Neighbouring updates of one trainer, the later one of a batch with tokens."""
+    """Returns consecutive updates of one trainer, the later one of a batch with tokens."""
     return [
         (before, update)
         for before, update in pairwise(telemetry.updates)
@@ -342,7 +330,7 @@ def _course(telemetry: RunTelemetry) -> Course:
 
 
 def _loads(telemetry: RunTelemetry) -> Iterator[tuple[WeightsLoaded, float]]:
-    """Every load, and its seconds."""
+    """Yields every load, and its seconds."""
     for events in telemetry.producers.values():
         for event in events:
             if isinstance(event, WeightsLoaded):
@@ -350,7 +338,7 @@ def _loads(telemetry: RunTelemetry) -> Iterator[tuple[WeightsLoaded, float]]:
 
 
 def _announce_s(telemetry: RunTelemetry) -> float:
-    """From the line of an update to the start of the loads of its policy: the median."""
+    """Returns the median time from an update's line to the start of the loads of its policy."""
     made_s: dict[int, float] = {}
     for update in telemetry.updates:  # one without an optimizer step repeats the policy before
         made_s.setdefault(update.policy_version, update.time_s)
@@ -363,14 +351,14 @@ def _announce_s(telemetry: RunTelemetry) -> float:
 
 
 def _paused(telemetry: RunTelemetry) -> float:
-    """The share of their time that engines were paused for loads."""
-    times = [[event.time_s for event in events if event.time_s] for events in telemetry.producers.values()]
+    """Returns the share of their time that engines were paused for loads."""
+    times = [[event.time_s for event in events] for events in telemetry.producers.values()]
     total_s = sum(max(found) - min(found) for found in times if found)
     return sum(event.pause_s for event, _ in _loads(telemetry)) / total_s if total_s else 0.0
 
 
 def _buckets(telemetry: RunTelemetry) -> list[tuple[int, int, int]]:
-    """Rollouts of each length bucket: how many, their tokens, and the bucket's bound; stale and dead ones too."""
+    """Returns the number of rollouts in each length bucket, their tokens and its bound; stale and dead ones count."""
     found: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for update in telemetry.updates:

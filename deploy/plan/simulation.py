@@ -1,4 +1,4 @@
-"""A run in simulated time: the trainer's own intake, around engines that only count tokens."""
+"""Simulates a run: the trainer's own intake, with engines that only count tokens."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -20,12 +20,10 @@ from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedErro
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, ReadyGroup, Refused
 from penstock.deploy.plan.producer import (
-    STEADY,
     Clock,
     EngineJob,
-    EngineSpeed,
+    RunPace,
     SimulatedProducer,
-    SpeedCourse,
     seats,
 )
 from penstock.deploy.plan.workload import Lengths
@@ -50,46 +48,19 @@ _FINGERPRINT = EngineFingerprint(
 )  # fmt: skip
 _SAMPLING = SamplingSettings()
 _TERMS_OF_EVERY_ROW = "kl_coefficient", "entropy_coefficient"
-"""Arguments of the objectives here; above 0 groups without reward variance are trained on too."""
-
-
-class RunPace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast everything is, and what becomes of groups.
-
-    speed: of one producer's engine. speed_courses: of producers, one after the other and over again.
-    update_s: of an update, from the arrival of its batch to the next wait for groups, whatever the batch has.
-    token_s: of a sampled token of the batch, beside that.
-    update_factors: by which updates take more or less, one after the other and over again.
-    announce_s: from the end of an update until its policy is announced. load_s: from there until an engine has it;
-    pause_s: the end of that time, in which the engine samples nothing.
-    reward_s: draws of the seconds from the last token of a group to its append.
-    flat: share of tasks whose rewards do not differ.
-    joins_s: when producers are there, one after the other; those beyond are there from the start.
-    """
-
-    speed: EngineSpeed
-    speed_courses: tuple[SpeedCourse, ...] = (STEADY,)
-    update_s: float = 0.0
-    token_s: float
-    update_factors: tuple[float, ...] = (1.0,)
-    announce_s: float = 0.0
-    load_s: float = 0.0
-    pause_s: float = 0.0
-    reward_s: tuple[float, ...] = (0.0,)
-    flat: float = 0.0
-    joins_s: tuple[float, ...] = ()
+"""Arguments of the objectives here; if one is above 0, groups without reward variance are trained too."""
 
 
 class Course(msgspec.Struct, kw_only=True):
-    """What a run has come to, in the record of one or in simulated time; None where it is not known.
+    """The totals and means of a run, recorded or simulated; None if unknown.
 
-    num_intervals: updates that came after another one of the same trainer; seconds: theirs, each from the one before.
-    num_tokens: sampled, of their batches.
-    waits, paused, seats_taken: shares of time: of the trainer, of engines, of all engines' seats.
-    lags: tokens of batches by lag. num_ready: groups that waited to be trained, at each update. queue: those read by
-    the trainer and left after each.
-    num_trained, num_skipped, num_stale, num_dead: groups by what became of them; a stale one is sampled again.
-    failure: why the run has ended before its time.
+    num_intervals: updates that followed another one of the same trainer; seconds: the sum of the times between them.
+    num_tokens: sampled tokens of their batches.
+    waits, paused, seats_taken: shares of time of the trainer, of engines, and of all engines' seats.
+    lags: tokens of batches by lag. num_ready: groups that wait to be trained, mean over updates. queue: those of them
+    that the trainer has read and left, mean over updates.
+    num_trained, num_skipped, num_stale, num_dead: groups by outcome; a stale one is sampled again.
+    failure: why the run ended early.
     """
 
     num_updates: int = 0
@@ -112,7 +83,7 @@ class Course(msgspec.Struct, kw_only=True):
 
 
 class _Streams:
-    """Prompts out, groups in: what the trainer writes to Redis, in its scripts' place."""
+    """The streams of prompts and groups, in place of Redis and the trainer's scripts."""
 
     def __init__(self) -> None:
         self.prompts: deque[Claim] = deque()
@@ -135,10 +106,10 @@ class _Streams:
             self.evaluations.append(self._claim("evaluations", n, version, task, f"{version}-{n}"))
 
     def dead_letter(self, *letter: Any) -> None:
-        """Nobody reads it."""
+        """Does nothing: no one reads letters here."""
 
     def hgetall(self, key: str) -> dict[bytes, bytes]:
-        """No producer is in quarantine."""
+        """Returns an empty hash: no producer is in quarantine."""
         return {}
 
     def _claim(self, stream: str, index: int, version: int, task: ReleasedTask, evaluation: str | None = None) -> Claim:
@@ -155,9 +126,9 @@ class _Streams:
 
 
 class Simulation:
-    """One run. Released, skipped, found stale and settled by `Intake`, claimed as by `Claims`; faults do not happen.
+    """One run. `Intake` releases, skips, settles and finds groups stale; claims follow `Claims`; there are no faults.
 
-    num_updates: ends after so many, as if the run had been stopped.
+    num_updates: ends after this many, as if the run were stopped.
     """
 
     def __init__(
@@ -179,7 +150,7 @@ class Simulation:
         self._lag_of = LagTable(0, {}, {})
         self._progress = RunProgress(0, CheckpointState(policy_version=0))
         self.intake = Intake(config, leadership, self.ledger, self._lag_of, self._progress, lambda group: None)
-        how = config, pace.speed, pace.load_s, pace.pause_s, self._drawn, self._finish, self._claim
+        how = config, pace, self._drawn, self._finish, self._claim
         self.producers: deque[SimulatedProducer] = deque()
         for n in range(num_producers):
             producer = SimulatedProducer(self.clock, *how, pace.speed_courses[n % len(pace.speed_courses)])
@@ -223,7 +194,7 @@ class Simulation:
         return course
 
     def _drawn(self, claim: Claim) -> list[int]:
-        """The lengths of a claim's siblings, as the engine cuts them."""
+        """Returns the lengths of a claim's siblings, as the engine cuts them."""
         config, name = self._config, claim.environment
         if claim.evaluation_id is None:
             num, most = config.group_size, config.every_environment[name].max_tokens or config.sampling.max_tokens
@@ -269,14 +240,14 @@ class Simulation:
         )
 
     def _claim(self) -> None:
-        """Producers read in turn, until none gets anything."""
+        """Lets producers read in turn until none gets anything."""
         streams, num_empty = self._streams, 0
         while num_empty < len(self.producers) and (streams.prompts or streams.evaluations):
             num_empty = 0 if self.producers[0].take(streams.evaluations, streams.prompts) else num_empty + 1
             self.producers.rotate(-1)
 
     def _read(self) -> int:
-        """What `Reader.read` takes in: groups that were sampled for released, unsettled indexes, each once."""
+        """Reads as `Reader.read` does: groups that were sampled for released, unsettled indexes, each once."""
         reader, groups = self.intake.reader, self._streams.groups
         num_read = min(ENTRIES_PER_READ, len(groups))
         for _ in range(num_read):
@@ -290,7 +261,7 @@ class Simulation:
         return num_read
 
     def _look(self) -> None:
-        """The trainer looks for a batch, as `Trainer._take` does, unless it is training."""
+        """Looks for a batch as `Trainer._take` does, unless it is training."""
         num_groups = self._config.groups_per_batch
         while not self._is_training:
             num_read = self._read() if self.intake.is_short(num_groups) else 0
@@ -335,7 +306,7 @@ class Simulation:
         self.clock.after(takes_s, lambda: self._publish(groups, report, waited_s))
 
     def _publish(self, groups: list[RolloutGroup], report: StepReport, waited_s: float) -> None:
-        """Waits until the policy before is announced."""
+        """Publishes a policy, once the previous one is announced."""
         if self.clock.now_s < self._announced_s:
             self.clock.after(self._announced_s - self.clock.now_s, lambda: self._publish(groups, report, waited_s))
             return

@@ -1,4 +1,4 @@
-"""How long completions are: by a file, by a distribution, or as in the record of a run."""
+"""Draws the lengths of completions from a file, a distribution or the record of a run."""
 
 import difflib
 import importlib.util
@@ -13,10 +13,10 @@ from penstock.schemas.config import ConfigError
 from penstock.schemas.rollout import one_line
 
 Lengths = Callable[[Random, int], Sequence[float]]
-"""Draws the lengths of so many siblings, in tokens, as if there were no limit; they may be infinite."""
+"""Draws the lengths of a number of siblings, in tokens, without a limit; they may be infinite."""
 
 _MOST_EXPONENT = 700.0
-"""e to the power of more is no float; lengths are cut long before."""
+"""e to a larger power overflows a float; lengths are cut long before."""
 DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "constant": (("TOKENS",), lambda random, tokens: tokens),
     "uniform": (("LEAST", "MOST"), lambda random, least, most: random.uniform(least, most)),
@@ -26,15 +26,15 @@ DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
         lambda random, median, sigma: median * math.exp(min(_MOST_EXPONENT, random.normalvariate(0, sigma))),
     ),
 }
-"""By name the parameters, numbers above 0, and a draw."""
+"""By name: the parameters, numbers above 0, and a function that draws."""
 _SPELT = ", ".join(":".join((name, *parameters)) for name, (parameters, _) in DISTRIBUTIONS.items())
 
 
 def lengths_of(given: str) -> Lengths:
-    """The lengths that `--lengths` means: a file, or a distribution as `log-normal:800:1.2`.
+    """Returns the lengths that `--lengths` names: a file, or a distribution such as `log-normal:800:1.2`.
 
     Raises:
-        ConfigError: neither, a parameter that is no number above 0, or a line of the file that is no length.
+        ConfigError: it is neither, a parameter is no number above 0, or a line of the file is no length.
     """
     if not given:
         raise ConfigError(f"--lengths '': expected a file, a run, or one of {_SPELT}")
@@ -54,7 +54,7 @@ def lengths_of(given: str) -> Lengths:
 
 
 def of_groups(groups: Sequence[Sequence[float]]) -> Lengths:
-    """Lengths drawn from those of groups: siblings of one group stay together, as far as they are enough."""
+    """Draws lengths from those of groups: siblings come from one group."""
 
     def draw(random: Random, num_siblings: int) -> Sequence[float]:
         group = random.choice(groups)
@@ -65,8 +65,8 @@ def of_groups(groups: Sequence[Sequence[float]]) -> Lengths:
 
 
 def of_buckets(buckets: Sequence[tuple[int, int, int]]) -> Lengths:
-    """Lengths drawn from counts: how many of a bucket, their tokens, and its bound, a power of 2. Within a bucket they
-    are taken to be even about their mean, and siblings to be as different as any."""
+    """Draws lengths from buckets: a bucket's count, its tokens and its bound, a power of 2. Within a bucket, lengths
+    are uniform around their mean; siblings are independent."""
     spans = []
     for num, num_tokens, bound in buckets:
         mean, least = num_tokens / num, bound // 2 + 1
@@ -81,7 +81,7 @@ def of_buckets(buckets: Sequence[tuple[int, int, int]]) -> Lengths:
 
 
 def _lengths_in(file: Path) -> Lengths:
-    """A length a line, or a JSON array of the lengths of a group's siblings; the same a row of a Parquet file."""
+    """Reads lengths from a file: each line, or row of a Parquet file, is a length or an array of siblings' lengths."""
     is_table = file.suffix == ".parquet"
     rows = _rows_of_table(file) if is_table else _rows_of_text(file)
     kind = "row" if is_table else "line"
@@ -95,7 +95,7 @@ def _lengths_in(file: Path) -> Lengths:
 
 
 def _rows_of_text(file: Path) -> Iterator[tuple[int, Any]]:
-    """Lines that are not empty, by number: what they mean as JSON, or themselves."""
+    """Yields the numbers of lines that are not empty, and their content: as JSON if it is JSON, else as text."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
@@ -111,7 +111,7 @@ def _rows_of_text(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_table(file: Path) -> Iterator[tuple[int, Any]]:
-    """Rows by number: of the only column, or the groups of a record that `penstock record export` has written."""
+    """Yields rows by number: of the only column, or the groups of a record that `penstock record export` wrote."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
             f"--lengths {file}: pyarrow is not installed; expected the extra: pip install 'penstock[parquet]'"
@@ -149,7 +149,7 @@ def _group(found: Any, where: str) -> list[float]:
 
 
 def _number(text: str) -> float | None:
-    """A number above 0; None if it is none."""
+    """Parses a number above 0; returns None for any other text."""
     try:
         value = float(text)
     except ValueError:

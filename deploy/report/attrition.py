@@ -1,4 +1,4 @@
-"""What was sampled and what was trained, as tables for the report and `penstock audit`."""
+"""Compares what was sampled with what was trained, in tables for the report and `penstock audit`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from penstock.deploy.report.telemetry import Update
 from penstock.schemas.attrition import OUTCOMES, UNKNOWN, Attrition, Rollouts
 
 NUM_WINDOWS = 4
-"""Parts of the run, of as many updates each, that the report compares."""
+"""Parts of the run that the report compares, with equally many updates each."""
 Cells = list[str]
 _COMPARED = (
     "sampled",
@@ -20,14 +20,14 @@ _COMPARED = (
 
 
 class CountTable(NamedTuple):
-    """rows: the header first."""
+    """A table of the report. rows: the header first."""
 
     title: str
     rows: list[Cells]
 
 
 class AttritionWindow(NamedTuple):
-    """A part of the run. first, last: its updates. rollouts: counted in it, by environment and outcome."""
+    """A part of the run. first, last: its updates. rollouts: its counts, by environment and outcome."""
 
     first: int
     last: int
@@ -35,22 +35,20 @@ class AttritionWindow(NamedTuple):
 
 
 def windows_of(updates: Sequence[Update]) -> list[AttritionWindow]:
-    """`NUM_WINDOWS` of as many updates each; fewer of fewer updates."""
+    """Divides updates into `NUM_WINDOWS` windows of equal size, or fewer if there are fewer updates."""
     size = -(-len(updates) // NUM_WINDOWS)
     found = []
     for start in range(0, len(updates), size or 1):
         part = updates[start : start + size]
-        rollouts: dict[str, dict[str, Rollouts]] = {}
-        for environment, outcome, _, counts in (one for line in part for one in Attrition(line.rollouts).counts()):
-            own = rollouts.setdefault(environment, {})
-            own[outcome] = own.get(outcome, Rollouts()) + counts
+        counts = (each for line in part for each in Attrition(line.rollouts).counts())
+        rollouts = _grouped((environment, outcome, own) for environment, outcome, _, own in counts)
         found.append(AttritionWindow(part[0].update, part[-1].update, rollouts))
     return found
 
 
 def attrition_tables(attrition: Attrition, windows: Sequence[AttritionWindow] = ()) -> list[CountTable]:
-    """Rollouts by outcome, by length, by environment if there are several, and by window and environment; without
-    rollouts none."""
+    """Tabulates rollouts by outcome, by length, by environment if there are several, and by window and environment;
+    without rollouts there are no tables."""
     if not attrition.rollouts:
         return []
     every = _by_outcome(attrition)
@@ -74,14 +72,14 @@ def attrition_tables(attrition: Attrition, windows: Sequence[AttritionWindow] = 
 
 
 def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
-    """What a reader must know beside the tables. num_open: groups released and not settled."""
+    """Returns what a reader must know to read the tables. num_open: groups released and not settled."""
     found = []
     if num_open:
         found.append(f"{num_open:,} groups are not settled: what was sampled of them is in no table")
     if attrition.num_tries_lost:
         found.append(
-            f"{attrition.num_tries_lost:,} tries at groups ended with their producer and restarted on another: what "
-            "they had sampled is in no table, and a long rollout is the likelier to be among it"
+            f"{attrition.num_tries_lost:,} tries at groups ended with their producer and started again on another: "
+            "what they had sampled is in no table, and long rollouts are the likelier to be among it"
         )
     test = attrition.last
     if test is not None:
@@ -91,7 +89,7 @@ def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
 
 
 def attrition_figures(attrition: Attrition) -> dict[str, Any]:
-    """By outcome rollouts, tokens, means of length and reward; tries lost, and the test of the last window."""
+    """Returns rollouts, tokens, mean length and mean reward by outcome, the lost tries, and the last window's test."""
     every = _by_outcome(attrition)
     return {
         "outcomes": {
@@ -111,7 +109,7 @@ def attrition_figures(attrition: Attrition) -> dict[str, Any]:
 
 
 def mean_length(counts: Rollouts) -> float | None:
-    """The mean length of the rollouts of known length, which are those that ended for a reason."""
+    """Returns the mean length of the rollouts of known length: those with a finish reason."""
     return counts.num_tokens / num if (num := sum(counts.finish_reasons.values())) else None
 
 
@@ -123,11 +121,18 @@ def _sum(counts: Iterable[Rollouts]) -> Rollouts:
     return sum(counts, Rollouts())
 
 
+def _grouped(counts: Iterable[tuple[str, str, Rollouts]]) -> dict[str, dict[str, Rollouts]]:
+    """Sums counts by a key and an outcome."""
+    found: dict[str, dict[str, Rollouts]] = {}
+    for key, outcome, own in counts:
+        outcomes = found.setdefault(key, {})
+        outcomes[outcome] = outcomes.get(outcome, Rollouts()) + own
+    return found
+
+
 def _by_outcome(attrition: Attrition) -> dict[str, Rollouts]:
-    found: dict[str, Rollouts] = {}
-    for _, outcome, _, counts in attrition.counts():
-        found[outcome] = found.get(outcome, Rollouts()) + counts
-    return {name: found[name] for name in OUTCOMES if name in found}
+    outcomes = _grouped(("", outcome, counts) for _, outcome, _, counts in attrition.counts()).get("", {})
+    return {name: outcomes[name] for name in OUTCOMES if name in outcomes}
 
 
 def _outcome_row(name: str, counts: Rollouts, every: Rollouts) -> Cells:
@@ -144,10 +149,7 @@ def _outcome_row(name: str, counts: Rollouts, every: Rollouts) -> Cells:
 
 
 def _length_rows(attrition: Attrition) -> list[Cells]:
-    by_length: dict[str, dict[str, Rollouts]] = {}
-    for _, outcome, length, counts in attrition.counts():
-        own = by_length.setdefault(length, {})
-        own[outcome] = own.get(outcome, Rollouts()) + counts
+    by_length = _grouped((length, outcome, counts) for _, outcome, length, counts in attrition.counts())
     rows = []
     for length in [*sorted(by_length.keys() - {UNKNOWN}, key=float), *(by_length.keys() & {UNKNOWN})]:
         total = _sum(by_length[length].values())
@@ -171,20 +173,19 @@ def _compared_row(label: str, outcomes: Mapping[str, Rollouts]) -> Cells:
 
 
 def _window_rows(windows: Sequence[AttritionWindow]) -> list[Cells]:
-    """A row of each window, and where it has several environments one of each."""
+    """Returns a row for each window, and for each of its environments if it has several."""
     rows = []
     for first, last, rollouts in windows:
         label = f"{first:,} to {last:,}"
-        names = {name for outcomes in rollouts.values() for name in outcomes}
-        every = {name: _sum(own[name] for own in rollouts.values() if name in own) for name in names}
-        rows.append(_compared_row(label, every))
+        every = _grouped(("", name, counts) for outcomes in rollouts.values() for name, counts in outcomes.items())
+        rows.append(_compared_row(label, every.get("", {})))
         if len(rollouts) > 1:
             rows += [_compared_row(f"{label}: {name}", own) for name, own in sorted(rollouts.items())]
     return rows
 
 
 def _ends(counts: Rollouts) -> str:
-    """The share of each finish reason among those that have one."""
+    """Returns each finish reason's share of the rollouts that have one."""
     num = sum(counts.finish_reasons.values())
     return ", ".join(f"{reason} {_share(count, num)}" for reason, count in sorted(counts.finish_reasons.items()))
 

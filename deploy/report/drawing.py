@@ -1,4 +1,4 @@
-"""The parts that figures share: colours, series and axes."""
+"""What figures share: colours, series and axes."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
 from penstock.deploy.report.telemetry import RunTelemetry, Update
 
@@ -17,7 +18,7 @@ LAG_COLOURS = ("#0d9488", "#65a30d", "#2563eb", "#7c3aed", "#db2777", "#92400e")
 """One for each of `penstock.schemas.metrics.LAG_LABELS`, cold to warm."""
 MASKED_SHADE = "#ef4444"
 MAX_POINTS = 600
-"""A line of more points is averaged in bins, which keeps the page small."""
+"""Longer lines are averaged in bins, which keeps the page small."""
 SMOOTHING = 0.04
 """Width of the running mean, as a share of the line."""
 
@@ -25,28 +26,52 @@ SMOOTHING = 0.04
 class FigureSpec(NamedTuple):
     """A figure of the report.
 
-    draw: fills its axes, one below the other, and returns False if there is nothing to draw; the report then leaves the
-        figure out.
+    draw: fills `num_axes` axes, one below the other, and returns False if there is nothing to draw; the report then
+        leaves the figure out.
     """
 
     name: str
     title: str
     caption: str
     draw: Callable[..., bool]
+    num_axes: int = 1
     height_in: float = 3.1
-
-    @property
-    def num_axes(self) -> int:
-        return len(signature(self.draw).parameters) - 1
 
 
 def figure(title: str, caption: str, **options: Any) -> Callable[[Callable[..., bool]], FigureSpec]:
-    """Decorates the function that draws a figure, which gives it its name."""
+    """Makes a figure of the function that draws it, under that function's name."""
 
     def make(draw: Callable[..., bool]) -> FigureSpec:
-        return FigureSpec(draw.__name__.replace("_", "-"), title, caption, draw, **options)
+        num_axes = len(signature(draw).parameters) - 1
+        return FigureSpec(draw.__name__.replace("_", "-"), title, caption, draw, num_axes, **options)
 
     return make
+
+
+class Curves(NamedTuple):
+    """Metrics by update on one of a figure's axes. series: metric, colour and label of each."""
+
+    ylabel: str
+    series: Sequence[tuple[str, str, str]]
+    from_zero: bool = False
+    percent: bool = False
+
+
+def curves_figure(name: str, title: str, caption: str, *parts: Curves, height_in: float = 3.1) -> FigureSpec:
+    """Returns a figure of metrics by update, with one of `parts` on each of its axes."""
+
+    def draw(telemetry: RunTelemetry, *axes: Axes) -> bool:
+        drawn = [by_update(telemetry, ax, part.series, part.ylabel) for ax, part in zip(axes, parts, strict=True)]
+        for ax, part in zip(axes, parts, strict=True):
+            if part.percent:
+                in_percent(ax)
+            if part.from_zero:
+                ax.set_ylim(bottom=0, top=max(ax.get_ylim()[1], 0.01) if part.percent else None)
+        for ax in axes[:-1]:
+            ax.set_xlabel("")
+        return any(drawn)
+
+    return FigureSpec(name, title, caption, draw, len(parts), height_in)
 
 
 def binned(x: Sequence[float] | np.ndarray, *columns: Sequence[float] | np.ndarray) -> list[np.ndarray]:
@@ -58,8 +83,8 @@ def binned(x: Sequence[float] | np.ndarray, *columns: Sequence[float] | np.ndarr
     starts = np.linspace(0, num_points, MAX_POINTS, endpoint=False).astype(int)
     means = []
     for array in arrays:
-        there = ~np.isnan(array)
-        sums, counts = (np.add.reduceat(values, starts, dtype=float) for values in (np.where(there, array, 0.0), there))
+        known = ~np.isnan(array)
+        sums, counts = (np.add.reduceat(values, starts, dtype=float) for values in (np.where(known, array, 0.0), known))
         means.append(np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0))
     return means
 
@@ -77,13 +102,14 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def column(updates: Sequence[Update], name: str) -> np.ndarray:
-    """A field or metric of every update as floats `[n]`, NaN without a value."""
+    """Returns a field or metric of every update as floats `[n]`, NaN without a value."""
     is_field = name in Update.__struct_fields__
     values = [getattr(line, name) if is_field else line.metrics.get(name) for line in updates]
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
 def numbers(updates: Sequence[Update]) -> np.ndarray:
+    """Returns the numbers of updates as floats `[n]`."""
     return np.array([line.update for line in updates], dtype=float)
 
 
@@ -98,6 +124,7 @@ def noisy_line(ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str) 
 
 
 def by_update(telemetry: RunTelemetry, ax: Axes, series: Sequence[tuple[str, str, str]], ylabel: str) -> bool:
+    """Draws metrics by update; series: metric, colour and label of each. Returns whether any has a value."""
     x = numbers(telemetry.updates)
     drawn = [noisy_line(ax, x, column(telemetry.updates, name), colour, label) for name, colour, label in series]
     ax.set_xlabel("update")
@@ -105,6 +132,11 @@ def by_update(telemetry: RunTelemetry, ax: Axes, series: Sequence[tuple[str, str
     if sum(drawn) > 1:
         legend_above(ax)
     return any(drawn)
+
+
+def in_percent(ax: Axes) -> None:
+    """Labels the y axis, of shares, with up to four digits of a percentage."""
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
 
 
 def legend_above(ax: Axes, columns: int = 4) -> None:
@@ -121,14 +153,11 @@ def legend_above(ax: Axes, columns: int = 4) -> None:
 
 def time_axis(ax: Axes, last_s: float) -> float:
     """Labels the x axis in a unit that fits and returns seconds per unit."""
-    unit, label = next(
-        (unit, label)
-        for unit, label, least in ((3600, "hours", 4 * 3600), (60, "minutes", 600), (1, "seconds", 0))
-        if last_s >= least
-    )
+    unit, label = (3600, "hours") if last_s >= 4 * 3600 else (60, "minutes") if last_s >= 600 else (1, "seconds")
     ax.set_xlabel(f"{label} since the first prompt")
     return unit
 
 
 def since_start(telemetry: RunTelemetry, times: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Seconds since the run's first prompt."""
     return np.asarray(times, dtype=float) - (telemetry.start_s or 0.0)

@@ -1,7 +1,8 @@
-"""The figures of the mismatch by lag, with a line for each of `penstock.schemas.metrics.LAG_LABELS`."""
+"""Figures of the mismatch by lag, with a line or a point for each of `penstock.schemas.metrics.LAG_LABELS`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,6 +12,7 @@ from penstock.deploy.report.drawing import (
     AMBER,
     BLUE,
     LAG_COLOURS,
+    FigureSpec,
     binned,
     column,
     figure,
@@ -55,91 +57,46 @@ def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     return bool(drawn)
 
 
-@figure(
-    "Effective sample size by lag",
-    "As a share of the tokens: of the ratios as they are, and of the weights applied. What lies between the two is "
-    "what truncation hides.",
-    height_in=3.9,
-)
-def ess_by_lag(telemetry: RunTelemetry, ratio_ax: Axes, applied_ax: Axes) -> bool:
-    for ax in (ratio_ax, applied_ax):
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
-    series = {"ess_fraction": "ESS of ratios", "applied_ess_fraction": "ESS of weights"}
-    return _lines(telemetry, (ratio_ax, applied_ax), series)
+class LagCurves(NamedTuple):
+    """A metric by update on one of a figure's axes, with a line for each lag. setup: called on the axes when drawn."""
+
+    metric: str
+    ylabel: str
+    setup: Callable[[Axes], None] = lambda ax: None
 
 
-@figure(
-    "KL between engine and trainer by lag",
-    "Per token. The line of lag 0 must stay flat: if it rises, the engine computes something else. That of 0-mixed, "
-    "in rows that met an update, is drift already. k3 is never negative.",
-    height_in=3.9,
-)
-def kl_by_lag(telemetry: RunTelemetry, kl_ax: Axes, k3_ax: Axes) -> bool:
-    return _lines(telemetry, (kl_ax, k3_ax), {"kl": "KL (nats)", "k3_kl": "k3 (nats)"})
-
-
-@figure(
-    "χ² by lag",
-    "The variance that the ratios bring into the gradient; above 1 an old token says less than its noise.",
-)
-def chi2_by_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
-    return _lines(telemetry, (ax,), {"chi2": "χ² (per token)"})
-
-
-@figure(
-    "Importance weight and share of tokens corrected by lag",
-    "Weights near 1 are without bias; one that falls with lag is the correction trusting old tokens less. Below "
-    "the share of tokens whose weight it bounded or took away.",
-    height_in=3.9,
-)
-def weight_by_lag(telemetry: RunTelemetry, weight_ax: Axes, corrected_ax: Axes) -> bool:
-    series = {"weight_mean": "mean weight applied", "corrected_frac": "tokens corrected"}
-    drawn = _lines(telemetry, (weight_ax, corrected_ax), series)
-    _as_shares(corrected_ax)
-    return drawn
-
-
-@figure(
-    "Rejected tokens by lag and sign of the advantage",
-    "Share of the tokens of that sign that the correction gave no weight; a share that "
-    "differs much between the signs tilts what is learned.",
-    height_in=3.9,
-)
-def masked_by_lag(telemetry: RunTelemetry, positive_ax: Axes, negative_ax: Axes) -> bool:
-    series = {"masked_frac_positive": "advantage > 0", "masked_frac_negative": "advantage < 0"}
-    _lines(telemetry, (positive_ax, negative_ax), series)
-    _as_shares(positive_ax, negative_ax)
-    return any(
-        np.any(np.asarray(line.get_ydata(), dtype=float) > 0) for ax in (positive_ax, negative_ax) for line in ax.lines
-    )
-
-
-def _as_shares(*axes: Axes) -> None:
-    for ax in axes:
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-        ax.set_ylim(bottom=0, top=max(ax.get_ylim()[1], 0.01))
-
-
-def _lines(telemetry: RunTelemetry, axes: Sequence[Axes], series: Mapping[str, str]) -> bool:
-    """Draws a metric in each of the axes; series: label by metric.
+def lag_figure(
+    name: str, title: str, caption: str, *parts: LagCurves, height_in: float = 3.9, above_zero: bool = False
+) -> FigureSpec:
+    """Returns a figure of metrics by lag, with one of `parts` on each of its axes. above_zero: draws no zeros alone.
 
     A line is a bucket's running mean over the batches that have a value; a batch without neighbours is a dot.
     """
-    drawn = False
-    for ax, (name, ylabel) in zip(axes, series.items(), strict=True):
-        for label, colour in zip(LAG_LABELS, LAG_COLOURS, strict=True):
-            x, values = binned(numbers(telemetry.updates), column(telemetry.updates, lag_key(name, label)))
-            there = np.isfinite(values)
-            if not there.any():
-                continue
-            smooth = np.where(there, running_mean(values), np.nan)
-            ax.plot(x, smooth, color=colour, label=f"lag {label}", linewidth=1.5)
-            around = np.pad(there, 1)
-            alone = there & ~around[:-2] & ~around[2:]
-            ax.plot(x[alone], smooth[alone], color=colour, linestyle="none", marker="o", markersize=3)
-            drawn = True
-        ax.set_ylabel(ylabel)
-    axes[-1].set_xlabel("update")
-    if axes[0].lines:
-        legend_above(axes[0], columns=len(LAG_LABELS))
-    return drawn
+
+    def draw(telemetry: RunTelemetry, *axes: Axes) -> bool:
+        for ax, part in zip(axes, parts, strict=True):
+            for label, colour in zip(LAG_LABELS, LAG_COLOURS, strict=True):
+                x, values = binned(numbers(telemetry.updates), column(telemetry.updates, lag_key(part.metric, label)))
+                known = np.isfinite(values)
+                if not known.any():
+                    continue
+                smooth = np.where(known, running_mean(values), np.nan)
+                ax.plot(x, smooth, color=colour, label=f"lag {label}", linewidth=1.5)
+                around = np.pad(known, 1)
+                alone = known & ~around[:-2] & ~around[2:]
+                ax.plot(x[alone], smooth[alone], color=colour, linestyle="none", marker="o", markersize=3)
+            ax.set_ylabel(part.ylabel)
+            part.setup(ax)
+        axes[-1].set_xlabel("update")
+        if axes[0].lines:
+            legend_above(axes[0], columns=len(LAG_LABELS))
+        drawn = [np.asarray(line.get_ydata(), dtype=float) for ax in axes for line in ax.lines]
+        return any(np.any(y > 0) for y in drawn) if above_zero else bool(drawn)
+
+    return FigureSpec(name, title, caption, draw, len(parts), height_in)
+
+
+def as_share(ax: Axes) -> None:
+    """Labels the y axis in percent, from 0 to 1 % at least."""
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set_ylim(bottom=0, top=max(ax.get_ylim()[1], 0.01))

@@ -1,4 +1,4 @@
-"""The figures of the report: functions that draw a run's telemetry into matplotlib axes."""
+"""The figures of the report that a function draws: a run's telemetry, into matplotlib axes."""
 
 from collections import Counter
 
@@ -22,6 +22,7 @@ from penstock.deploy.report.drawing import (
     by_update,
     column,
     figure,
+    in_percent,
     legend_above,
     noisy_line,
     numbers,
@@ -91,40 +92,12 @@ def learning_by_time(telemetry: RunTelemetry, ax: Axes) -> bool:
     "Means over a batch. The part that rises is the one that is learned; one that falls was traded for it.",
 )
 def reward_parts(telemetry: RunTelemetry, ax: Axes) -> bool:
-    names = sorted({name for line in telemetry.updates for name in parts_of(line.metrics)})[: len(SERIES)]
+    names = sorted({name for line in telemetry.updates for name in parts_of(line.metrics)})
     series = [(part_key(name), colour, name) for name, colour in zip(names, SERIES, strict=False)]
     drawn = by_update(telemetry, ax, series, "mean of the part")
     if drawn:
         legend_above(ax)
     return drawn
-
-
-@figure(
-    "Spread of the reward by update",
-    "Standard deviation of the rewards of one group, mean over the groups: advantages are made of it. At 0 nothing "
-    "is left to learn from.",
-)
-def reward_spread(telemetry: RunTelemetry, ax: Axes) -> bool:
-    has_data = by_update(telemetry, ax, [("reward_std", TEAL, "spread")], "standard deviation")
-    ax.set_ylim(bottom=0)
-    return has_data
-
-
-@figure(
-    "Completion length and truncated completions by update",
-    "Sampled tokens of a rollout, and the share cut off at the token limit: where that grows, answers that would have "
-    "been right are scored as wrong.",
-    height_in=3.7,
-)
-def completions(telemetry: RunTelemetry, length_ax: Axes, truncated_ax: Axes) -> bool:
-    has_length = by_update(telemetry, length_ax, [("completion_tokens", BLUE, "length")], "tokens a rollout")
-    has_truncated = by_update(telemetry, truncated_ax, [("truncated_frac", RED, "truncated")], "truncated")
-    length_ax.set_xlabel("")
-    for ax in (length_ax, truncated_ax):
-        ax.set_ylim(bottom=0)
-    truncated_ax.set_ylim(top=max(truncated_ax.get_ylim()[1], 0.01))
-    truncated_ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
-    return has_length or has_truncated
 
 
 @figure(
@@ -190,14 +163,19 @@ def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
         labels=[f"{lag} or more" if lag == top else str(lag) for lag in used],
         linewidth=0,
     )
+    _share_axes(ax, "share of tokens")
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], title="lag", loc="center left", bbox_to_anchor=(1.0, 0.5), title_fontsize=9)
+    return True
+
+
+def _share_axes(ax: Axes, ylabel: str) -> None:
+    """Sets up axes that bands of shares fill."""
     ax.margins(0)
     ax.set_ylim(0, 1)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.set_xlabel("update")
-    ax.set_ylabel("share of tokens")
-    handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1], title="lag", loc="center left", bbox_to_anchor=(1.0, 0.5), title_fontsize=9)
-    return True
+    ax.set_ylabel(ylabel)
 
 
 @figure(
@@ -213,61 +191,8 @@ def ess_chi2(telemetry: RunTelemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
         legend_above(ess_ax)
     has_chi2 = by_update(telemetry, chi2_ax, [("chi2", VIOLET, "χ²")], "χ² (per token)")
     ess_ax.set_xlabel("")
-    ess_ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
+    in_percent(ess_ax)
     return has_ess or has_chi2
-
-
-@figure(
-    "KL between engine and trainer by update",
-    "Both should stay small; a jump to a new level at unchanged lag points at the engine, not at drift.",
-    height_in=3.7,
-)
-def kl(telemetry: RunTelemetry, ax: Axes) -> bool:
-    series = [
-        ("rollout_correction/kl", BLUE, "KL: mean of behavior minus proximal"),
-        ("rollout_correction/k3_kl", AMBER, "k3 estimate"),
-    ]
-    return by_update(telemetry, ax, series, "KL (nats per token)")
-
-
-@figure(
-    "Clipped tokens by update",
-    "A few per cent are normal; a rising share means too large a step, or data too old for their weight.",
-)
-def clip_fractions(telemetry: RunTelemetry, ax: Axes) -> bool:
-    series = [
-        ("rollout_correction/clipped_frac", AMBER, "importance ratio (engine, lag)"),
-        ("policy_clipped_frac", VIOLET, "policy ratio (this update)"),
-    ]
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.3g} %"))
-    return by_update(telemetry, ax, series, "share of tokens")
-
-
-@figure(
-    "KL to the reference model by update",
-    "How far the policy has gone from where it began; a steep rise without reward is a policy gone astray.",
-)
-def reference_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
-    return by_update(telemetry, ax, [("reference_kl", VIOLET, "KL")], "KL (nats per token)")
-
-
-@figure(
-    "KL to the teacher by update",
-    "How far the policy is from its teacher on its own samples: it falls while it learns, and levels off at what the "
-    "policy cannot do.",
-)
-def teacher_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
-    return by_update(telemetry, ax, [("teacher_kl", TEAL, "KL")], "KL (nats per token)")
-
-
-@figure(
-    "Entropy by update",
-    "It should fall slowly while the reward rises; a plunge to 0 before that is a policy that stopped exploring.",
-)
-def entropy(telemetry: RunTelemetry, ax: Axes) -> bool:
-    has_data = by_update(telemetry, ax, [("entropy", TEAL, "entropy")], "entropy (nats per token)")
-    ax.set_ylim(bottom=0)
-    return has_data
 
 
 @figure(
@@ -359,23 +284,9 @@ def learning_signal(telemetry: RunTelemetry, ax: Axes) -> bool:
     share = running_mean(share)
     labels = ["trained", "skipped: all rewards equal"]
     ax.stackplot(x, [share, 1 - share], colors=[TEAL, GRID], labels=labels, linewidth=0)
-    ax.margins(0)
-    ax.set_ylim(0, 1)
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    ax.set_xlabel("update")
-    ax.set_ylabel("share of groups")
+    _share_axes(ax, "share of groups")
     legend_above(ax)
     return True
-
-
-@figure(
-    "Groups waiting for the trainer",
-    "Never empty: the trainer is the bottleneck. Always empty: the producers are.",
-)
-def queue_depth(telemetry: RunTelemetry, ax: Axes) -> bool:
-    has_data = by_update(telemetry, ax, [("queue_depth", VIOLET, "groups")], "groups read and waiting")
-    ax.set_ylim(bottom=0)
-    return has_data
 
 
 @figure(

@@ -1,7 +1,8 @@
-"""The report of a run: one HTML page that refers to nothing outside itself."""
+"""Writes the report of a run: one HTML page that refers to nothing outside itself."""
 
 import html
 import json
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from string import Template
@@ -15,7 +16,7 @@ from penstock.schemas.metrics import figure_name
 from penstock.schemas.process.files import write_whole
 
 MUCH_SKIPPED = 0.5
-"""From this share of the groups on, those without a learning signal are among the key figures."""
+"""From this share of the groups, those without a learning signal are among the key figures."""
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
@@ -24,7 +25,7 @@ def write_report(run_folder: Path) -> Path:
 
     Raises:
         TelemetryError: no such folder, or a malformed line (named with its file and number).
-        ConfigError: `run.toml` is there but is no run file.
+        ConfigError: `run.toml` is no run file.
     """
     telemetry = read_telemetry(run_folder)
     run_file = run_folder / "run.toml"
@@ -36,24 +37,24 @@ def write_report(run_folder: Path) -> Path:
 
 def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str) -> str:
     """Renders the page. Every text that comes from the run is escaped here."""
-    figures = [_figure(spec, telemetry) for spec in FIGURES]
+    engine = summary["engine"] or {"": "no start event in producers/*.jsonl"}
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Penstock: {telemetry.name}"),
         heading=html.escape(telemetry.name),
         subtitle=html.escape(_subtitle(telemetry, summary)),
         notice=_notice(summary),
         keys="\n".join(_key(*key) for key in key_figures(summary)),
-        figures="\n".join(figures),
+        figures="\n".join(_figure(spec, telemetry) for spec in FIGURES),
         attrition=_attrition(telemetry),
-        summary=_table(summary),
-        engine=_table(summary["engine"] or {"": "no start event in producers/*.jsonl"}),
+        summary=_rows((name, _show(value)) for name, value in summary.items()),
+        engine=_rows((name, _show(value)) for name, value in engine.items()),
         configuration=html.escape(configuration),
         footer=html.escape(_footer(telemetry)),
     )
 
 
 def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of each figure in the page's head."""
+    """Returns (label, value, remark) of each figure in the page's head."""
     s = summary
     rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
     num_producers = len(rates["by_producer"])
@@ -97,7 +98,7 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _groups(summary: dict[str, Any]) -> tuple[str, str, str]:
-    """The tile of the groups: headed by those that taught nothing where they are many."""
+    """Returns the tile of the groups, headed by those that taught nothing if there are many."""
     trained, skipped, dead = (summary[f"num_groups_{what}"] for what in ("trained", "skipped", "dead"))
     if skipped and skipped >= MUCH_SKIPPED * (trained + skipped):
         remark = f"their rewards are all equal; {trained:,} trained, {dead:,} dead"
@@ -154,24 +155,20 @@ def _figure(spec: FigureSpec, telemetry: RunTelemetry) -> str:
 
 
 def _attrition(telemetry: RunTelemetry) -> str:
-    """What was sampled and what was trained; nothing before the first checkpoint with a rollout."""
+    """Renders what was sampled and what was trained; "" before the first checkpoint with a rollout."""
     if telemetry.ledger is None or not telemetry.ledger.attrition.rollouts:
         return ""
     attrition = telemetry.ledger.attrition
     num_open = telemetry.ledger.num_groups_cancelled + telemetry.ledger.num_groups_open
     parts = [f"<p>{html.escape(line)}.</p>" for line in attrition_lines(attrition, num_open)]
     for title, rows in attrition_tables(attrition, windows_of(telemetry.updates)):
-        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        lines = "".join(f"<tr>{row}</tr>" for row in cells)
-        parts.append(f"<h2>{html.escape(title)}</h2><table>{lines}</table>")
+        parts.append(f"<h2>{html.escape(title)}</h2><table>{_rows(rows)}</table>")
     return f"<details open><summary>What was sampled and what was trained</summary>{''.join(parts)}</details>"
 
 
-def _table(values: dict[str, Any]) -> str:
-    return "\n".join(
-        f"<tr><td>{html.escape(str(name))}</td><td>{html.escape(_show(value))}</td></tr>"
-        for name, value in values.items()
-    )
+def _rows(rows: Iterable[Sequence[str]]) -> str:
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return "\n".join(f"<tr>{row}</tr>" for row in cells)
 
 
 def _show(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The figures of a run: `summary.json`, and the table that `penstock run` ends with."""
+"""Computes the figures of a run for `summary.json` and the table that ends `penstock run`."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name,
 from penstock.schemas.process.files import write_whole
 
 COURSE_UPDATES = 20
-"""Batches at the run's begin, and at its end, that `course` takes means over; half of a shorter run's."""
+"""Batches at the run's beginning, and at its end, over which `course` takes means; at most half of the run's."""
 COURSE = ("reward", "reward_std", "completion_tokens", "truncated_frac")
 LEDGER_FIGURES = (
     "num_groups_released",
@@ -58,7 +58,7 @@ def write_summary(run_folder: Path) -> dict[str, Any]:
 
     Raises:
         TelemetryError: no such folder, or a malformed line (named with its file and number).
-        ConfigError: `run.toml` is there but is no run file.
+        ConfigError: `run.toml` is no run file.
     """
     summary = summarize(read_telemetry(run_folder))
     write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -66,11 +66,11 @@ def write_summary(run_folder: Path) -> dict[str, Any]:
 
 
 def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
-    """The figures of one run.
+    """Computes the figures of one run.
 
-    Times are seconds. `wall_s` is from the first admitted prompt to the last update, and rates are over that time:
-    tokens sampled by the producers (evaluations included), and tokens that reached the loss. Group counts are the
-    trainer's ledger as of its last checkpoint; token counts come from the updates on the line of the final policy.
+    Times are seconds. `wall_s` is from the first claimed prompt to the last update, and rates are over that time:
+    tokens sampled by the producers (evaluations included), and tokens that reached the loss. Group counts are those of
+    the trainer's ledger at its last checkpoint; token counts are those of the updates that led to the final policy.
     """
     ledger, config, points = telemetry.ledger, telemetry.config, telemetry.evaluations
     start_s, end_s = telemetry.start_s, telemetry.end_s
@@ -109,34 +109,30 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
 
 
 def token_counts(telemetry: RunTelemetry) -> dict[str, Any]:
-    """Tokens trained, masked for their lag and rejected by the correction, tokens and mismatch by lag."""
+    """Counts tokens trained, masked for lag and rejected by the correction; takes tokens and mismatch by lag."""
     updates = telemetry.updates
-    if not updates:
-        names = ("num_tokens_trained", "num_tokens_masked_lag", "num_tokens_rejected", "lag_histogram", "mean_lag")
-        return dict.fromkeys((*names, "ess_fraction_min", "mismatch_lag0", "mismatch_by_lag"))
     histogram: Counter[int] = Counter()
     for line in updates:
         histogram.update(line.lag_histogram)
-    num_tokens = histogram.total()
     mismatches = _values(updates, "mismatch_lag0")
-    return {
+    found = {
         "num_tokens_trained": sum(line.num_tokens_trained for line in updates),
         "num_tokens_masked_lag": sum(line.num_tokens_masked_lag for line in updates),
         "num_tokens_rejected": sum(line.num_tokens_rejected for line in updates),
         "lag_histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
-        "mean_lag": _ratio(sum(lag * count for lag, count in histogram.items()), num_tokens),
+        "mean_lag": _ratio(sum(lag * count for lag, count in histogram.items()), histogram.total()),
         "ess_fraction_min": min(_values(updates, "ess_fraction"), default=None),
         "mismatch_lag0": float(np.mean(mismatches)) if mismatches else None,
         "mismatch_by_lag": mismatch_by_lag(updates),
     }
+    return found if updates else dict.fromkeys(found)
 
 
-def mismatch_by_lag(updates: Iterable[Update]) -> dict[str, dict[str, float]]:
-    """By lag bucket the run's tokens and their means of kl, k3_kl, chi2, weight_mean and masked_frac.
+def mismatch_by_lag(updates: Sequence[Update]) -> dict[str, dict[str, float]]:
+    """Returns, by lag bucket, the run's tokens and the means of kl, k3_kl, chi2, weight_mean and masked_frac.
 
-    Each is the mean over the bucket's tokens of all updates; what was never measured is left out.
+    Each is the mean over the bucket's tokens of all updates; metrics without a measurement are left out.
     """
-    updates = list(updates)
     found: dict[str, dict[str, float]] = {}
     for label in LAG_LABELS:
         num_tokens = sum(_values(updates, lag_key("num_tokens", label)))
@@ -154,7 +150,7 @@ def _values(updates: Iterable[Update], name: str) -> list[float]:
 
 
 def answered(config: RunConfig | None) -> str:
-    """How held-out prompts are answered, for a label: `greedy`, or `avg@8` where all have 8 samples."""
+    """Says how held-out prompts are answered, for a label: `greedy`, or `avg@8` if all have 8 samples."""
     found = {(how.num_samples or 1, bool(how.temperature)) for how in config.held_out.values()} if config else set()
     numbers = {number for number, _ in found}
     if not any(is_sampled for _, is_sampled in found):
@@ -163,8 +159,8 @@ def answered(config: RunConfig | None) -> str:
 
 
 def held_out(points: Sequence[EvaluationPoint]) -> dict[str, dict[str, float]] | None:
-    """`initial`, `final` and `best` of `reward`, of each part of it as `reward/<part>`, and of `pass@<k>`; `final_se`,
-    the standard error of the final one, where it is known. None without points."""
+    """Returns `initial`, `final` and `best` of `reward`, of each of its parts as `reward/<part>`, and of `pass@<k>`;
+    also `final_se`, the standard error of the final value, if known. None without points."""
     if not points:
         return None
     found: dict[str, list[float]] = {}
@@ -180,7 +176,7 @@ def held_out(points: Sequence[EvaluationPoint]) -> dict[str, dict[str, float]] |
 
 
 def goal_reached_s(points: Iterable[EvaluationPoint], config: RunConfig | None, start_s: float | None) -> float | None:
-    """Seconds from `start_s` to the first evaluation that reached the run's goal; None if there is none, or no goal."""
+    """Returns the seconds from `start_s` to the first evaluation that reached the goal; None without one or a goal."""
     goal = config.evaluation.goal if config else None
     if goal is None or start_s is None:
         return None
@@ -189,7 +185,7 @@ def goal_reached_s(points: Iterable[EvaluationPoint], config: RunConfig | None, 
 
 
 def course(updates: Sequence[Update]) -> dict[str, dict[str, float]] | None:
-    """`first` and `last` of `COURSE` and of each part of the reward: means over so many batches; None without them."""
+    """Returns `first` and `last` of `COURSE` and of the reward's parts: means over batches; None without batches."""
     if not updates:
         return None
     count = max(1, min(COURSE_UPDATES, len(updates) // 2))
@@ -203,8 +199,8 @@ def course(updates: Sequence[Update]) -> dict[str, dict[str, float]] | None:
 
 
 def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint]) -> dict[str, dict[str, Any]]:
-    """By environment the groups trained and skipped, the `course` of its rewards, its `held_out` rewards, and its
-    `bias`: means over its tokens of all updates, None where not measured."""
+    """Returns, by environment, the groups trained and skipped, the `course` of its rewards, its `held_out` rewards, and
+    its `bias`: means over its tokens of all updates, None if not measured."""
     found: dict[str, dict[str, Any]] = {}
     lines: list[Update | EvaluationPoint] = [*updates, *points]
     for name in sorted({name for line in lines for name in line.environments}):
@@ -226,40 +222,39 @@ def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint])
 
 
 def trainer_time_share(telemetry: RunTelemetry, wall_s: float | None) -> dict[str, float] | None:
-    """The trainer's time as shares of `wall_s`: waiting for groups, stepping, publishing weights."""
-    if not wall_s or not telemetry.updates:
+    """Returns the shares of `wall_s` in which the trainer waits for groups, steps and publishes weights."""
+    if not wall_s:
         return None
-    phases = {"wait": "wait_s", "step": "step_s", "publish": "publish_s"}
     return {
-        phase: sum(getattr(line, field) or 0.0 for line in telemetry.updates) / wall_s
-        for phase, field in phases.items()
+        phase: sum(getattr(line, f"{phase}_s") or 0.0 for line in telemetry.updates) / wall_s
+        for phase in ("wait", "step", "publish")
     }
 
 
 def sampled_tokens(events: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """A producer's cumulative count: times `[n]` in seconds and tokens `[n]`, over all its restarts."""
+    """Returns a producer's cumulative token count over all its restarts: times `[n]` in seconds and tokens `[n]`."""
     times: list[float] = []
     tokens: list[int] = []
     base = last = 0
     for event in events:
         if isinstance(event, Rate):
             count = event.num_tokens
-        elif isinstance(event, Started) and event.time_s is not None:
+        elif isinstance(event, Started):
             count = 0
         else:
             continue
         if count < last:  # a new process counts from 0
             base += last
         last = count
-        times.append(event.time_s or 0.0)
+        times.append(event.time_s)
         tokens.append(base + count)
     return np.array(times), np.array(tokens, dtype=float)
 
 
 def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
-    """Rates and pauses between the first prompt and the last update.
+    """Computes rates and pauses between the first prompt and the last update.
 
-    A producer's rate is over the part of that time in which it ran; the total is over all of it.
+    A producer's rate is over the part of that time in which it ran; the total is over the whole time.
     """
     pause_names = ("pause_s_p50", "pause_s_p99", "pause_s_max", "num_weight_loads", "paused_share")
     start_s, end_s = telemetry.start_s, telemetry.end_s
@@ -290,7 +285,7 @@ def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
 
 
 def pauses_of(telemetry: RunTelemetry) -> dict[str, list[float]]:
-    """By producer, the seconds of each of its pauses between the first prompt and the last update."""
+    """Returns, by producer, the seconds of its pauses between the first prompt and the last update."""
     start_s, end_s = telemetry.start_s or 0.0, telemetry.end_s or math.inf
     return {
         producer: [
@@ -301,7 +296,7 @@ def pauses_of(telemetry: RunTelemetry) -> dict[str, list[float]]:
 
 
 def _engine(telemetry: RunTelemetry) -> dict[str, Any]:
-    """The engine's fingerprint, and the producers with another one."""
+    """Returns the first engine's fingerprint, and the producers whose engine has another one."""
     found = {
         producer: event.fingerprint
         for producer, events in telemetry.producers.items()
@@ -320,13 +315,13 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def _percentile(values: Sequence[float], q: float) -> float | None:
-    """The q-th percentile, between neighbours by linear interpolation."""
+    """Returns the q-th percentile, with linear interpolation; None without values."""
     return float(np.percentile(values, q)) if values else None
 
 
 def warnings_of(summary: dict[str, Any]) -> list[str]:
-    """What a reader must not overlook: most groups were skipped, some died, long ones were lost, held-out prompts
-    failed."""
+    """Returns what a reader must not overlook: most groups skipped, dead groups, lost long ones, failed held-out
+    prompts."""
     trained, skipped, dead = (summary[f"num_groups_{what}"] or 0 for what in ("trained", "skipped", "dead"))
     failed, asked = summary["num_evaluation_failed"], summary["num_evaluation_prompts"]
     found = []
@@ -356,7 +351,7 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
 
 
 def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) pairs for a reader; `n/a` for a missing figure."""
+    """Returns (label, value) pairs for a reader; `n/a` for a missing figure."""
     s = summary
     groups = [f"{_count(s[f'num_groups_{what}'])} {what}" for what in ("trained", "skipped", "dead", "cancelled")]
     rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
@@ -477,7 +472,7 @@ def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:
 
 
 def shown(value: float | None, spec: str, unit: str = "", *, scale: float = 1.0) -> str:
-    """A figure for a reader; `n/a` if it is None."""
+    """Formats a figure for a reader; `n/a` if it is None."""
     return NOTHING if value is None else f"{value * scale:{spec}}{unit}"
 
 

@@ -12,14 +12,14 @@ import msgspec
 
 from penstock.schemas.attrition import Attrition, Counts
 from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.metrics import REWARD, figures_of, lag_key, parts_of
+from penstock.schemas.metrics import REWARD, figures_of, lag_key
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.process.clock import TOLERATED_S
 from penstock.schemas.rollout import EngineFingerprint
 
 
 class TelemetryError(ValueError):
-    """A telemetry file that cannot be read; the message names file, line and what was expected."""
+    """A telemetry file cannot be read; the message names the file, the line and what was expected."""
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,6 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     num_groups_skipped: int
     num_tokens_rejected: int = 0
     """Tokens within the lag bound that the correction rejected."""
-    num_optimizer_steps: int = 0
     steps_skipped: dict[str, int] = {}
     """Optimizer steps not taken, by reason."""
     skipped_reason: str | None = None
@@ -46,11 +45,11 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None
     publish_s: float | None = None
     clock_ahead_s: float | None = None
-    """The trainer's clock against Redis'."""
+    """How far the trainer's clock is ahead of Redis'."""
     rollouts: Counts = {}
-    """Those counted since the update before."""
+    """Counted since the previous update."""
     environments: dict[str, dict[str, float]] = {}
-    """By name: reward, its parts, and what else is measured of an environment's groups."""
+    """By name: reward, its parts, and the other measurements of an environment's groups."""
     metrics: dict[str, float] = {}
     """Every other number of the line by its key, such as `reward` or `kl/lag_2-3`; null values are left out."""
 
@@ -71,11 +70,6 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Every other number of the line by its key, such as `reward/exact`, `pass@8` or `reward_se`."""
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Means of the reward's parts by name."""
-        return parts_of(self.metrics)
-
-    @property
     def figures(self) -> dict[str, float]:
         """`reward`, `reward/<part>` of each part, and `pass@<k>`."""
         return {REWARD: self.reward, **figures_of(self.metrics)}
@@ -90,7 +84,6 @@ class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
     num_groups_skipped: int
     num_groups_dead: int
     num_groups_cancelled: int
-    num_tokens_trained: int
     num_groups_open: int = 0
     dead_reasons: dict[str, int] = {}
     num_groups_released_again: dict[str, int] = {}
@@ -100,8 +93,6 @@ class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
     first_prompt_s: float | None = None
     """None or 0 before the first batch, as is `last_update_s`."""
     last_update_s: float | None = None
-    epoch: int = 0
-    policy_version: int = 0
     finished: bool = False
 
 
@@ -109,7 +100,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=
     """An engine is up; its token counter begins at 0."""
 
     fingerprint: EngineFingerprint
-    time_s: float | None = None
+    time_s: float
 
 
 class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="weights"):
@@ -119,34 +110,31 @@ class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"
     """Time during which no token was sampled."""
     load_s: float | None = None
     prefetch_s: float | None = None
-    bytes: int | None = None
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="rate"):
     time_s: float
-    tokens_per_s: float
     num_tokens: int
     """Tokens sampled since the producer started."""
     in_flight: int | None = None
-    policy_version: int | None = None
     clock_ahead_s: float | None = None
-    """The producer's clock against Redis'."""
+    """How far the producer's clock is ahead of Redis'."""
 
 
 ProducerEvent = Started | WeightsLoaded | Rate
 
 
 class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a run folder; what an absent file would hold is empty or None.
+    """The content of a run folder; fields of missing files are empty or None.
 
-    updates: ascending by number, only those on the line of the latest policy (a rollback drops what it undid).
-    evaluations: ascending by update, one per update, on that same line.
-    producers: by producer id, events in the order written, at times of the trainer's clock.
-    clocks: by producer id, the seconds that its clock was ahead of the trainer's (below 0: behind), where they differed
-        by more than `TOLERATED_S`; its events were moved by as much.
-    missing: the expected files that are not there.
+    updates: ascending by number, only those that led to the latest policy (none that a rollback undid).
+    evaluations: ascending by update, one per update, of those same policies.
+    producers: by producer id, events in the order written, in the trainer's time.
+    clocks: by producer id, the seconds that its clock was ahead of the trainer's (below 0: behind), if they differed by
+        more than `TOLERATED_S`; the times of its events are corrected.
+    missing: the expected files that do not exist.
     num_torn_lines: lines left out because they were cut short by a kill, or were being written.
-    read_s: time of the reading, in seconds since the epoch.
+    read_s: when the folder was read, in seconds since the epoch.
     """
 
     name: str
@@ -161,7 +149,7 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     clocks: dict[str, float] = {}
 
     def clock_notes(self) -> list[str]:
-        """A sentence on each producer of `clocks`."""
+        """Returns a sentence on each producer of `clocks`."""
         return [
             f"{name}'s clock was {abs(ahead_s):,.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the trainer's: its "
             "times are moved by as much."
@@ -170,13 +158,13 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """The run is finished. A ledger from before a resume says so too, until the resumed run has written its own."""
+        """True if the run is finished. A resumed run has updates beyond an old ledger that says so."""
         newest = self.updates[-1].update if self.updates else 0
         return self.ledger is not None and self.ledger.finished and newest <= self.ledger.num_updates
 
     @property
     def start_s(self) -> float | None:
-        """When the first prompt was admitted; without the trainer's ledger, the earliest time seen in its lines."""
+        """When the first prompt was claimed; without the trainer's ledger, the earliest time in its lines."""
         if self.ledger is not None and self.ledger.first_prompt_s:
             return self.ledger.first_prompt_s
         times = [line.time_s for line in self.updates] + [point.time_s for point in self.evaluations]
@@ -184,7 +172,7 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_s(self) -> float | None:
-        """When the last update was done: the later of the times in the trainer's lines and its ledger."""
+        """When the last update was done: the later of the times in the trainer's lines and in its ledger."""
         times = [self.updates[-1].time_s] if self.updates else []
         if self.ledger is not None and self.ledger.last_update_s:
             times.append(self.ledger.last_update_s)
@@ -192,11 +180,11 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_telemetry(run_folder: Path) -> RunTelemetry:
-    """Reads a run folder; files that are not there are listed, not an error.
+    """Reads a run folder. Missing files are listed and no error.
 
     Raises:
         TelemetryError: no such folder, or a malformed line (named with its file and number).
-        ConfigError: `run.toml` is there but is no run file.
+        ConfigError: `run.toml` is no run file.
     """
     if not run_folder.is_dir():
         raise TelemetryError(f"{run_folder}: no such run folder")
@@ -252,29 +240,25 @@ def _clocks(updates: Sequence[Update], producers: Mapping[str, Sequence[Producer
 
 
 def _moved(events: Sequence[ProducerEvent], ahead_s: float) -> tuple[ProducerEvent, ...]:
-    if not ahead_s:
-        return tuple(events)
-    return tuple(
-        msgspec.structs.replace(event, time_s=event.time_s - ahead_s) if event.time_s else event for event in events
-    )
+    """Corrects the times of events from a clock that was ahead."""
+    return tuple(msgspec.structs.replace(event, time_s=event.time_s - ahead_s) for event in events)
 
 
 Line = TypeVar("Line")
 
 
 def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
-    """The records of a JSON-lines file and the number of torn lines.
+    """Reads the records of a JSON-lines file, and counts its torn lines.
 
-    A torn line is one that a killed process did not finish: the file's last line without its newline, or an earlier
-    one without its closing brace. NaN and infinities are read as None.
+    A killed process leaves a torn line: the file's last line without its newline, or an earlier one without its closing
+    brace. NaN and infinities are read as None.
 
     Raises:
-        TelemetryError: any other line that is not a record of `kind`.
+        TelemetryError: any other line that is no record of `kind`.
     """
     records: list[Line] = []
     num_torn = 0
-    text = file.read_text(errors="replace")
-    rows = text.split("\n")
+    rows = file.read_text(errors="replace").split("\n")
     for number, row in enumerate(rows, start=1):
         if not row.strip():
             continue
@@ -290,10 +274,10 @@ def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
 
 
 def to_record(line: Any, kind: type[Line] | Any) -> Line:
-    """One decoded JSON line as a record of `kind`.
+    """Converts a decoded JSON line to a record of `kind`.
 
     Raises:
-        msgspec.ValidationError: it is none.
+        msgspec.ValidationError: the line does not fit.
     """
     if kind in (Update, EvaluationPoint) and isinstance(line, dict):
         fields = {*kind.__struct_fields__} - {"metrics"}
@@ -305,10 +289,10 @@ def to_record(line: Any, kind: type[Line] | Any) -> Line:
 
 
 def current_line(lines: Iterable[Update]) -> list[Update]:
-    """The updates that led to the latest policy, ascending by number.
+    """Returns the updates that led to the latest policy, ascending by number.
 
-    After a rollback numbers are written again from the checkpoint on: the later line counts, and updates beyond it are
-    left out. A batch whose step was not finite made no update and is left out too: it repeats the number before it.
+    After a rollback, numbers repeat from the checkpoint on: the later line counts, and updates beyond it are left out.
+    A batch whose step was not finite made no update and is left out too: it repeats the previous number.
     """
     kept: list[Update] = []
     for line in lines:
@@ -326,10 +310,10 @@ def current_line(lines: Iterable[Update]) -> list[Update]:
 
 
 def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Update]) -> list[EvaluationPoint]:
-    """One point per update, ascending, each with the number of the update that made its policy.
+    """Returns one point per update, ascending, each with the number of the update that made its policy.
 
     The line itself may name a later update, during which the last answer arrived. Policies that a rollback undid are
-    left out; of two evaluations of one update the later line counts.
+    left out; of two evaluations of one update, the later line counts.
     """
     made_by: dict[int, int] = {}
     for line in updates:
@@ -346,12 +330,12 @@ def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Updat
 
 
 def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
-    """The mean of a metric over the tokens of one lag bucket; None if no batch has it."""
+    """Returns the mean of a metric over the tokens of one lag bucket; None if no batch has it."""
     return token_mean(updates, lag_key(name, label), lag_key("num_tokens", label))
 
 
 def token_mean(updates: Sequence[Update], name: str, num_tokens_name: str = "num_tokens") -> float | None:
-    """The mean of a metric over tokens, of which each batch has `num_tokens_name`; None if no batch has it."""
+    """Returns the mean of a metric over tokens, counted by `num_tokens_name` in each batch; None if no batch has it."""
     total = weight = 0.0
     for update in updates:
         value, num_tokens = update.metrics.get(name), update.metrics.get(num_tokens_name, 0.0)
@@ -374,7 +358,7 @@ def _finite(text: str) -> float | None:
 
 
 def read_ledger(file: Path) -> TrainerLedger | None:
-    """The ledger file of a run, None before there is one. Raises TelemetryError if it is none."""
+    """Reads a run's ledger file; None if it does not exist yet. Raises TelemetryError if it is no ledger."""
     try:
         text = file.read_text()
     except FileNotFoundError:
@@ -386,7 +370,7 @@ def read_ledger(file: Path) -> TrainerLedger | None:
 
 
 def _natural_order(file: Path) -> tuple[int, str]:
-    """producer-2 before producer-10."""
+    """Sorts producer-2 before producer-10."""
     return len(file.stem), file.stem
 
 

@@ -1,2 +1,2 @@
-"""`penstock watch`: a run in the terminal. Imported through `command`; `penstock plan` has the rule of `flow` and its
+"""`penstock watch`: a run in the terminal. Imported through `command`; `penstock plan` uses `waited_for` of `flow`, and
 `text`."""

@@ -1,4 +1,4 @@
-"""`penstock watch RUN`: three views of a run in the terminal."""
+"""`penstock watch RUN`: shows three views of a run in the terminal."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from penstock.schemas.config import ConfigError, RunConfig
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "name of a run, its folder, or its run file if Redis is elsewhere")
-    parser.add_argument("--once", action="store_true", help="print all three views once, as is done without a terminal")
+    parser.add_argument("--once", action="store_true", help="print all three views once, as without a terminal")
     parser.add_argument(
         "--metrics",
         action="append",
@@ -38,7 +38,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def find(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
-    """Finds a run as `find_run` does, or by its run file, whose run may be on other machines.
+    """Finds a run as `find_run` does, or by its run file if the run is on other machines.
 
     Raises:
         ConfigError: no such run, or a run file that cannot be read.

@@ -1,4 +1,4 @@
-"""The view **Flow**: who waits for whom."""
+"""The view **Flow**: which part of a run waits for which."""
 
 from statistics import fmean
 
@@ -22,15 +22,15 @@ from penstock.deploy.watch.text import (
 )
 
 WAITING = 0.2
-"""A trainer that waits for this share of its time is held up. As in the recording rules, as are the next two."""
+"""A trainer that waits for this share of its time is held up. The recording rules have this number and the next two."""
 PAUSED = 0.3
 """Producers that are paused for this share of their time are held up by weight updates."""
 FULL = 0.8
 """A queue filled to this share of the credit keeps producers waiting."""
 _NAME = 48
-"""Characters of a producer's name, folded where the columns beside it need the room."""
+"""Longest shown name of a producer, in characters; it wraps if the other columns need the space."""
 _ROOMY = 100
-"""Columns of a terminal in which those of producers stand two apart; in 80 all of them are whole one apart."""
+"""Width of a terminal, in characters, from which two spaces separate the columns of producers; 80 have room for one."""
 _WEIGHT_FIGURES = (
     "weight_changed_frac",
     "weight_chunk_bytes",
@@ -102,7 +102,7 @@ def _groups(seen: RunSnapshot) -> RenderableType:
 
 
 def _weights(seen: RunSnapshot) -> list[RenderableType]:
-    """How policies travel: what of the last batches and of the trainer's endpoint is known."""
+    """Shows how policies reach producers, as far as recent batches, Redis and endpoints tell."""
     recent = [update.metrics for update in seen.recent]
     figures = {key: [line[key] for line in recent if key in line] for key in _WEIGHT_FIGURES}
     changed, sizes, blocked_s, chains, in_redis = figures.values()
@@ -113,10 +113,11 @@ def _weights(seen: RunSnapshot) -> list[RenderableType]:
         f"{count(chains[-1])} deltas on the anchor" if chains else "",
         f"{size(in_redis[-1])} in Redis" if in_redis else "",
     ]
-    announced_s = seen.redis.announced_s if seen.redis is not None else {}
-    oldest = min(announced_s, key=lambda producer: announced_s[producer], default=None)
-    if oldest is not None and seen.is_running:
-        parts.append(f"oldest held {duration(seen.time_s - announced_s[oldest])}: {safe(oldest, 24)}")
+    producers = seen.redis.producers if seen.redis is not None else {}
+    held = [(each.announced_s, name) for name, each in producers.items() if each.announced_s is not None]
+    if held and seen.is_running:
+        announced_s, oldest = min(held)
+        parts.append(f"oldest held {duration(seen.time_s - announced_s)}: {safe(oldest, 24)}")
     faults = {reason: num for reason, num in sorted(seen.rebuilt.items()) if reason != "new"}
     if faults:
         reasons = ", ".join(f"{safe(reason, 24)} {num}" for reason, num in faults.items())
@@ -130,20 +131,18 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
     table.add_column("producer", overflow="fold", min_width=len("producer-0"))
     for name in ("policy", "lag", "tokens/s", "groups", "mismatch", "pauses", "p50", "longest", "paused"):
         table.add_column(name, justify="right", no_wrap=True)
-    heartbeats = seen.redis.heartbeats if seen.redis is not None else {}
-    lags = seen.redis.lags if seen.redis is not None else {}
-    parity = seen.redis.parity if seen.redis is not None else {}
-    for producer in sorted({*seen.producers, *heartbeats}, key=lambda name: (len(name), name)):
-        heartbeat, pauses = heartbeats.get(producer), seen.pauses.get(producer, Pauses())
+    alive = seen.redis.producers if seen.redis is not None else {}
+    for producer in sorted({*seen.producers, *alive}, key=lambda name: (len(name), name)):
+        pauses = seen.pauses.get(producer, Pauses())
         paused = [str(len(pauses.seen)), milliseconds(pauses.median_s), milliseconds(pauses.longest_s)]
-        if heartbeat is None:
+        if producer not in alive:
             is_starting = producer in seen.starting
             state = "starting" if is_starting else "gone" if seen.redis is not None else "unknown"
             state, style = ("ended", "dim") if seen.is_over else (state, "yellow" if is_starting else "red")
             style = style if seen.is_running else "dim"
             table.add_row(safe(producer, _NAME), state, "", "", "", "", *paused, percent(pauses.share), style=style)
             continue
-        lag, found = lags.get(producer), parity.get(producer)
+        heartbeat, lag, _, found = alive[producer]
         table.add_row(
             safe(producer, _NAME),
             shown_version(heartbeat.policy_version),
@@ -155,25 +154,25 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
             percent(pauses.share),
             style="red" if found is not None and found.quarantined_s else None,
         )
-    last_errors = {name: heartbeat.last_error for name, heartbeat in sorted(heartbeats.items()) if heartbeat.last_error}
-    errors = [Text(f"{safe(name, 24)}: {safe(error)}", style="red") for name, error in last_errors.items()]
+    errors = [f"{safe(name, 24)}: {safe(each.heartbeat.last_error)}"
+              for name, each in sorted(alive.items()) if each.heartbeat.last_error]  # fmt: skip
     errors += [
-        Text(f"{safe(name, 24)}: quarantined ({safe(found.cause, 24)}): {safe(found.says)}", style="red")
-        for name, found in sorted(parity.items())
-        if found.quarantined_s
+        f"{safe(name, 24)}: quarantined ({safe(found.cause, 24)}): {safe(found.says)}"
+        for name, (*_, found) in sorted(alive.items())
+        if found is not None and found.quarantined_s
     ]
     if not table.row_count:
         table.add_row("none")
     total = Text()
-    if heartbeats:
+    if alive:
         total = joined([Text("all", style="bold"), f"{count(seen.tokens_per_s)} tokens/s sampled", _queue(seen, width)])
-    return Group(table, total, *errors)
+    return Group(table, total, *(Text(error, style="red") for error in errors))
 
 
 def _queue(seen: RunSnapshot, width: int) -> str:
     depths = [float(update.queue_depth) for update in seen.updates if update.queue_depth is not None]
-    course = sparkline(depths[-200:], max(0, width - 50))
-    return f"queue {course} {count(depths[-1])}" if depths else ""
+    line = sparkline(depths[-200:], max(0, width - 50))
+    return f"queue {line} {count(depths[-1])}" if depths else ""
 
 
 def bottleneck(seen: RunSnapshot) -> tuple[str, str]:
@@ -194,10 +193,10 @@ def bottleneck(seen: RunSnapshot) -> tuple[str, str]:
 def waited_for(
     waits: float, paused: float, ready: float | None, credit: float | None, *, in_turns: bool
 ) -> tuple[str, str]:
-    """What a run that trains waits for, and why.
+    """Names what a run that trains waits for, and why.
 
-    waits: share of its time that the trainer waits. paused: that producers are paused. ready: groups that wait to be
-    trained. in_turns: the run is synchronous.
+    waits: share of its time that the trainer waits. paused: share of theirs that producers are paused. ready: groups
+    that wait to be trained. in_turns: the run is synchronous.
     """
     if waits >= WAITING:
         if paused >= PAUSED:
@@ -213,7 +212,7 @@ def waited_for(
 def _missing(seen: RunSnapshot) -> tuple[str, str] | None:
     if seen.redis is None and seen.without_redis:
         return "Redis", "it does not answer"
-    if seen.redis is not None and not seen.redis.heartbeats:
+    if seen.redis is not None and not seen.redis.producers:
         return ("start", "the producers are starting") if seen.starting else ("producers", "none is alive")
     if seen.redis is not None and not seen.redis.has_trainer and seen.trainer is None:
         return "trainer", "none is alive"

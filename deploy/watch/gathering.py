@@ -1,5 +1,5 @@
-"""Gathers a snapshot of a run from its folder, Redis and the metrics endpoints. What cannot be reached is left out, and
-named."""
+"""Gathers a snapshot of a run from its folder, Redis and the metrics endpoints. It leaves out, and names, those that do
+not answer."""
 
 import contextlib
 import json
@@ -22,19 +22,19 @@ from penstock.deploy.operate.producer_list import lag_by_commit, read_parity
 from penstock.deploy.operate.run_access import own_url
 from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, place_evaluations
 from penstock.deploy.watch.scraped import Scraped
-from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, RedisSeen, RunSnapshot
+from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, ProducerSeen, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys
 from penstock.schemas.process.redis_url import configured_url
 
 _YOUNG_S = 5.0
-"""A shorter time tells no share of pauses: the first would be all of it."""
+"""The shortest time for a share of pauses: of a shorter one, the first pause would be everything."""
 
 
 class Gatherer:
     """Takes snapshots of one run, from one thread.
 
-    addresses: metrics endpoints, `host:port`, beside those that the run folder and the heartbeats name.
+    addresses: further metrics endpoints, `host:port`, that neither the run folder nor heartbeats name.
     """
 
     def __init__(self, name: str, folder: Path | None, config: RunConfig | None, addresses: Sequence[str] = ()) -> None:
@@ -58,7 +58,7 @@ class Gatherer:
         self._scraped.add(endpoints, now_s)
         updates, evaluations = self._history()
         is_over = self._is_over(seen, updates)
-        running = seen is not None and (seen.has_trainer or bool(seen.heartbeats))
+        running = seen is not None and (seen.has_trainer or bool(seen.producers))
         until_s = now_s if running or not updates else updates[-1].time_s
         return RunSnapshot(
             name=self._name,
@@ -84,22 +84,22 @@ class Gatherer:
                 if url is None:
                     return None, "this run has no server yet"
                 self._client = connect(url)
-            seen = look(self._client, Keys(self._name), self._announced_s)
+            seen = read_redis(self._client, Keys(self._name), self._announced_s)
         except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
             if self._client is not None:
                 self._client.close()
-                self._client = None  # a server that comes back may be at another place
+                self._client = None  # a restarted server may have another address
             return None, str(error)
-        self._known |= dict.fromkeys(seen.heartbeats)
+        self._known |= dict.fromkeys(seen.producers)
         return seen, ""
 
     def _look_at_endpoints(self, seen: RedisSeen | None) -> list[MetricsEndpoint]:
-        """Scrapes the trainer, the producers, and the addresses that the caller named."""
+        """Scrapes the trainer, the producers and the caller's addresses."""
         by_role = targets(self._folder) if self._folder is not None else {}
         self._known |= dict.fromkeys(role for role in by_role if role != "trainer")
         if self._files is not None:
             self._known |= dict.fromkeys(self._files.pauses)
-        for producer, heartbeat in (seen.heartbeats if seen is not None else {}).items():
+        for producer, (heartbeat, *_) in (seen.producers if seen is not None else {}).items():
             host = "127.0.0.1" if heartbeat.host == socket.gethostname() else heartbeat.host
             by_role.setdefault(producer, f"{host}:{heartbeat.metrics_port}")
         found = scrape([*by_role.items(), *(("", address) for address in self._addresses)])
@@ -123,18 +123,18 @@ class Gatherer:
         if events is None:
             events = self._scraped.pauses.get(producer, deque())
         seen = tuple(event for event in events if until_s - PAUSE_WINDOW_S <= event[0] <= until_s)
-        # A producer younger than the window is judged from its first pause on.
+        # The window of a producer younger than it begins at the first pause.
         began_s = min(event[0] - event[1] for event in events) if events else 0.0
         return Pauses(seen, min(PAUSE_WINDOW_S, max(_YOUNG_S, until_s - began_s)))
 
 
-def look(client: redis.Redis, keys: Keys, announced_s: dict[int, float]) -> RedisSeen:
-    """Reads what Redis holds of a run, without a write. announced_s: the times of policies known so far, to which it
-    adds those that producers hold. Raises redis.RedisError if it does not answer, or refuses."""
+def read_redis(client: redis.Redis, keys: Keys, announced_s: dict[int, float]) -> RedisSeen:
+    """Reads a run's state from Redis and writes nothing. announced_s: the known times of policies; those of policies
+    that producers hold are added. Raises redis.RedisError if Redis does not answer, or refuses."""
     pipeline: Any = client.pipeline(transaction=False)
     pipeline.hgetall(keys.commit)
     pipeline.xlen(keys.prompts)
-    # Directly after it: the server runs commands that arrive together without another client's in between.
+    # Directly after XLEN: the server runs commands that arrive together without another client's in between.
     pipeline.xpending(keys.prompts, PRODUCERS_GROUP)
     pipeline.xlen(keys.rollouts)
     pipeline.exists(keys.lease)
@@ -149,32 +149,25 @@ def look(client: redis.Redis, keys: Keys, announced_s: dict[int, float]) -> Redi
     parity = read_parity(client, keys)
     _add_times(client, keys, {heartbeat.policy_version for heartbeat in heartbeats.values()}, announced_s)
     return RedisSeen(
-        heartbeats=heartbeats,
+        producers={
+            producer: ProducerSeen(
+                heartbeat,
+                lag_by_commit(heartbeat.policy_version, newest, commit),
+                announced_s.get(heartbeat.policy_version),
+                parity.get(heartbeat.instance or heartbeat.producer_id),
+            )
+            for producer, heartbeat in heartbeats.items()
+        },
         num_prompts=num_prompts,
         num_claimed=_num_claimed(summary),
         num_stream_entries=num_entries,
-        newest_version=newest,
-        lags={
-            producer: lag_by_commit(heartbeat.policy_version, newest, commit)
-            for producer, heartbeat in heartbeats.items()
-        },
-        announced_s={
-            producer: announced_s[heartbeat.policy_version]
-            for producer, heartbeat in heartbeats.items()
-            if heartbeat.policy_version in announced_s
-        },
-        parity={
-            producer: parity[instance]
-            for producer, heartbeat in heartbeats.items()
-            if (instance := heartbeat.instance or heartbeat.producer_id) in parity
-        },
         finished=commit.get(Commit.FINISHED) == b"1",
         has_trainer=bool(has_lease),
     )
 
 
 class _Announced(msgspec.Struct):
-    """The part of a manifest that is shown."""
+    """The field of a manifest that is shown."""
 
     created_s: float = 0.0
 
@@ -183,7 +176,7 @@ _announced = msgspec.json.Decoder(_Announced)
 
 
 def _add_times(client: redis.Redis, keys: Keys, versions: Iterable[int], known: dict[int, float]) -> None:
-    """Adds the times of those of `versions` whose manifests are on the policy stream and name one."""
+    """Adds the times of `versions` that are in the manifests on the policy stream."""
     wanted = [version for version in versions if version >= 0 and version not in known]
     with client.pipeline(transaction=False) as pipeline:
         for version in wanted:
@@ -197,22 +190,23 @@ def _add_times(client: redis.Redis, keys: Keys, versions: Iterable[int], known: 
 def _num_claimed(summary: Any) -> int:
     if not isinstance(summary, redis.RedisError):
         return int(summary["pending"])
-    if "NOGROUP" in str(summary):  # no producer has asked yet
+    if "NOGROUP" in str(summary):  # no producer has read yet
         return 0
     raise summary
 
 
 def _with_role(endpoint: MetricsEndpoint) -> MetricsEndpoint:
-    """Names the role of an address from the caller by the metrics that it serves."""
-    if endpoint.role or endpoint.samples is None:
-        return endpoint._replace(role=endpoint.role or "trainer")
-    if endpoint.samples.get("penstock_updates_total") is not None:
+    """Finds the role of a caller's address from the metrics that it serves."""
+    samples = endpoint.samples
+    if endpoint.role:
+        return endpoint
+    if samples is None or samples.get("penstock_updates_total") is not None:
         return endpoint._replace(role="trainer")
-    return endpoint._replace(role=endpoint.samples.label("penstock_tokens_generated_total", "producer") or "producer")
+    return endpoint._replace(role=samples.label("penstock_tokens_generated_total", "producer") or "producer")
 
 
 def _rebuilt(endpoints: Sequence[MetricsEndpoint]) -> dict[str, int]:
-    """Copies of the weights that were built anew, by reason."""
+    """Counts the copies of the weights that were rebuilt, by reason."""
     found: Counter[str] = Counter()
     for endpoint in endpoints:
         if endpoint.samples is not None:
@@ -222,7 +216,7 @@ def _rebuilt(endpoints: Sequence[MetricsEndpoint]) -> dict[str, int]:
 
 
 def _starting(endpoint: MetricsEndpoint) -> str | None:
-    """The producer behind an endpoint that has sampled nothing yet; None for any other."""
+    """Returns the producer of an endpoint that has sampled nothing yet; None for any other endpoint."""
     sampled = endpoint.samples.get("penstock_tokens_generated_total") if endpoint.samples is not None else None
     return endpoint.role if sampled == 0 else None
 

@@ -24,10 +24,10 @@ _ROWS = (
     ("loss", "loss"),
 )
 _LABEL = 20
-_BESIDE = _LABEL + 38
-"""Columns beside a sparkline: the name, the latest number, the range."""
+_FIXED = _LABEL + 38
+"""Characters of a row outside its sparkline: the name, the latest number, the range."""
 _PARTS = 6
-"""Parts of the reward that are shown."""
+"""The most parts of the reward that are shown."""
 
 
 def learning(seen: RunSnapshot, width: int) -> RenderableType:
@@ -35,16 +35,16 @@ def learning(seen: RunSnapshot, width: int) -> RenderableType:
         return Text("no batch has been trained yet")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
-    room = max(8, width - _BESIDE)
+    room = max(8, width - _FIXED)
     table.add_column(
         f"updates {seen.updates[0].update} to {seen.updates[-1].update}" if seen.updates else "", width=room
     )
     for name in ("latest", "lowest", "highest"):
         table.add_column(name, justify="right", no_wrap=True)
-    for label, values in _courses(seen):
+    for label, values in _rows(seen):
         if values:
-            course = Text(sparkline(values, room), style="green" if "reward" in label else "cyan")
-            table.add_row(Text(label, style="bold"), course, *map(number, (values[-1], min(values), max(values))))
+            line = Text(sparkline(values, room), style="green" if "reward" in label else "cyan")
+            table.add_row(Text(label, style="bold"), line, *map(number, (values[-1], min(values), max(values))))
     newest = seen.newest
     notes = []
     if newest is not None and newest.skipped_reason is not None:
@@ -57,8 +57,8 @@ def learning(seen: RunSnapshot, width: int) -> RenderableType:
     return Group(table, Text(), *notes)
 
 
-def _courses(seen: RunSnapshot) -> Iterator[tuple[str, list[float]]]:
-    """The values of each row by its label: held-out rewards, those of the batches with their parts, the rest."""
+def _rows(seen: RunSnapshot) -> Iterator[tuple[str, list[float]]]:
+    """Yields each row's label and values: held-out rewards, the batches' rewards with their parts, other metrics."""
     updates = [update.metrics for update in seen.updates]
     points = [point.figures for point in seen.evaluations]
     for where, lines in (("held-out ", points), ("", updates)):

@@ -12,7 +12,7 @@ from penstock.deploy.watch.text import NOTHING, bar, count, joined, number, perc
 from penstock.schemas.metrics import LAG_LABELS, lag_key, lag_label
 
 LOW_ESS = 0.3
-"""Below it a lag bucket hardly counts. As in the alert."""
+"""A lag bucket below it contributes little. The alert has the same number."""
 _COLUMNS = (
     ("ESS", "ess_fraction"),
     ("applied", "applied_ess_fraction"),
@@ -49,15 +49,15 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
             table.add_row(label, "0", style="dim")
             continue
         values = {key: mean_by_lag(recent, key, label) for _, key in _COLUMNS}
-        cells = [percent(value) if key == "masked_frac" else Text(number(value), style=_warns(key, value))
+        cells = [percent(value) if key == "masked_frac" else Text(number(value), style=_cell_style(key, value))
                  for key, value in values.items()]  # fmt: skip
         shown = Text(bar(share, room), style="cyan").append(f" {percent(share)}", style="default")
         table.add_row(label, count(tokens[label]), *cells, shown)
-    return Group(head, table, Text(), _mismatch(seen, width), *_courses(seen, width))
+    return Group(head, table, Text(), _mismatch(seen, width), *_sparklines(seen, width))
 
 
 def tokens_by_lag(updates: Sequence[Update]) -> dict[str, float]:
-    """Tokens by lag bucket; masked ones are included if the lag histogram is known."""
+    """Counts tokens by lag bucket, with masked ones if the lag histogram is known."""
     found = dict.fromkeys(LAG_LABELS, 0.0)
     for update in updates:
         if update.lag_histogram:
@@ -72,12 +72,12 @@ def tokens_by_lag(updates: Sequence[Update]) -> dict[str, float]:
     return found
 
 
-def _warns(key: str, value: float | None) -> str:
+def _cell_style(key: str, value: float | None) -> str:
     return "bold red" if key == "ess_fraction" and value is not None and value < LOW_ESS else ""
 
 
 def _mismatch(seen: RunSnapshot, width: int) -> Text:
-    """The mismatch of the engine alone, and its band: the trainer's, else that of the run file's dtype."""
+    """Shows the mismatch at lag 0, and its band: the trainer's, else that of the run file's dtype."""
     gaps = [update.metrics["mismatch_lag0"] for update in seen.updates if "mismatch_lag0" in update.metrics]
     band = seen.trainer.get("penstock_mismatch_lag0_band_nats") if seen.trainer is not None else None
     if band is None and seen.config is not None:
@@ -99,12 +99,12 @@ def _mismatch(seen: RunSnapshot, width: int) -> Text:
     )
 
 
-def _courses(seen: RunSnapshot, width: int) -> list[Text]:
+def _sparklines(seen: RunSnapshot, width: int) -> list[Text]:
     lines = []
     for label, key in (("ESS before", "ess_fraction"), ("ESS applied", "applied_ess_fraction"), ("χ²", "chi2"),
                        ("weight", "weight_mean")):  # fmt: skip
         values = [update.metrics[key] for update in seen.updates if key in update.metrics]
         if values:
-            course = Text(sparkline(values[-500:], max(6, width - 34)), style="cyan")
-            lines.append(joined([Text(f"{label:<17}", style="bold"), course, number(values[-1])]))
+            line = Text(sparkline(values[-500:], max(6, width - 34)), style="cyan")
+            lines.append(joined([Text(f"{label:<17}", style="bold"), line, number(values[-1])]))
     return lines

@@ -1,4 +1,4 @@
-"""The history that scrapes of a run's metrics endpoints add up to."""
+"""Builds the history of a run from scrapes of its metrics endpoints."""
 
 import math
 from collections import deque
@@ -26,7 +26,7 @@ class _Counters(NamedTuple):
 class Scraped:
     """The updates, evaluations and pauses that scrapes show, for a run without a folder on this machine.
 
-    Batches between two scrapes count as one: counters give its means, gauges are those of the last batch.
+    Batches between two scrapes count as one: its means come from counters, its gauges from the last batch.
     """
 
     def __init__(self) -> None:

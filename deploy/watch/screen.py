@@ -1,4 +1,4 @@
-"""The screen of `penstock watch`: one view that keys switch, drawn from a thread's snapshots, or all views at once."""
+"""Draws `penstock watch`: one view at a time that keys switch, from a thread's snapshots, or all views once."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from penstock.deploy.watch.off_policy import off_policy
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import duration, joined, moment
 
-_LOOK_S = 1.0
+_SNAPSHOT_S = 1.0
 _KEY_S = 0.1
 _QUIT = {"q", "Q", "\x03", "\x04"}
 VIEWS = {"Flow": flow, "Learning": learning, "Off-policy": off_policy}
@@ -49,7 +49,7 @@ def head(seen: RunSnapshot) -> Text:
 
 
 def one_view(seen: RunSnapshot, number: int, width: int) -> RenderableType:
-    """View 1, 2 or 3, under the keys of all views."""
+    """Draws view 1, 2 or 3, with a line of all views' keys above it."""
     tabs = Text()
     for place, name in enumerate(VIEWS, start=1):
         tabs.append(f" {place} {name} ", style="reverse bold" if place == number else "dim")
@@ -65,7 +65,7 @@ def all_views(seen: RunSnapshot, width: int) -> RenderableType:
 
 
 class SnapshotThread:
-    """A thread that takes a snapshot every `_LOOK_S`, so that keys never wait for a host that does not answer."""
+    """A thread that takes a snapshot every `_SNAPSHOT_S`, so that keys never wait for an unreachable host."""
 
     def __init__(self, gatherer: Gatherer) -> None:
         self.latest: RunSnapshot | None = None
@@ -75,13 +75,13 @@ class SnapshotThread:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def _run(self) -> None:
-        """Waits `_LOOK_S` between snapshots; the end of the block ends it."""
+        """Waits `_SNAPSHOT_S` between snapshots until the block ends."""
         while not self._stop.is_set():
             try:
                 self.latest, self.problem = self._gatherer.gather(), ""
-            except Exception as error:  # the isolation boundary: no file or reply ends the view
+            except Exception as error:  # the isolation boundary: no unexpected file or reply ends the view
                 self.problem = f"{type(error).__name__}: {error}"
-            self._stop.wait(_LOOK_S)
+            self._stop.wait(_SNAPSHOT_S)
 
     def __enter__(self) -> "SnapshotThread":
         self._thread.start()
@@ -105,7 +105,7 @@ def _draw(snapshots: SnapshotThread, read_key: Callable[[], str], screen: Live) 
     while (key := read_key()) not in _QUIT:
         if key.isdecimal() and 1 <= int(key) <= len(VIEWS):
             number = int(key)
-        # At least once a second: ages grow.
+        # The second redraws at least once a second, since ages grow.
         now = (number, screen.console.size, id(snapshots.latest), snapshots.problem, int(time.monotonic()))
         if now != drawn:
             drawn = now
@@ -122,7 +122,7 @@ def _picture(snapshots: SnapshotThread, number: int, console: Console) -> Render
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """A function that returns the next key, or "" after `_KEY_S`; always "" if standard input is no terminal."""
+    """Yields a function that returns the next key, or "" after `_KEY_S`; always "" if standard input is no terminal."""
     if not sys.stdin.isatty():
 
         def nothing() -> str:

@@ -1,10 +1,11 @@
-"""A run at one moment, as far as it is known."""
+"""What is known of a run at one moment."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from penstock.deploy.launch.endpoints import Samples
 from penstock.deploy.report.telemetry import EvaluationPoint, Update
@@ -13,32 +14,36 @@ from penstock.schemas.heartbeat import Heartbeat
 from penstock.schemas.producer_parity import ProducerParity
 
 RECENT = 20
-"""Batches over which shares, rates and lag are taken."""
+"""Number of batches that shares, rates and lag are computed over."""
 PAUSE_WINDOW_S = 60.0
 _LONG_S = 30.0
 _LONG_BATCHES = 10
+
+
+class ProducerSeen(NamedTuple):
+    """A producer's state in Redis. announced_s: the unix time of its policy. parity: the trainer's findings on its
+    rows."""
+
+    heartbeat: Heartbeat
+    lag: int | None
+    announced_s: float | None = None
+    parity: ProducerParity | None = None
 
 
 @dataclass(frozen=True)
 class RedisSeen:
     """The state of a run in Redis.
 
-    heartbeats: by producer id. num_prompts: released and not appended; num_claimed: those of them that producers hold.
-    parity: by producer id, what the trainer has found of its rows.
-    announced_s: by producer id, the unix time of its policy, where that is known.
-    has_trainer: a trainer holds the lease.
+    producers: those alive, by id. num_prompts: released and not appended; num_claimed: those of them that producers
+        hold. has_trainer: a trainer holds the lease.
     """
 
-    heartbeats: Mapping[str, Heartbeat]
+    producers: Mapping[str, ProducerSeen]
     num_prompts: int
     num_claimed: int
     num_stream_entries: int
-    newest_version: int | None
-    lags: Mapping[str, int | None]
-    announced_s: Mapping[str, float]
     finished: bool
     has_trainer: bool
-    parity: Mapping[str, ProducerParity] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,12 @@ class Pauses:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """redis, trainer: None if they do not answer; `without_redis`, `without_trainer` then say why.
+    """A run at one moment. redis, trainer: None if they do not answer; `without_redis`, `without_trainer` then say why.
 
-    updates, evaluations: those that led to the present policy, oldest first.
-    producers: the ids of all seen so far, with a heartbeat or without. starting: those of them that answer and have
-        sampled nothing yet.
-    rebuilt: copies of the weights on producers' hosts that were built anew, by reason.
+    updates, evaluations: those that led to the current policy, oldest first.
+    producers: the ids of all seen so far, with a heartbeat or without. starting: those that answer and have sampled
+        nothing yet.
+    rebuilt: copies of the weights on producers' hosts that were rebuilt, by reason.
     is_over: the run is finished.
     """
 
@@ -98,16 +103,12 @@ class RunSnapshot:
     @property
     def is_running(self) -> bool:
         """True while a trainer or a producer is alive."""
-        seen = self.redis
-        return (
-            self.trainer is not None
-            or bool(self.starting)
-            or (seen is not None and bool(seen.has_trainer or seen.heartbeats))
-        )
+        in_redis = self.redis is not None and (self.redis.has_trainer or self.redis.producers)
+        return bool(self.trainer is not None or self.starting or in_redis)
 
     @property
     def silent_s(self) -> float | None:
-        """Seconds since the last update if they are unusually many, else None."""
+        """Seconds since the last update if unusually many, else None."""
         newest = self.newest
         if newest is None:
             return None
@@ -135,12 +136,10 @@ class RunSnapshot:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens sampled by all producers, by their heartbeats."""
-        return (
-            sum(heartbeat.tokens_per_s for heartbeat in self.redis.heartbeats.values())
-            if self.redis is not None
-            else None
-        )
+        """Tokens sampled by all producers, from their heartbeats."""
+        if self.redis is None:
+            return None
+        return sum(producer.heartbeat.tokens_per_s for producer in self.redis.producers.values())
 
     @property
     def trained_per_s(self) -> float | None:
@@ -160,13 +159,13 @@ class RunSnapshot:
     def num_ready(self) -> int | None:
         """Groups that are generated and not settled: neither queued nor in producers."""
         groups_open = self.count("penstock_groups_open")
-        # The trainer's gauge is as of the last batch, what Redis says is current.
+        # The trainer's gauge is that of the last batch; Redis is current.
         prompts_open = self.redis.num_prompts if self.redis is not None else self.count("penstock_prompts_open")
         if groups_open is not None and prompts_open is not None:
             return max(0, groups_open - prompts_open)
         return self.newest.queue_depth if self.newest is not None else None
 
     def count(self, name: str) -> int | None:
-        """A gauge of the trainer's endpoint as a whole number."""
+        """Returns a gauge of the trainer's endpoint as a whole number."""
         value = self.trainer.get(name) if self.trainer is not None else None
         return None if value is None else round(value)

@@ -1,4 +1,4 @@
-"""Numbers, bars and sparklines as text."""
+"""Formats numbers, bars and sparklines."""
 
 import math
 import time
@@ -15,9 +15,9 @@ NOTHING = "-"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draws `values` in at most `width` characters, each the mean of its part; "" without values.
+    """Draws `values` in at most `width` characters, each the mean of its share of them; "" without values.
 
-    The lowest mean is the lowest step and the highest the highest; equal means are drawn at half height.
+    The lowest mean has the lowest step and the highest mean the highest; equal means have half height.
     """
     numbers = [value for value in values if math.isfinite(value)]
     if not numbers or width < 1:
@@ -35,12 +35,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of at least one character if `share` is above 0."""
+    """Draws a bar, of at least one character if `share` is above 0."""
     return _BAR * (max(1, round(share * width)) if share > 0 else 0)
 
 
 def number(value: float | None) -> str:
-    """Four significant digits at most, as `0.9874`, `12,345`, `1.2e-06`, `1.2e+12`."""
+    """Formats with at most four significant digits, or as an integer: `0.9874`, `12,345`, `1.2e-06`, `1.2e+12`."""
     if value is None or not math.isfinite(value):
         return NOTHING
     size = abs(value)
@@ -66,14 +66,14 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """`950 B`, `118 kB`, `1.2 MB`, `16 GB`."""
+    """Formats as in `950 B`, `118 kB`, `1.2 MB`, `16 GB`."""
     step = min(3, int(math.log10(max(1.0, num_bytes)) / 3))
     value = num_bytes / 1000**step
     return f"{value:.{int(value < 10 and step > 0)}f} {('B', 'kB', 'MB', 'GB')[step]}"
 
 
 def duration(seconds: float) -> str:
-    """`12 s`, `3 min`, `2.5 h`."""
+    """Formats as in `12 s`, `3 min`, `2.5 h`."""
     if seconds < 120:
         return f"{max(0.0, seconds):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -84,11 +84,11 @@ def moment(time_s: float) -> str:
 
 
 def safe(text: str, limit: int = 200) -> str:
-    """Text from producers, Redis or files, with control characters escaped."""
+    """Escapes control characters in text from producers, Redis or files, and shortens it."""
     shown = tables.safe(text)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def joined(parts: Iterable[Text | str]) -> Text:
-    """Joins the parts that are not empty in one line."""
+    """Joins the parts that are not empty into one line."""
     return Text("  ").join(part if isinstance(part, Text) else Text(part) for part in parts if len(part))

@@ -46,14 +46,14 @@ from inspected_run import (
 from mini_producer import dead_fields, group_fields, make_group, unscored_fields
 from penstock.deploy import cli
 from penstock.deploy.inspector.catalogue import Catalogue
-from penstock.deploy.inspector.command import WITHOUT_RECORD, _texts
+from penstock.deploy.inspector.command import WITHOUT_RECORD
 from penstock.deploy.inspector.content import beginning
 from penstock.deploy.inspector.rows import InspectedRow, QueryError, RowQuery, parse_query, select
 from penstock.deploy.inspector.searching import TextSearch
 from penstock.deploy.inspector.server import InspectorServer
 from penstock.deploy.inspector.sources import RecordSource
 from penstock.deploy.inspector.stream import StreamSource
-from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.deploy.inspector.tokens import TokenTexts, texts_of_run
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.keys import Commit, Field, Keys, Kind
@@ -196,7 +196,7 @@ def test_pages_follow_each_other_and_stay_where_they_are_while_more_comes_in(tmp
     keys = [row["key"] for page in pages for row in page]
     assert len(keys) == len(set(keys)) == NUM_PLAIN + 5
     write_batch(files, 11, [plain(200)])
-    monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
+    monkeypatch.setattr("penstock.deploy.inspector.catalogue.REFRESH_S", 0.0)
     after = catalogue.run()
     assert after["num_groups"] == before["num_groups"] + 1 and after["revision"] != before["revision"]
     again = [catalogue.page(RowQuery(page=n, size=20, until=before["newest"]))["rows"] for n in (1, 2, 3, 4)]
@@ -254,7 +254,7 @@ def test_what_a_rollback_undid_is_told_from_what_was_done_instead(tmp_path, monk
     assert found(catalogue, q="2+2=") == [KNOWN, 2]
     files = trainer_files(tmp_path, 1, {0: 10})
     write_batch(files, 10, [plain(201)])
-    monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
+    monkeypatch.setattr("penstock.deploy.inspector.catalogue.REFRESH_S", 0.0)
     assert catalogue.run()["num_groups"] == NUM_PLAIN + 1
     assert found(catalogue, q="2+2=") == [2] and found(catalogue, q="201+") == [201]
     (row,) = catalogue.page(RowQuery(size=1))["rows"]
@@ -285,10 +285,10 @@ def test_a_text_search_keeps_no_more_text_than_it_may_and_comes_to_its_end_all_t
     assert search.matching(rows[2:], "b", -1.0) == (rows[2:], 8) and len(read) == 17
     assert search.matching(rows, "b", -1.0) == ([], 0), "forgotten"
     assert search.matching(rows, "c", math.inf) == (rows, 10) and len(read) == 17 + 9, "one of the texts was kept"
-    assert search._num_characters == sum(map(len, search._texts.values())) == 12
+    assert search.matching(rows, "a", math.inf) == (rows, 10) and len(read) == 26 + 7, "three again"
     for n in range(20):
         search.matching(rows, str(n), math.inf)
-    assert len(search._answers) == 8
+    assert [search.matching(rows, str(n), -1.0)[1] for n in (12, 19, 11)] == [10, 10, 0], "eight answers are kept"
 
 
 def test_a_text_search_that_takes_long_answers_in_parts_and_goes_on(catalogue, run, monkeypatch):
@@ -373,25 +373,25 @@ def test_what_was_not_scored_has_no_numbers_and_says_why(catalogue):
 
 def test_a_number_that_is_not_finite_leaves_the_json_readable(server, run, monkeypatch):
     source = server.catalogue.source
-    looked = source.look(KNOWN_KEY)
+    looked = source.read(KNOWN_KEY)
     findings = msgspec.structs.replace(looked.findings[0][0], importance_weights=b"\x00\x00\xc0\x7f" * 6)
     broken = looked._replace(findings=((findings,), looked.findings[1]))
-    monkeypatch.setattr(source, "look", lambda key: broken)
+    monkeypatch.setattr(source, "read", lambda key: broken)
     status, _, body = ask(server, f"/api/groups/{KNOWN_KEY}")
     assert status == 200
     assert json.loads(body)["rollouts"][0]["segments"][0]["importance_weights"] == [None] * 6
 
 
 def test_findings_that_do_not_fit_their_segment_are_left_out(catalogue, monkeypatch):
-    looked = catalogue.source.look(KNOWN_KEY)
-    monkeypatch.setattr(catalogue.source, "look", lambda key: looked._replace(findings=looked.findings[::-1]))
+    looked = catalogue.source.read(KNOWN_KEY)
+    monkeypatch.setattr(catalogue.source, "read", lambda key: looked._replace(findings=looked.findings[::-1]))
     segment = catalogue.group(KNOWN_KEY)["rollouts"][0]["segments"][0]
     assert segment["kept"] == segment["lags"] == [None] * 6 and segment["versions"][0] == 15
 
 
 def test_without_its_tokenizer_a_group_has_ids_and_says_so(run, tmp_path):
     config = msgspec.structs.replace(settings(tmp_path), model=ModelConfig(path=str(tmp_path)))
-    texts, why = _texts(config)
+    texts, why = texts_of_run(config)
     assert texts is None and why.startswith("tokens are shown as ids: model.path = ")
     catalogue = Catalogue(NAME, RecordSource(Record(run)), texts, [why])
     assert why in catalogue.run()["notes"]
@@ -583,14 +583,14 @@ def test_what_was_trimmed_before_the_page_came_and_between_two_looks_is_said(red
     redis_client.xtrim(keys.rollouts, maxlen=4, approximate=False)
     source = StreamSource(redis_client, keys)
     assert [row.entry.index for row in source.rows] == [7, 8, 9, 10]
-    assert "6 entries were trimmed from the stream before this page came" in source.notes
+    assert "6 entries were trimmed from the stream before this page started" in source.notes
     for index in range(11, 16):
         redis_client.xadd(keys.rollouts, group_fields(index, 12))
     redis_client.xtrim(keys.rollouts, maxlen=3, approximate=False)
     source.refresh()
     assert [row.entry.index for row in source.rows] == [7, 8, 9, 10, 13, 14, 15], "those read are kept"
-    assert "2 entries came and were trimmed between two looks" in source.notes
-    assert source.look(source.rows[0].key).group.index == 7
+    assert "2 entries arrived and were trimmed between two reads" in source.notes
+    assert source.read(source.rows[0].key).group.index == 7
     before = source.revision
     source.refresh()
     assert source.revision == before
@@ -634,14 +634,14 @@ def test_an_entry_id_that_no_clock_gives_is_counted_on_from_the_one_before(redis
 def test_the_memory_for_groups_read_is_bounded_and_says_what_was_forgotten(redis_client, keys):
     size = len(encode_group(make_group(1, 12)))
     source = StreamSource(redis_client, keys, kept_bytes=3 * size)
-    for index in range(1, 11):
-        redis_client.xadd(keys.rollouts, group_fields(index, 12))
+    entries = [redis_client.xadd(keys.rollouts, group_fields(index, 12)).decode() for index in range(1, 11)]
     source.refresh()
     assert [row.entry.index for row in source.rows] == [8, 9, 10]
-    assert "the oldest 7 groups were forgotten here, to bound memory" in source.notes
-    assert [source.look(row.key).group.index for row in source.rows] == [8, 9, 10] and len(source._kept) == 3
-    with pytest.raises(KeyError):
-        source.look("1-0")
+    assert "the oldest 7 groups were dropped here, to bound memory" in source.notes
+    assert [source.read(row.key).group.index for row in source.rows] == [8, 9, 10]
+    for forgotten in entries[:7]:
+        with pytest.raises(KeyError):
+            source.read(forgotten)
 
 
 @pytest.mark.redis
@@ -657,20 +657,26 @@ def test_a_first_look_at_a_long_stream_is_bounded_too(redis_client, keys, monkey
     monkeypatch.setattr(StreamSource, "_read", watched)
     source = StreamSource(redis_client, keys, kept_bytes=3 * len(encode_group(make_group(200, 12))))
     assert max(most) <= 3 and [row.entry.index for row in source.rows] == [198, 199, 200]
-    assert "the oldest 197 groups were forgotten here, to bound memory" in source.notes
+    assert "the oldest 197 groups were dropped here, to bound memory" in source.notes
 
 
 @pytest.mark.redis
 def test_texts_of_groups_forgotten_are_forgotten(redis_client, keys, monkeypatch):
+    class Watched(TextSearch):
+        def keep(self, rows):
+            kept.extend([{row.key for row in rows}])
+            super().keep(rows)
+
+    kept: list[set[str]] = []
+    monkeypatch.setattr("penstock.deploy.inspector.catalogue.TextSearch", Watched)
     source = StreamSource(redis_client, keys, kept_bytes=3 * len(encode_group(make_group(1, 12))))
     catalogue = Catalogue("test", source, None)
     for index in range(1, 11):
         redis_client.xadd(keys.rollouts, group_fields(index, 12))
-        monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
+        monkeypatch.setattr("penstock.deploy.inspector.catalogue.REFRESH_S", 0.0)
         catalogue.run()
         assert catalogue.page(RowQuery(q="12+34"))["num_found"] == min(index, 3)
-    kept = {row.key for row in source.rows}
-    assert set(catalogue._search._texts) == kept == set(catalogue._search._answers["12+34"])
+    assert kept[-1] == {row.key for row in source.rows} and len(kept) == 10
 
 
 @pytest.mark.redis
@@ -683,7 +689,7 @@ def test_the_time_for_a_group_of_the_stream_does_not_grow_with_their_number(redi
     source = StreamSource(redis_client, keys)
     key = source.rows[0].key
     source.rows = Unscanned(source.rows)
-    assert source.look(key).group.index == 1
+    assert source.read(key).group.index == 1
 
 
 @pytest.mark.redis
@@ -700,7 +706,7 @@ def test_a_redis_that_goes_away_leaves_what_was_read_and_a_note(server_binary, k
         server.client.xadd(keys.rollouts, group_fields(1, 12))
         catalogue = Catalogue("test", StreamSource(server.client, keys), None)
         server.stop()
-        monkeypatch.setattr("penstock.deploy.inspector.catalogue.LOOK_S", 0.0)
+        monkeypatch.setattr("penstock.deploy.inspector.catalogue.REFRESH_S", 0.0)
         run = catalogue.run()
         assert run["num_groups"] == 1
         assert any("cannot be read now" in note for note in run["notes"])

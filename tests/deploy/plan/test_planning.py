@@ -17,9 +17,9 @@ import pytest
 
 from penstock.deploy.cli import main
 from penstock.deploy.plan.planning import figures_of, plan
-from penstock.deploy.plan.producer import EngineSpeed, SpeedCourse
+from penstock.deploy.plan.producer import EngineSpeed, RunPace, SpeedCourse
 from penstock.deploy.plan.recorded import PacedRun, _joins_s, read_run
-from penstock.deploy.plan.simulation import RunPace, Simulation
+from penstock.deploy.plan.simulation import Simulation
 from penstock.deploy.plan.workload import lengths_of
 from penstock.schemas.config import ConfigError, RunConfig, config_of
 from penstock.schemas.policy import make_version

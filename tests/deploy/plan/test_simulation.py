@@ -8,8 +8,8 @@ import pytest
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.release import Releaser
 from penstock.deploy.plan import simulation as simulated
-from penstock.deploy.plan.producer import STEADY, Clock, EngineJob, EngineSpeed, SimulatedEngine, SpeedCourse
-from penstock.deploy.plan.simulation import RunPace, Simulation
+from penstock.deploy.plan.producer import STEADY, Clock, EngineJob, EngineSpeed, RunPace, SimulatedEngine, SpeedCourse
+from penstock.deploy.plan.simulation import Simulation
 from penstock.deploy.plan.workload import lengths_of
 from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import RunConfig, config_of
@@ -121,18 +121,13 @@ def test_the_same_plan_comes_to_the_same():
     assert simulation(config()).run() == simulation(config()).run()
 
 
-def test_a_drained_engine_samples_each_completion_with_one_version():
-    groups = []
-
-    class Watched(Simulation):
-        def _train(self, batch):
-            groups.extend(batch)
-            super()._train(batch)
-
+def test_a_drained_engine_samples_each_completion_with_one_version(monkeypatch):
+    groups, settle = [], Intake.settle
+    monkeypatch.setattr(Intake, "settle", lambda intake, *given: (groups.extend(given[0]), settle(intake, *given))[1])
     for update, is_one in (("in_flight", False), ("drained", True)):
         groups.clear()
         own = RunPace(speed=SPEED, token_s=1 / 5000, load_s=0.2)
-        Watched(config(**{"engine.update": update}), 2, own, lengths_of(LONG_TAIL), 20).run()
+        Simulation(config(**{"engine.update": update}), 2, own, lengths_of(LONG_TAIL), 20).run()
         spans = [rollout.segments[0].version_spans for group in groups for rollout in group.rollouts]
         assert all(len(found) == 1 for found in spans) == is_one
 
@@ -176,10 +171,11 @@ def test_mini_batches_that_teach_nothing_make_no_policy(changed, flat, steps):
 
 
 def test_of_mini_batches_those_make_a_policy_that_have_a_group_with_variance():
-    run = simulation(config(**{"trainer.num_minibatches": 8, "max_lag": 16}), flat=0.75, updates=60)
+    small_batches = config(**{"trainer.num_minibatches": 8, "max_lag": 16})
+    run = simulation(small_batches, flat=0.75, updates=60)
     run.run()
     assert run.intake.lag_of.current == run.ledger.count("trained"), "one group each"
-    assert mean_lag(run.course) < 0.5 * mean_lag(simulation(run._config, flat=0.0, updates=60).run())
+    assert mean_lag(run.course) < 0.5 * mean_lag(simulation(small_batches, flat=0.0, updates=60).run())
 
 
 def test_release_is_that_of_the_trainer(monkeypatch):
@@ -200,9 +196,8 @@ def test_staleness_is_that_of_the_trainer(monkeypatch):
 
 def test_claims_are_those_of_a_producer(monkeypatch):
     """A read claims a quarter of the free room: the first of two idle producers does not get everything."""
-    run = simulation(config(max_lag=0), producers=2)
-    run.intake.release()
-    run._claim()
+    run = simulation(config(max_lag=0), producers=2, updates=0)
+    run.run()
     assert sorted(len(each.table) for each in run.producers) == [4, 4]
 
 

@@ -255,7 +255,7 @@ def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> No
     assert summary["lag_histogram"] == {"0": 45, "1": 60}
     assert summary["goal_reached_s"] is None
     points = read_telemetry(run_folder).evaluations
-    assert [(point.update, point.parts["exact"]) for point in points] == [(0, 0.4), (2, 0.52), (3, 0.6)]
+    assert [(point.update, point.metrics["reward/exact"]) for point in points] == [(0, 0.4), (2, 0.52), (3, 0.6)]
 
 
 def test_a_batch_without_an_optimizer_step_does_not_replace_the_update_before_it(run_folder: Path) -> None:

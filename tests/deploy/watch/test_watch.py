@@ -23,10 +23,10 @@ from penstock.deploy import cli
 from penstock.deploy.launch.endpoints import MetricsEndpoint, Samples, scrape
 from penstock.deploy.report.telemetry import Update
 from penstock.deploy.watch.flow import bottleneck
-from penstock.deploy.watch.gathering import Gatherer, look
+from penstock.deploy.watch.gathering import Gatherer, read_redis
 from penstock.deploy.watch.scraped import Scraped
 from penstock.deploy.watch.screen import all_views, one_view
-from penstock.deploy.watch.snapshot import Pauses, RedisSeen, RunSnapshot
+from penstock.deploy.watch.snapshot import Pauses, ProducerSeen, RedisSeen, RunSnapshot
 from penstock.deploy.watch.text import number, size, sparkline
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.schemas.config import EnvironmentConfig, MetricsConfig, ModelConfig, RunConfig, load_config
@@ -94,9 +94,11 @@ def updates(count: int = 30, **changes: Any) -> tuple[Update, ...]:
 
 def redis_seen(**changes: Any) -> RedisSeen:
     fields: dict[str, Any] = {
-        "heartbeats": {"producer-0": heartbeat("producer-0"), "producer-1": heartbeat("producer-1")},
-        "num_prompts": 12, "num_claimed": 9, "num_stream_entries": 3, "newest_version": 8,
-        "lags": {"producer-0": 1, "producer-1": 0}, "announced_s": {}, "finished": False, "has_trainer": True,
+        "producers": {
+            "producer-0": ProducerSeen(heartbeat("producer-0"), 1),
+            "producer-1": ProducerSeen(heartbeat("producer-1"), 0),
+        },
+        "num_prompts": 12, "num_claimed": 9, "num_stream_entries": 3, "finished": False, "has_trainer": True,
     }  # fmt: skip
     return RedisSeen(**fields | changes)
 
@@ -151,7 +153,7 @@ def test_a_number_is_short_and_says_something(value, wanted):
         ({"updates": updates(wait_s=0.01, queue_depth=24)}, "trainer"),
         ({"updates": ()}, "start"),
         ({"redis": None, "without_redis": "refused", "trainer": Samples("")}, "Redis"),
-        ({"redis": redis_seen(heartbeats={})}, "producers"),
+        ({"redis": redis_seen(producers={})}, "producers"),
         ({"redis": redis_seen(has_trainer=False)}, "trainer"),
         ({"updates": updates(time_s=1000.0)}, "trainer"),
         ({"updates": updates(time_s=1000.0), "trainer": Samples("penstock_abandoned_groups 3\n")}, "agents"),
@@ -220,9 +222,9 @@ def test_the_views_fit_the_width_they_have(width):
 def test_a_producers_name_and_its_numbers_are_whole_in_80_columns(name):
     long = heartbeat(name, tokens_per_s=123456.0)
     pauses = {name: Pauses(((0.0, 1.234),) * 48)}
-    parity = {name: ProducerParity(producer_id=name, gap=1.2e-3)}
+    found = ProducerParity(producer_id=name, gap=1.2e-3)
     seen = snapshot(
-        redis=redis_seen(heartbeats={name: long}, parity=parity, lags={name: 1}),
+        redis=redis_seen(producers={name: ProducerSeen(long, 1, None, found)}),
         producers=(name, "producer-1"),
         pauses=pauses,
         starting=frozenset({"producer-1"}),
@@ -241,7 +243,7 @@ def test_a_quarantined_producer_is_red_and_named_with_what_its_rows_show(redis_c
     for name, instance in INSTANCES.items():
         redis_client.set(keys.producer(name), encode_heartbeat(heartbeat(name, instance=instance)))
     write_parity(redis_client, keys)
-    seen = snapshot(redis=look(redis_client, keys, {}), producers=())
+    seen = snapshot(redis=read_redis(redis_client, keys, {}), producers=())
     told = shown(seen, 120)
     rows = {row.split()[0]: row.split() for row in told.splitlines() if row.split()[:1] and row.split()[0] in INSTANCES}
     assert {name: row[5] for name, row in rows.items()} == {
@@ -258,7 +260,7 @@ def test_a_quarantined_producer_is_red_and_named_with_what_its_rows_show(redis_c
 
 
 def test_a_producer_that_boots_is_not_called_gone():
-    seen = snapshot(redis=redis_seen(heartbeats={}), starting=frozenset({"producer-1"}), updates=())
+    seen = snapshot(redis=redis_seen(producers={}), starting=frozenset({"producer-1"}), updates=())
     rows = {text.split()[0]: text.split()[1] for text in shown(seen).splitlines() if text.startswith("producer-")}
     assert rows == {"producer-0": "gone", "producer-1": "starting"}
     assert bottleneck(seen) == ("start", "the producers are starting")
@@ -289,7 +291,12 @@ def test_a_lag_bucket_that_hardly_counts_and_a_mismatch_out_of_its_band_stand_ou
 def test_how_policies_travel_is_told_in_one_line():
     figures = {"weight_changed_frac": 0.08, "weight_chunk_bytes": 118_204, "publish_blocked_s": 0.004,
                "weight_chain": 9, "weight_redis_bytes": 3_170_240}  # fmt: skip
-    redis = redis_seen(announced_s={"producer-0": BEGAN_S + 35, "producer-1": BEGAN_S + 31})
+    redis = redis_seen(
+        producers={
+            "producer-0": ProducerSeen(heartbeat("producer-0"), 1, BEGAN_S + 35),
+            "producer-1": ProducerSeen(heartbeat("producer-1"), 0, BEGAN_S + 31),
+        }
+    )
     seen = snapshot(updates=updates(**figures), redis=redis, rebuilt={"new": 2, "wrong": 1, "dirty": 3})
     (told,) = (line for line in shown(seen, 200).splitlines() if line.startswith("weights"))
     assert "8.0% changed by an update  118 kB each  training held up 4 ms  9 deltas on the anchor" in told
@@ -318,9 +325,9 @@ def test_the_age_of_a_policy_is_read_once_and_copies_that_were_rebuilt_are_count
             keys.producer(f"p{version}"), encode_heartbeat(heartbeat(f"p{version}", policy_version=version))
         )
     known: dict[int, float] = {}
-    assert look(redis_client, keys, known).announced_s == {"p7": 12.5} and known == {7: 12.5}
+    assert read_redis(redis_client, keys, known).producers["p7"].announced_s == 12.5 and known == {7: 12.5}
     redis_client.delete(keys.policy)
-    assert look(redis_client, keys, known).announced_s == {"p7": 12.5}
+    assert read_redis(redis_client, keys, known).producers["p7"].announced_s == 12.5
 
 
 def test_copies_of_weights_that_were_rebuilt_are_counted_over_all_producers(tmp_path, monkeypatch):
@@ -344,7 +351,7 @@ def test_copies_of_weights_that_were_rebuilt_are_counted_over_all_producers(tmp_
 
 
 def test_what_does_not_answer_is_named_and_the_rest_is_shown():
-    gone = shown(snapshot(redis=redis_seen(heartbeats={"producer-0": heartbeat("producer-0")})))
+    gone = shown(snapshot(redis=redis_seen(producers={"producer-0": ProducerSeen(heartbeat("producer-0"), 1)})))
     (row,) = [text.split() for text in gone.splitlines() if text.startswith("producer-1")]
     assert row[1] == "gone"
     text = shown(snapshot(redis=None, without_redis="Connection refused", trainer=Samples("")))
@@ -355,7 +362,7 @@ def test_what_does_not_answer_is_named_and_the_rest_is_shown():
 
 def test_text_of_producers_does_not_steer_the_terminal():
     hostile = heartbeat("p\x1b[2J", last_error="\x1b]0;title\x07 [bold]no\nmore")
-    text = shown(snapshot(redis=redis_seen(heartbeats={hostile.producer_id: hostile}), producers=()))
+    text = shown(snapshot(redis=redis_seen(producers={hostile.producer_id: ProducerSeen(hostile, None)}), producers=()))
     assert "\x1b" not in text and "\x07" not in text and "p\\x1b[2J" in text and "[bold]no\\nmore" in text
 
 
