@@ -241,7 +241,7 @@ def test_a_wing_says_what_it_is_for(init):
 
 def test_a_public_class_name_means_one_thing():
     places = defaultdict(list)
-    for file in [*FILES, *LABORATORY, *SUPPORT]:
+    for file in [*FILES, *LABORATORY, *TESTS]:
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name(file))

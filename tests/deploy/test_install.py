@@ -16,7 +16,7 @@ TOOLS = ("awk", "bash", "cat", "cp", "cut", "df", "dirname", "env", "grep", "hea
 MORE_TOOLS = ("rm", "sha256sum", "sleep", "sort", "tail", "tr", "uname")
 
 
-class Machine:
+class InstallMachine:
     """A copy of the installer on a machine that has only the tools put on its PATH."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,8 +76,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path) -> InstallMachine:
+    return InstallMachine(tmp_path)
 
 
 def refusal(result: subprocess.CompletedProcess[str]) -> str:

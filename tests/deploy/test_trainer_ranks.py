@@ -29,7 +29,7 @@ trainer.rank_timeout_s = 20.0
 """
 
 
-class Ended(NamedTuple):
+class EndedTrainer(NamedTuple):
     statuses: list[int]
     lines: list[str]
     """All that the ranks have said, without what is said for information."""
@@ -37,7 +37,7 @@ class Ended(NamedTuple):
 
 def trainer_on_ranks(
     folder: Path, arguments: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None
-) -> Ended:
+) -> EndedTrainer:
     """`penstock trainer` with the arguments of each rank, beside a store as torchrun's agent has it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {name: value for name, value in os.environ.items() if name != "REDIS_URL"} | dict(environment or {})
@@ -55,7 +55,9 @@ def trainer_on_ranks(
         for rank, each in enumerate(arguments)
     ]
     statuses = [rank.wait(timeout=60) for rank in ranks]
-    return Ended(statuses, [line for file in files for line in file.read_text().splitlines() if " INFO " not in line])
+    return EndedTrainer(
+        statuses, [line for file in files for line in file.read_text().splitlines() if " INFO " not in line]
+    )
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ class Recorder:
         return completions
 
 
-class Run(NamedTuple):
+class EndpointRun(NamedTuple):
     producer: Producer
     engine: Recorder
     agent: MarkovAgent
@@ -117,7 +117,9 @@ async def engine(vllm_engine, config: RunConfig) -> AsyncIterator[Any]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def run(agent: MarkovAgent, config: RunConfig, engine, redis_client, redis_url, tmp_path) -> AsyncIterator[Run]:
+async def run(
+    agent: MarkovAgent, config: RunConfig, engine, redis_client, redis_url, tmp_path
+) -> AsyncIterator[EndpointRun]:
     from penstock.producers.engines.answer_parser import VllmAnswerParser
 
     engine = Recorder(engine)
@@ -128,7 +130,7 @@ async def run(agent: MarkovAgent, config: RunConfig, engine, redis_client, redis
     producer = Producer(context, engine, alone(config, environment), agent.tokenizer, answer_parser=parser)
     await producer.open()
     log = WeightWriter(redis_client, "agents")
-    one = Run(producer, engine, agent, redis_client, Keys("agents"), metrics, log)
+    one = EndpointRun(producer, engine, agent, redis_client, Keys("agents"), metrics, log)
     task = asyncio.create_task(producer.serve())
     one.announce(0)
     await until(lambda: task.done() or producer.weights.loaded, 60)
@@ -161,7 +163,9 @@ async def converse(base: str, reward: float) -> int:
     return num_calls
 
 
-async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled_while_weights_change(run: Run) -> None:
+async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled_while_weights_change(
+    run: EndpointRun,
+) -> None:
     for index in range(1, NUM_GROUPS + 1):
         run.client.xadd(run.keys.prompts, {Field.INDEX: index, Field.VERSION: 0})
 
@@ -198,7 +202,7 @@ async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled
     assert run.client.xlen(run.keys.prompts) == 0
 
 
-async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(run: Run) -> None:
+async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(run: EndpointRun) -> None:
     async def abort() -> None:
         states = run.engine._llm.output_processor.request_states
         for n in range(1, 100_000):
@@ -244,7 +248,7 @@ async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(r
     assert run.count("penstock_agent_tokens_total") == run.count("penstock_agent_tokens_delivered_total") > 0
 
 
-async def test_the_engine_itself_stops_at_the_token_that_completes_a_stop_string(run: Run) -> None:
+async def test_the_engine_itself_stops_at_the_token_that_completes_a_stop_string(run: EndpointRun) -> None:
     run.client.xadd(run.keys.prompts, {Field.INDEX: 1, Field.VERSION: 0})
     async with openai.AsyncOpenAI(base_url=run.producer.endpoint.url, api_key="none", max_retries=50) as server:
         rollout = await server.post("/r", cast_to=object)

@@ -21,7 +21,7 @@ from weight_host import HostProducer, harm_copy
 pytestmark = pytest.mark.redis
 
 
-class Bench:
+class WeightRig:
     """A trainer that publishes, and producers of hosts."""
 
     def __init__(self, url: str, folder: Path, client: redis.Redis) -> None:
@@ -85,13 +85,13 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(redis_url: str, redis_client: redis.Redis, tmp_path: Path, monkeypatch) -> AsyncIterator[Bench]:
+async def bench(redis_url: str, redis_client: redis.Redis, tmp_path: Path, monkeypatch) -> AsyncIterator[WeightRig]:
     monkeypatch.setattr(publisher_module, "RETRY_S", 0.01)
     monkeypatch.setattr(shard_module, "MAX_PIECE_BYTES", 1024)
     monkeypatch.setattr(shard_module, "MAX_CHUNK_BYTES", 2048)
     monkeypatch.setattr(follower_module, "FIRST_RETRY_S", 0.02)
     monkeypatch.setattr(follower_module, "LONGEST_RETRY_S", 0.1)
-    made = Bench(redis_url, tmp_path, redis_client)
+    made = WeightRig(redis_url, tmp_path, redis_client)
     yield made
     for producer in made.producers:
         await producer.leave()
@@ -99,7 +99,7 @@ async def bench(redis_url: str, redis_client: redis.Redis, tmp_path: Path, monke
         trainer.close()
 
 
-async def test_producers_of_several_hosts_serve_what_was_published_while_it_goes_on(bench: Bench) -> None:
+async def test_producers_of_several_hosts_serve_what_was_published_while_it_goes_on(bench: WeightRig) -> None:
     bench.publish()
     for host in ("one", "one", "two", "two"):
         bench.join(host)
@@ -110,7 +110,7 @@ async def test_producers_of_several_hosts_serve_what_was_published_while_it_goes
 
 @pytest.mark.parametrize("harm", ["missing", "flipped", "cut short"])
 async def test_a_chunk_that_is_lost_or_wrong_holds_the_old_policy_until_the_trainer_has_looked(
-    bench: Bench, harm: str
+    bench: WeightRig, harm: str
 ) -> None:
     bench.publish()
     staying = bench.join()
@@ -130,7 +130,9 @@ async def test_a_chunk_that_is_lost_or_wrong_holds_the_old_policy_until_the_trai
 
 @pytest.mark.parametrize("harm", ["torn", "overwritten", "stateless", "cut short", "removed"])
 @pytest.mark.parametrize("who", ["next version", "joining"])
-async def test_a_copy_that_is_harmed_is_built_anew_for_whoever_comes_next(bench: Bench, harm: str, who: str) -> None:
+async def test_a_copy_that_is_harmed_is_built_anew_for_whoever_comes_next(
+    bench: WeightRig, harm: str, who: str
+) -> None:
     bench.publish()
     bench.join()
     await bench.all_serve(bench.publish())
@@ -146,7 +148,7 @@ async def test_a_copy_that_is_harmed_is_built_anew_for_whoever_comes_next(bench:
     assert len(folders) == 1 and (folders.pop() / "state").exists()
 
 
-async def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(bench: Bench) -> None:
+async def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(bench: WeightRig) -> None:
     bench.publish()
     first, second = bench.join(), bench.join()
     await bench.all_serve(bench.publish())
@@ -162,7 +164,7 @@ async def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(bench
 
 
 @pytest.mark.parametrize("lost", ["anchors", "chunks", "policy"])
-async def test_what_redis_has_lost_is_there_again_for_who_joins(bench: Bench, lost: str) -> None:
+async def test_what_redis_has_lost_is_there_again_for_who_joins(bench: WeightRig, lost: str) -> None:
     bench.publish()
     bench.join("one")
     for _ in range(3):
@@ -176,7 +178,7 @@ async def test_what_redis_has_lost_is_there_again_for_who_joins(bench: Bench, lo
     await bench.all_serve(bench.publish())
 
 
-async def test_an_emptied_redis_gets_the_newest_policy_again(bench: Bench) -> None:
+async def test_an_emptied_redis_gets_the_newest_policy_again(bench: WeightRig) -> None:
     bench.publish()
     bench.join("one")
     await bench.all_serve(bench.publish())
@@ -188,7 +190,7 @@ async def test_an_emptied_redis_gets_the_newest_policy_again(bench: Bench) -> No
     await bench.all_serve(bench.publish())
 
 
-async def test_chunks_of_a_policy_never_announced_are_gone_and_the_fork_is_served(bench: Bench) -> None:
+async def test_chunks_of_a_policy_never_announced_are_gone_and_the_fork_is_served(bench: WeightRig) -> None:
     bench.publish()
     bench.join("one")
     for _ in range(4):

@@ -31,7 +31,7 @@ CHUNK_HARMS = ("missing", "flipped", "cut short")
 COPY_HARMS = ("torn", "overwritten", "stateless", "cut short", "removed")
 
 
-class Storm:
+class WeightStorm:
     """One trainer at a time, and the copies of two hosts with two producers each."""
 
     def __init__(self, url: str, client: redis.Redis, folder: Path, seed: int, deltas: str, anchors: str) -> None:
@@ -177,7 +177,7 @@ def test_a_storm_of_faults_never_shows_other_bits_and_leaves_nothing_behind(
     monkeypatch.setattr(shard_module, "MAX_CHUNK_BYTES", 2048)
     deltas = str(tmp_path / "deltas") if seed % 3 == 2 else "redis"
     anchors = str(tmp_path / "anchors") if seed % 3 else "redis"
-    storm = Storm(redis_url, redis_client, tmp_path, seed, deltas, anchors)
+    storm = WeightStorm(redis_url, redis_client, tmp_path, seed, deltas, anchors)
     draw = storm.draw
     storm.publish()
     storm.checkpoints[storm.trainer.version] = {n: t.clone() for n, t in storm.masters.weights.items()}

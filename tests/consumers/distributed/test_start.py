@@ -24,7 +24,7 @@ def test_ranks_that_are_started_again_find_nothing_of_their_first_start_in_the_s
             assert {store.get("said") for store in stores} == {str(start).encode()}
 
 
-class Signals:
+class CallerSignals:
     """The signals of a caller that is told to stop once the ranks were started."""
 
     def hand_to(self, stop) -> None:
@@ -52,7 +52,7 @@ assert os.environ["WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == str(rank)
     ],
 )
 def test_the_status_is_that_of_the_rank_that_failed(tmp_path: Path, body: str, status: int) -> None:
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == status
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], CallerSignals().hand_to) == status
 
 
 @pytest.mark.parametrize("handler", ["lambda *_: sys.exit(0)", "signal.SIG_DFL"], ids=["in order", "before it began"])
@@ -62,7 +62,7 @@ signal.signal(signal.SIGTERM, {handler})
 open(f"{{folder}}/{{rank}}", "w").close()
 time.sleep(100)
 """
-    signals = Signals()
+    signals = CallerSignals()
 
     def stop_both() -> None:
         wait_for(lambda: len(os.listdir(tmp_path)) == 2)
@@ -77,7 +77,7 @@ time.sleep(100)
 def test_a_frozen_rank_is_killed_once_another_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
     body = f"sys.exit(1) if rank else os.kill(os.getpid(), {int(signal.SIGSTOP)})"
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == 1
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], CallerSignals().hand_to) == 1
 
 
 def test_a_rank_that_waits_for_one_that_was_stopped_before_they_met_is_ended_too(
@@ -86,4 +86,4 @@ def test_a_rank_that_waits_for_one_that_was_stopped_before_they_met_is_ended_too
     monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
     # A wait of torch lets no handler run.
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100) if rank else sys.exit(0); sys.exit(3)"
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == 0
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], CallerSignals().hand_to) == 0

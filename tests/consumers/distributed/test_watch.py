@@ -19,7 +19,7 @@ SILENT = r"has died or is frozen: not heard of for \d+ s"
 NO_ANSWER = r"did not answer: hung, or slower than trainer\.rank_timeout_s = 10"
 
 
-class Case(NamedTuple):
+class LostRank(NamedTuple):
     """What becomes of the culprit where, and the message."""
 
     fate: str
@@ -29,32 +29,34 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("killed", "forward", 1, rf"rank 1 \(forward\) {SILENT}"),
-    Case("killed", "backward", 1, rf"rank 1 \(backward\) {SILENT}"),
-    Case("killed", "optimizer", 1, rf"rank 1 \(optimizer\) {SILENT}"),
-    Case("killed", "checkpoint", 1, rf"rank 1 \(waiting for orders, checkpoint beside\) {SILENT}"),
-    Case("killed", "between steps", 0, rf"rank 0 \(between steps\) {SILENT}"),
-    Case("frozen", "forward", 1, rf"rank 1 \(forward\) {SILENT}"),
-    Case("frozen", "between steps", 0, rf"rank 0 \(between steps\) {SILENT}"),
-    Case("hung", "forward", 1, rf"rank 1 \(forward\) {NO_ANSWER}"),
-    Case("hung", "optimizer", 1, rf"rank 1 \(optimizer\) {NO_ANSWER}"),
-    Case("out of memory", "backward", 1, r"rank 1 failed in backward: OutOfMemoryError: Tried to allocate 20\.00 GiB"),
+    LostRank("killed", "forward", 1, rf"rank 1 \(forward\) {SILENT}"),
+    LostRank("killed", "backward", 1, rf"rank 1 \(backward\) {SILENT}"),
+    LostRank("killed", "optimizer", 1, rf"rank 1 \(optimizer\) {SILENT}"),
+    LostRank("killed", "checkpoint", 1, rf"rank 1 \(waiting for orders, checkpoint beside\) {SILENT}"),
+    LostRank("killed", "between steps", 0, rf"rank 0 \(between steps\) {SILENT}"),
+    LostRank("frozen", "forward", 1, rf"rank 1 \(forward\) {SILENT}"),
+    LostRank("frozen", "between steps", 0, rf"rank 0 \(between steps\) {SILENT}"),
+    LostRank("hung", "forward", 1, rf"rank 1 \(forward\) {NO_ANSWER}"),
+    LostRank("hung", "optimizer", 1, rf"rank 1 \(optimizer\) {NO_ANSWER}"),
+    LostRank(
+        "out of memory", "backward", 1, r"rank 1 failed in backward: OutOfMemoryError: Tried to allocate 20\.00 GiB"
+    ),
 )
 
 
-class Ended(NamedTuple):
+class EndedRanks(NamedTuple):
     """status: of the rank that nothing happened to. messages: of both."""
 
     status: int
     messages: list[str]
 
 
-def _name(case: Case) -> str:
+def _name(case: LostRank) -> str:
     return f"rank {case.culprit} {case.fate} {case.place}"
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Ended]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[LostRank, EndedRanks]:
     """Several cases at once: most of each is waiting."""
     folder = tmp_path_factory.mktemp("watch")
     tiny_model(folder / "model")
@@ -76,12 +78,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Ended]:
                 if case.fate == "out of memory":
                     assert processes[case.culprit].wait(timeout=30) == 1
                 lines = "".join(log_of(folder / _name(case), rank) for rank in (0, 1)).splitlines()
-                found[case] = Ended(status, lines)
+                found[case] = EndedRanks(status, lines)
     return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
-def test_the_others_end_and_one_line_names_rank_phase_and_cause(ended: dict[Case, Ended], case: Case) -> None:
+def test_the_others_end_and_one_line_names_rank_phase_and_cause(
+    ended: dict[LostRank, EndedRanks], case: LostRank
+) -> None:
     status, messages = ended[case]
     assert len(messages) == 1, messages
     assert re.search(case.message, messages[0]), messages[0]

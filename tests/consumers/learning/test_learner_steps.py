@@ -54,7 +54,7 @@ def _weights(learner: Learner) -> dict[str, Tensor]:
 
 
 @dataclass
-class Recorder:
+class RecordingObjective:
     """REINFORCE that notes what it was given; the calls of `poison_at`, counted from 1, have a loss of NaN."""
 
     seen: list[LossInputs] = field(default_factory=list)
@@ -71,8 +71,8 @@ class Recorder:
         return LossOutputs(loss=loss)
 
 
-def _recording(config, **settings: Any) -> tuple[Learner, Recorder]:
-    learner, recorder = Learner(config), Recorder(**settings)
+def _recording(config, **settings: Any) -> tuple[Learner, RecordingObjective]:
+    learner, recorder = Learner(config), RecordingObjective(**settings)
     learner.scorer.objective = recorder
     return learner, recorder
 
@@ -174,7 +174,7 @@ def _groups_with_a_culprit(index: int = 3):
 
 
 @dataclass
-class Marked(Recorder):
+class NanWhereMarked(RecordingObjective):
     """A loss of NaN wherever the mark is."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -186,7 +186,7 @@ class Marked(Recorder):
 def test_only_the_group_that_is_not_finite_fails_and_the_rest_of_its_mini_batch_is_spared(folder, minibatches) -> None:
     config = configuration(folder, trainer=_trainer(num_minibatches=minibatches, num_epochs=2))
     learner = Learner(config)
-    learner.scorer.objective = Marked()
+    learner.scorer.objective = NanWhereMarked()
     groups = _groups_with_a_culprit()
     groups[1] = random_group(2, 0, rewards=[1.0] * 4)
     batch = pack(groups, lag_from(7), config)
@@ -250,7 +250,7 @@ def test_mode_none_corrects_nothing_and_reports_everything(folder) -> None:
 
 def test_an_objective_that_reads_the_behavior_policy_is_refused_beside_a_correction(folder, monkeypatch) -> None:
     module = types.ModuleType("plugged")
-    module.ReadsBehavior = lambda: Recorder(reads_behavior=True)  # type: ignore[attr-defined]
+    module.ReadsBehavior = lambda: RecordingObjective(reads_behavior=True)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "plugged", module)
     path = "plugged:ReadsBehavior"
     for correction in (CorrectionConfig(mode="token_mask"), CorrectionConfig(mode="none", bypass=True)):
@@ -334,7 +334,7 @@ def test_a_reference_that_cannot_be_replaced_is_refused(folder, tmp_path) -> Non
         Learner(config)
 
 
-def _applied(recorder: Recorder) -> tuple[Tensor, Tensor]:
+def _applied(recorder: RecordingObjective) -> tuple[Tensor, Tensor]:
     weights = torch.cat([inputs.importance_weights for inputs in recorder.seen])
     return weights, torch.cat([inputs.loss_mask for inputs in recorder.seen])
 
@@ -441,7 +441,7 @@ def test_bypass_measures_the_mismatch_at_the_first_read_too(folder) -> None:
 
 @pytest.mark.parametrize("name", ["entropy", "loss", "num_tokens"])
 def test_a_metric_of_the_objective_may_not_take_a_name_of_the_trainers(folder, name) -> None:
-    class Greedy(Recorder):
+    class Greedy(RecordingObjective):
         def __call__(self, inputs: LossInputs) -> LossOutputs:
             return LossOutputs(loss=super().__call__(inputs).loss, metrics={name: torch.ones(())})
 

@@ -24,7 +24,7 @@ def beside(bench: TrainerBench) -> TrainerBench:
     return bench
 
 
-class SlowDisk:
+class HeldCheckpoints:
     """Holds a trainer's checkpoints back: each is whole only when `release` says so."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -69,7 +69,7 @@ def updates_of_checkpoints(bench: TrainerBench) -> list[int]:
 @pytest.mark.redis
 def test_what_is_trained_while_a_checkpoint_is_written_is_not_acknowledged_by_it(beside, redis_client):
     first = beside.trainer()
-    disk, seen = SlowDisk(first), []
+    disk, seen = HeldCheckpoints(first), []
 
     def look() -> None:
         seen.append((redis_client.hget(beside.keys.commit, "checkpoint"), len(first.learner.trained)))
@@ -92,7 +92,7 @@ def test_what_is_trained_while_a_checkpoint_is_written_is_not_acknowledged_by_it
 @pytest.mark.redis
 def test_a_trainer_killed_before_its_checkpoint_is_committed_continues_from_the_one_before(beside, redis_client):
     first = beside.trainer()
-    disk = SlowDisk(first)
+    disk = HeldCheckpoints(first)
     at_step(first, 5, disk.write)
     first.learner.fail_at[11] = KilledError()
     with pytest.raises(KilledError):
@@ -110,7 +110,7 @@ def test_a_trainer_killed_before_its_checkpoint_is_committed_continues_from_the_
 def test_a_commit_that_becomes_due_while_another_is_written_follows_it(beside, redis_client):
     beside.overrides += ["num_updates=15"]
     trainer = beside.trainer()
-    disk = SlowDisk(trainer)
+    disk = HeldCheckpoints(trainer)
     train, found = trainer.learner.step, []
 
     def step(batch):
@@ -129,7 +129,7 @@ def test_a_commit_that_becomes_due_while_another_is_written_follows_it(beside, r
 @pytest.mark.parametrize("ends", ["stopped", "given up"])
 def test_a_trainer_that_ends_waits_for_the_checkpoint_under_way_and_commits_what_it_has(beside, redis_client, ends):
     trainer = beside.trainer()
-    disk = SlowDisk(trainer)
+    disk = HeldCheckpoints(trainer)
     if ends == "stopped":
         at_step(trainer, 6, trainer.stop)
     else:
@@ -151,7 +151,7 @@ def test_a_trainer_that_ends_waits_for_the_checkpoint_under_way_and_commits_what
 @pytest.mark.redis
 def test_a_trainer_fenced_while_its_checkpoint_is_written_leaves_nothing_of_it(beside, redis_client):
     first = beside.trainer()
-    disk = SlowDisk(first)
+    disk = HeldCheckpoints(first)
 
     def replace() -> None:
         second = beside.trainer(resume=True)
@@ -169,7 +169,7 @@ def test_a_trainer_fenced_while_its_checkpoint_is_written_leaves_nothing_of_it(b
 @pytest.mark.redis
 def test_a_server_emptied_while_a_checkpoint_is_written_loses_no_index(beside, redis_client, caplog):
     trainer = beside.trainer()
-    disk = SlowDisk(trainer)
+    disk = HeldCheckpoints(trainer)
     at_step(trainer, 6, redis_client.flushall)
     at_step(trainer, 7, disk.end)
     assert trainer.run()
@@ -181,7 +181,7 @@ def test_a_server_emptied_while_a_checkpoint_is_written_loses_no_index(beside, r
 def test_a_checkpoint_that_fails_beside_the_training_is_tried_again(beside, redis_client, monkeypatch, caplog):
     monkeypatch.setattr("penstock.consumers.stream.commit_schedule.FIRST_RETRY_S", 0.0)
     trainer = beside.trainer()
-    disk = SlowDisk(trainer)
+    disk = HeldCheckpoints(trainer)
 
     def fail() -> None:
         disk.release(OSError(28, "No space left on device"))

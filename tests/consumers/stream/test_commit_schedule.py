@@ -3,14 +3,14 @@
 from penstock.consumers.stream.commit_schedule import CommitSchedule
 
 
-class Clock:
+class StoppedClock:
     now = 100.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def schedule(clock: Clock) -> CommitSchedule:
+def schedule(clock: StoppedClock) -> CommitSchedule:
     # Every fourth update; memory is never asked for: in these tests nothing was settled since the last commit.
     commits = CommitSchedule(None, 4, clock)
     commits.committed(0, 0, took_s=1.0)
@@ -18,12 +18,12 @@ def schedule(clock: Clock) -> CommitSchedule:
 
 
 def test_the_time_to_the_next_try_begins_at_a_second_and_doubles_up_to_thirty():
-    commits = schedule(Clock())
+    commits = schedule(StoppedClock())
     assert [commits.failed() for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_nothing_is_due_before_that_time_and_a_checkpoint_is_once_it_is_over():
-    clock = Clock()
+    clock = StoppedClock()
     commits = schedule(clock)
     assert commits.is_due(4, 0, busy=True)
     for _ in range(7):
@@ -37,7 +37,7 @@ def test_nothing_is_due_before_that_time_and_a_checkpoint_is_once_it_is_over():
 
 
 def test_after_a_commit_the_tries_begin_anew():
-    commits = schedule(Clock())
+    commits = schedule(StoppedClock())
     for _ in range(5):
         commits.failed()
     commits.committed(9, 0, took_s=1.0)
@@ -47,5 +47,5 @@ def test_after_a_commit_the_tries_begin_anew():
 
 
 def test_failures_without_end_stay_thirty_seconds_apart():
-    commits = schedule(Clock())
+    commits = schedule(StoppedClock())
     assert [commits.failed() for _ in range(5000)][-1] == 30

@@ -38,7 +38,7 @@ GAPS = {"good": 1e-7, "fine": 1e-7, "bad": 1.0}
 """By producer, of its rows of lag 0."""
 
 
-class Producers:
+class ProducerInstances:
     """Instances of the three producers in turn, whatever the trainer says of them; groups packed, by producer."""
 
     def __init__(self, *instances: str) -> None:
@@ -103,7 +103,7 @@ def gated(bench):
 
 
 def test_nothing_of_it_is_trained_from_then_on_and_nothing_is_lost(gated, redis_client):
-    own = Producers("good-1", "bad-1", "fine-1")
+    own = ProducerInstances("good-1", "bad-1", "fine-1")
     gated.producer(own.answer)
     trainer = own.watched(gated.trainer())
     assert trainer.run()
@@ -123,7 +123,7 @@ def test_nothing_of_it_is_trained_from_then_on_and_nothing_is_lost(gated, redis_
 
 
 def test_the_trainer_that_goes_on_keeps_the_quarantine_and_a_restart_of_the_producer_ends_it(gated, redis_client):
-    own = Producers("good-1", "bad-1", "fine-1")
+    own = ProducerInstances("good-1", "bad-1", "fine-1")
     gated.producer(own.answer)
     first = own.watched(gated.trainer())
     first.learner.fail_at[6] = KilledError()
@@ -140,7 +140,7 @@ def test_the_trainer_that_goes_on_keeps_the_quarantine_and_a_restart_of_the_prod
 
 
 def test_what_another_went_on_with_from_it_is_not_trained_either(gated, redis_client):
-    own = Producers("good-1")
+    own = ProducerInstances("good-1")
     gated.producer(own.answer)
     trainer = own.watched(gated.trainer())
     trainer.intake.quarantine.add("bad-1", ProducerParity(producer_id="bad", quarantined_s=1.0))
@@ -151,7 +151,7 @@ def test_what_another_went_on_with_from_it_is_not_trained_either(gated, redis_cl
 
 def test_evaluations_go_by_what_others_answer_once_a_producer_is_quarantined(gated, caplog):
     """Every second held-out prompt is answered by the bad one, whose answers are worth 0."""
-    own = Producers("good-1", "bad-1", "fine-1")
+    own = ProducerInstances("good-1", "bad-1", "fine-1")
     producer, turns = gated.producer(own.answer), cycle(("bad-1", "good-1"))
 
     def held_out(version: int) -> float:
@@ -184,7 +184,7 @@ def test_the_heartbeats_are_fetched_once_for_a_quarantine(gated, beat, monkeypat
 
 
 def test_a_run_all_of_whose_producers_are_quarantined_says_so_and_goes_on_with_the_next(gated, beat, caplog):
-    own = Producers("bad-1")
+    own = ProducerInstances("bad-1")
     beat(gated.keys, "bad-1")
     trainer = own.watched(gated.trainer())
     add = trainer.intake.quarantine.add
@@ -204,7 +204,7 @@ def test_a_run_all_of_whose_producers_are_quarantined_says_so_and_goes_on_with_t
 
 def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat, redis_client, monkeypatch):
     monkeypatch.setattr(quarantine, "NOTE_S", 0.0)
-    own = Producers("good-1", "bad-1", "fine-1")
+    own = ProducerInstances("good-1", "bad-1", "fine-1")
     for instance in ("good-1", "bad-1"):
         beat(gated.keys, instance)
     gated.producer(own.answer)
@@ -249,7 +249,7 @@ UNREADABLE = {
 """By fault a group that the trainer refuses for its rows; the learner's vocabulary has 100 ids."""
 
 
-def unreadable_by(own: Producers, names: tuple[str, ...], fault=UNREADABLE["not finite"], samplers=()):
+def unreadable_by(own: ProducerInstances, names: tuple[str, ...], fault=UNREADABLE["not finite"], samplers=()):
     """The answers of `own`, those of some producers with a fault, and as if these instances had sampled them."""
 
     def answer(index: int, version: int) -> dict:
@@ -269,7 +269,7 @@ def dead_of(redis_client, keys) -> list[dict]:
 
 @pytest.mark.parametrize("fault", UNREADABLE)
 def test_a_producer_whose_rows_are_refused_costs_three_groups_and_no_more(gated, redis_client, fault):
-    own = Producers("good-1", "bad-1", "fine-1")
+    own = ProducerInstances("good-1", "bad-1", "fine-1")
     gated.producer(unreadable_by(own, ("bad",), UNREADABLE[fault]))
     trainer = own.watched(gated.trainer())
     assert trainer.run()
@@ -349,7 +349,7 @@ def test_a_group_of_another_task_is_no_evidence(gated, redis_client):
 @pytest.mark.parametrize("gate", ["warn", "off"])
 def test_without_a_gate_that_refuses_unreadable_groups_die_as_they_come(gated, redis_client, gate, caplog):
     gated.overrides = [f"parity.gate={gate}"]
-    own = Producers("good-1", "bad-1", "fine-1")
+    own = ProducerInstances("good-1", "bad-1", "fine-1")
     gated.producer(unreadable_by(own, ("bad",)))
     assert own.watched(gated.trainer()).run()
     letters = dead_of(redis_client, gated.keys)
@@ -360,7 +360,7 @@ def test_without_a_gate_that_refuses_unreadable_groups_die_as_they_come(gated, r
 
 def test_a_group_that_failed_batches_spare_is_evidence_once(gated):
     """One group of a sound producer is out; five batches in which it stands take no optimizer step."""
-    own = Producers("good-1", "fine-1")
+    own = ProducerInstances("good-1", "fine-1")
     gated.producer(own.answer)
     trainer = own.watched(gated.trainer())
     step, taken = trainer.learner.step, []
@@ -387,7 +387,7 @@ def test_a_group_that_failed_batches_spare_is_evidence_once(gated):
 
 def test_a_gate_that_warns_names_the_producer_and_trains_it(gated, caplog):
     gated.overrides = ["parity.gate=warn"]
-    own = Producers("good-1", "bad-1", "fine-1")
+    own = ProducerInstances("good-1", "bad-1", "fine-1")
     gated.producer(own.answer)
     assert own.watched(gated.trainer()).run()
     assert num_of_bad(own.batches) > 12
@@ -397,7 +397,7 @@ def test_a_gate_that_warns_names_the_producer_and_trains_it(gated, caplog):
 @pytest.mark.parametrize("share", [0, 1])
 def test_rechecks_are_made_while_rollouts_are_waited_for_and_quarantine_as_rows_of_lag_0_do(gated, share):
     gated.overrides.append(f"parity.recheck={share}")
-    own = Producers("good-1", "bad-1")
+    own = ProducerInstances("good-1", "bad-1")
     gated.producer(own.answer)
     trainer = own.watched(gated.trainer())
     read = trainer.intake.read

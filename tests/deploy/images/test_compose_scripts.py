@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 IMAGES = ROOT / "deploy" / "images"
 
 
-class Machine:
+class ScriptMachine:
     """A PATH with a `penstock` that notes how it was called and does as told, and a machine with three GPUs."""
 
     def __init__(self, folder: Path) -> None:
@@ -74,18 +74,18 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path) -> ScriptMachine:
+    return ScriptMachine(tmp_path)
 
 
-def test_a_trainer_begins_a_run_that_has_no_checkpoints_and_reports_its_end(machine: Machine) -> None:
+def test_a_trainer_begins_a_run_that_has_no_checkpoints_and_reports_its_end(machine: ScriptMachine) -> None:
     machine.put_penstock("exit 0")
     assert machine.run("trainer.sh").returncode == 0
     common = f"/workspace/run.toml --name demo --runs {machine.runs} --set metrics.host=0.0.0.0"
     assert machine.calls() == [f"trainer {common}", f"report demo --runs {machine.runs}"]
 
 
-def test_a_trainer_continues_a_run_that_was_begun(machine: Machine) -> None:
+def test_a_trainer_continues_a_run_that_was_begun(machine: ScriptMachine) -> None:
     (machine.runs / "demo" / "checkpoints").mkdir(parents=True)
     (machine.runs / "demo" / "checkpoints" / "epoch-0").touch()
     machine.put_penstock("exit 0")
@@ -94,13 +94,13 @@ def test_a_trainer_continues_a_run_that_was_begun(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("status", [1, 2])
-def test_a_failed_trainer_is_a_failed_container(machine: Machine, status: int) -> None:
+def test_a_failed_trainer_is_a_failed_container(machine: ScriptMachine, status: int) -> None:
     machine.put_penstock(f"exit {status}")
     assert machine.run("trainer.sh").returncode == status
     assert len(machine.calls()) == 1
 
 
-def test_a_trainer_that_is_stopped_is_waited_for_and_is_not_a_complete_run(machine: Machine) -> None:
+def test_a_trainer_that_is_stopped_is_waited_for_and_is_not_a_complete_run(machine: ScriptMachine) -> None:
     trapping = "trap 'sleep 0.3; echo saved; exit 0' TERM"
     machine.put("penstock", f'{trapping}\necho "$*" >> {machine.calls_file}\nwhile :; do sleep 0.02; done')
     process = machine.start("trainer.sh")
@@ -111,7 +111,7 @@ def test_a_trainer_that_is_stopped_is_waited_for_and_is_not_a_complete_run(machi
     assert len(machine.calls()) == 1
 
 
-def test_a_report_that_cannot_be_written_does_not_undo_the_run(machine: Machine) -> None:
+def test_a_report_that_cannot_be_written_does_not_undo_the_run(machine: ScriptMachine) -> None:
     machine.put_penstock('[ "$1" = trainer ]')
     done = machine.run("trainer.sh")
     assert done.returncode == 0
@@ -120,7 +120,7 @@ def test_a_report_that_cannot_be_written_does_not_undo_the_run(machine: Machine)
 
 @pytest.mark.parametrize(("index", "is_host"), [("0", "yes"), ("1", "no")])
 def test_a_pod_of_several_starts_its_ranks_by_torchrun_and_the_first_one_reports(
-    machine: Machine, index: str, is_host: str
+    machine: ScriptMachine, index: str, is_host: str
 ) -> None:
     machine.put("torchrun", f'echo "torchrun $*" >> {machine.calls_file}')
     machine.put_penstock("exit 0")
@@ -133,26 +133,26 @@ def test_a_pod_of_several_starts_its_ranks_by_torchrun_and_the_first_one_reports
     assert reported == ([f"report demo --runs {machine.runs}"] if index == "0" else [])
 
 
-def test_a_pod_of_several_that_does_not_know_its_number_says_so(machine: Machine) -> None:
+def test_a_pod_of_several_that_does_not_know_its_number_says_so(machine: ScriptMachine) -> None:
     done = machine.run("trainer.sh", PET_NNODES="2")
     assert done.returncode != 0 and "the number of this pod is missing" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["trainer.sh", "producer.sh"])
-def test_a_container_without_the_runs_name_says_so(machine: Machine, script: str) -> None:
+def test_a_container_without_the_runs_name_says_so(machine: ScriptMachine, script: str) -> None:
     done = machine.run(script, RUN="")
     assert done.returncode != 0
     assert "the name of the run is missing" in done.stderr
 
 
-def test_a_producer_without_gpus_starts_as_it_is(machine: Machine) -> None:
+def test_a_producer_without_gpus_starts_as_it_is(machine: ScriptMachine) -> None:
     machine.put_penstock('echo "${CUDA_VISIBLE_DEVICES-none}"')
     assert machine.run("producer.sh").stdout == "none\n"
     join = f"--join redis://demo-producer@redis --run demo --runs {machine.runs} --set metrics.host=0.0.0.0"
     assert machine.calls() == [f"producer {join} --set seed=3"]
 
 
-def test_every_producer_takes_a_gpu_of_its_own_and_never_the_trainers(machine: Machine) -> None:
+def test_every_producer_takes_a_gpu_of_its_own_and_never_the_trainers(machine: ScriptMachine) -> None:
     machine.put_penstock('echo "$CUDA_DEVICE_ORDER $CUDA_VISIBLE_DEVICES"\nexec sleep 60')
     running = []
     try:

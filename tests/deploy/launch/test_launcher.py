@@ -20,7 +20,7 @@ STAND_IN_RUN = Path(__file__).with_name("stand_in_run.py")
 NAME = "stand-in"
 
 
-class Run:
+class LaunchedRun:
     """`penstock run` as a process of its own, its parts played by stand-ins."""
 
     def __init__(self, runs: Path, boots_at_once: int = 1, **behaviors: str) -> None:
@@ -78,11 +78,11 @@ def _lives(pid: int) -> bool:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[type[Run]]:
-    started: list[Run] = []
+def start(tmp_path: Path) -> Iterator[type[LaunchedRun]]:
+    started: list[LaunchedRun] = []
 
-    def start(boots_at_once: int = 1, **behaviors: str) -> Run:
-        run = Run(tmp_path / "runs", boots_at_once, **behaviors)
+    def start(boots_at_once: int = 1, **behaviors: str) -> LaunchedRun:
+        run = LaunchedRun(tmp_path / "runs", boots_at_once, **behaviors)
         started.append(run)
         return run
 

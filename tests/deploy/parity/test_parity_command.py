@@ -298,7 +298,7 @@ def test_a_run_that_nobody_knows_is_refused(run, capsys):
     assert "nothing" in refusal(capsys)
 
 
-class Recorded:
+class SavedRollouts:
     """A rollout file that `--save` wrote, with its own copies of everything."""
 
     def __init__(self, run: RecordedRun, file: Path) -> None:
@@ -309,11 +309,11 @@ class Recorded:
 
 
 @pytest.fixture
-def recorded(run, groups, tmp_path) -> Recorded:
+def recorded(run, groups, tmp_path) -> SavedRollouts:
     run.append(groups)
     file = tmp_path / "kept" / "rollouts"
     assert parity(run, "--save", str(file)) == 0
-    return Recorded(run, file)
+    return SavedRollouts(run, file)
 
 
 def test_a_rollout_file_is_checked_without_the_run(recorded, groups, capsys):

@@ -201,7 +201,7 @@ def test_claims_are_those_of_a_producer(monkeypatch):
     assert sorted(len(each.table) for each in run.producers) == [4, 4]
 
 
-class Sampled:
+class SampledJobs:
     """An engine of 4 seats whose step takes a second, and the jobs that it has finished, with their times."""
 
     def __init__(self, course: SpeedCourse = STEADY) -> None:
@@ -223,7 +223,7 @@ class Sampled:
 
 
 def test_a_sequence_without_a_seat_waits_for_one():
-    sampled = Sampled()
+    sampled = SampledJobs()
     sampled.add(1, 10, 10, 10)
     sampled.add(2, 5, 5)
     sampled.run()
@@ -231,7 +231,7 @@ def test_a_sequence_without_a_seat_waits_for_one():
 
 
 def test_tokens_have_the_version_that_was_there_when_they_were_whole():
-    sampled = Sampled()
+    sampled = SampledJobs()
     sampled.add(1, 10, 4)
     sampled.clock.after(3.5, sampled.engine.pause)
     sampled.clock.after(6.5, lambda: sampled.engine.load(7))
@@ -247,7 +247,7 @@ def test_tokens_have_the_version_that_was_there_when_they_were_whole():
 
 def test_an_engine_goes_through_the_course_of_its_speed():
     """A second for a token, two, and again: nothing is lost where it changes, nor while it is paused or idle."""
-    sampled = Sampled(SpeedCourse((1.0, 0.5), 5.0))
+    sampled = SampledJobs(SpeedCourse((1.0, 0.5), 5.0))
     sampled.add(1, 8)
     sampled.clock.after(12.0, sampled.engine.pause)
     sampled.clock.after(14.0, lambda: sampled.engine.load(7))
@@ -258,7 +258,7 @@ def test_an_engine_goes_through_the_course_of_its_speed():
 
 
 def test_a_job_that_is_given_up_leaves_its_seats():
-    sampled = Sampled()
+    sampled = SampledJobs()
     job = sampled.add(1, 100, 100, 100, 100)
     sampled.add(2, 10)
     sampled.clock.after(5.0, lambda: sampled.engine.drop(job))

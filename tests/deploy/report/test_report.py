@@ -172,7 +172,7 @@ def write_run(
     return folder
 
 
-class Page(HTMLParser):
+class ParsedPage(HTMLParser):
     """Every tag, attribute and visible text of a page, and the tags left open."""
 
     VOID = frozenset(("meta", "link", "br", "hr", "img", "input"))
@@ -222,7 +222,7 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_report_holds_every_figure_with_its_caption_and_data(report: str) -> None:
-    page = Page(report)
+    page = ParsedPage(report)
     assert page.open == []
     figures = [value for tag, name, value in page.attributes if tag == "figure" and name == "id"]
     assert figures == [spec.name for spec in FIGURES]
@@ -232,12 +232,12 @@ def test_the_report_holds_every_figure_with_its_caption_and_data(report: str) ->
 
 
 def test_figures_are_named_for_screen_readers(report: str) -> None:
-    labels = [value for tag, name, value in Page(report).attributes if tag == "svg" and name == "aria-labelledby"]
+    labels = [value for tag, name, value in ParsedPage(report).attributes if tag == "svg" and name == "aria-labelledby"]
     assert labels == [f"{spec.name}-title {spec.name}-caption" for spec in FIGURES]
 
 
 def test_the_report_refers_to_nothing_outside_itself(report: str) -> None:
-    page = Page(report)
+    page = ParsedPage(report)
     assert not {"script", "iframe", "img", "object", "embed", "base"} & set(page.tags)
     references = [
         value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "data")
@@ -249,7 +249,7 @@ def test_the_report_refers_to_nothing_outside_itself(report: str) -> None:
 
 
 def test_ids_are_unique_and_every_internal_reference_has_its_target(report: str) -> None:
-    attributes = Page(report).attributes
+    attributes = ParsedPage(report).attributes
     ids = [value for _, name, value in attributes if name == "id"]
     assert len(ids) == len(set(ids))
     targets = {value[1:] for _, name, value in attributes if name in ("href", "xlink:href") and value.startswith("#")}
@@ -258,7 +258,7 @@ def test_ids_are_unique_and_every_internal_reference_has_its_target(report: str)
 
 
 def test_the_head_shows_the_key_figures(report: str) -> None:
-    text = " ".join(Page(report).texts)
+    text = " ".join(ParsedPage(report).texts)
     assert "0.410 → 0.924" in text
     assert "greedy, 256 problems" in text
     assert "2025-10-09 08:53 UTC · asynchronous" in text
@@ -340,7 +340,7 @@ def test_a_run_without_correction_shows_its_mismatch_just_as_well(tmp_path: Path
     applied = ("applied_", "weight_", "corrected_", "masked_", "reference_")
     lines = [{key: value for key, value in line.items() if not key.startswith(applied)} for line in lines]
     write_lines(folder / "updates.jsonl", lines)
-    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    page = ParsedPage(write_report(folder).read_text(encoding="utf-8"))
     figures = [value for tag, name, value in page.attributes if tag == "figure" and name == "id"]
     gone = {"weight-by-lag", "masked-by-lag", "reference-kl"}
     assert figures == [spec.name for spec in FIGURES if spec.name not in gone], "no empty panel is drawn"
@@ -353,7 +353,7 @@ def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
     configuration = (folder / "run.toml").read_text() + "# <script>alert(2)</script>\n"
     (folder / "run.toml").write_text(configuration)
     report = write_report(folder).read_text(encoding="utf-8")
-    page = Page(report)
+    page = ParsedPage(report)
     assert "script" not in page.tags and "b" not in page.tags
     text = " ".join(page.texts)
     assert "<script>alert(1)<_script>" in text and "$a$&b" in text
@@ -363,13 +363,13 @@ def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
 def test_a_folder_name_is_escaped_where_the_run_file_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "<script>alert(1)<_script>"
     folder.mkdir()
-    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    page = ParsedPage(write_report(folder).read_text(encoding="utf-8"))
     assert "script" not in page.tags
     assert "<script>alert(1)<_script>" in page.texts
 
 
 def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
-    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    page = ParsedPage(write_report(tmp_path).read_text(encoding="utf-8"))
     text = " ".join(page.texts)
     assert "Missing files: run.toml, updates.jsonl, evaluations.jsonl, trainer.json, producers/*.jsonl." in text
     assert "svg" not in page.tags
@@ -377,7 +377,7 @@ def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: 
 
 
 def test_a_run_of_one_update_is_drawn(tmp_path: Path) -> None:
-    page = Page(write_report(write_run(tmp_path / "demo", num_updates=1)).read_text(encoding="utf-8"))
+    page = ParsedPage(write_report(write_run(tmp_path / "demo", num_updates=1)).read_text(encoding="utf-8"))
     assert page.tags.count("svg") == len(FIGURES)
 
 

@@ -29,7 +29,7 @@ def boundary_of(name: str) -> TurnBoundary:
     return find_turn_boundary(lambda messages, prompt: render(name, messages, prompt), specials)
 
 
-class Played:
+class PlayedConversation:
     """A conversation of one harness and one model: what was said, and the ids that the model saw and sampled."""
 
     def __init__(self, name: str, messages: list[Message]) -> None:
@@ -80,7 +80,7 @@ def sampled_call(name: str) -> str:
 def test_an_answer_in_other_tokens_stays_as_it_was_sampled(name, ended):
     user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
     text = STYLES[name].reasoning.replace("{}", "") * (name == "glm") + ANSWER
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     sampled = drifted(name, text)
     assert decode(name, sampled) == text and sampled != encode(name, text)
     played.sample(sampled + encode(name, turn_end(name, user_turn)) * ended, {"content": ANSWER})
@@ -94,7 +94,7 @@ def test_an_answer_in_other_tokens_stays_as_it_was_sampled(name, ended):
 def test_an_answer_as_the_template_writes_it_gives_the_templates_prompt(name):
     user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
     text = STYLES[name].reasoning.replace("{}", "") * (name == "glm") + ANSWER
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample(encode(name, text) + encode(name, turn_end(name, user_turn)), {"content": ANSWER})
     assert played.next_prompt(MORE) == render(name, played.messages, True)
 
@@ -104,7 +104,7 @@ def test_an_answer_as_the_template_writes_it_gives_the_templates_prompt(name):
 def test_a_tool_call_in_other_words_stays_as_it_was_sampled(name, ended):
     """The harness parsed it; the template writes other spaces and another order."""
     tool_turn = STYLES[name].tool_turn.replace("{}", RESULT["content"])
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample(
         encode(name, sampled_call(name) + turn_end(name, tool_turn) * ended), {"content": None, "tool_calls": [CALL]}
     )
@@ -117,7 +117,7 @@ def test_a_tool_call_in_other_words_stays_as_it_was_sampled(name, ended):
 def test_a_third_call_keeps_both_answers(name):
     tool_turn = STYLES[name].tool_turn.replace("{}", RESULT["content"])
     user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample(encode(name, sampled_call(name) + turn_end(name, tool_turn)), {"content": None, "tool_calls": [CALL]})
     played.model = played.next_prompt(RESULT)
     played.sample(drifted(name, ANSWER), {"content": ANSWER})
@@ -130,7 +130,7 @@ def test_a_third_call_keeps_both_answers(name):
 def test_reasoning_that_a_user_turn_strips_from_the_template_stays_in_the_prompt(name):
     reasoning = STYLES[name].reasoning.replace("{}", "three plus four")
     user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     said = {"content": ANSWER, "reasoning_content": "three plus four"}
     played.sample(drifted(name, reasoning + ANSWER) + encode(name, turn_end(name, user_turn)), said)
     assert "three plus four</" in render_text(name, played.messages, False).replace("\n", "")
@@ -149,7 +149,7 @@ def test_reasoning_that_a_user_turn_strips_from_the_template_stays_in_the_prompt
 @pytest.mark.parametrize("name", STYLES)
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_edit_of_what_the_model_was_given_is_refused(name, place):
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample(drifted(name, ANSWER), {"content": ANSWER})
     played.messages[place]["content"] += " now"
     assert played.refusal(MORE) == "environment_block_mismatch"
@@ -158,7 +158,7 @@ def test_an_edit_of_what_the_model_was_given_is_refused(name, place):
 @pytest.mark.parametrize("name", STYLES)
 def test_an_edited_tool_result_is_refused(name):
     tool_turn = STYLES[name].tool_turn.replace("{}", RESULT["content"])
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample(encode(name, sampled_call(name) + turn_end(name, tool_turn)), {"content": None, "tool_calls": [CALL]})
     played.model = played.next_prompt(dict(RESULT))
     played.sample(drifted(name, ANSWER), {"content": ANSWER})
@@ -168,7 +168,7 @@ def test_an_edited_tool_result_is_refused(name):
 
 @pytest.mark.parametrize("name", STYLES)
 def test_dropped_turns_are_refused(name):
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample(drifted(name, ANSWER), {"content": ANSWER})
     played.model = played.next_prompt(MORE)
     played.sample(drifted(name, ANSWER), {"content": ANSWER})
@@ -179,7 +179,7 @@ def test_dropped_turns_are_refused(name):
 
 @pytest.mark.parametrize("name", STYLES)
 def test_a_later_answer_of_another_model_is_not_the_end_of_this_ones(name):
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample(drifted(name, ANSWER), {"content": ANSWER})
     played.messages += [MORE, {"role": "assistant", "content": "so says another model"}]
     played.num_said = len(played.messages)
@@ -190,7 +190,7 @@ def test_a_later_answer_of_another_model_is_not_the_end_of_this_ones(name):
 def test_an_end_of_turn_spelled_as_text_is_refused(name):
     """The model wrote the name of the token, letter by letter; the template makes the token of it."""
     spelled = [letter for word in STYLES[name].turn_end for letter in encode(name, word)]
-    played = Played(name, START)
+    played = PlayedConversation(name, START)
     played.sample([*spelled, *encode(name, ANSWER)], {"content": STYLES[name].turn_end + ANSWER})
     assert played.refusal(MORE) == "turn_count_mismatch"
 

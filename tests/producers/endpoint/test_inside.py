@@ -171,7 +171,7 @@ async def test_a_held_out_prompt_has_as_many_conversations_as_samples(serve) -> 
     assert {sampling.temperature for sampling in one.engine.samplings} == {0.5}
 
 
-class SideBySide(ToolCaller):
+class ParallelCalls(ToolCaller):
     """Two calls at once, whose exceptions come as a group."""
 
     async def converse(self, prompt, conversation):
@@ -191,7 +191,7 @@ class Careless(ToolCaller):
             return Reward(value=0.0)
 
 
-@pytest.mark.parametrize("environment", [SideBySide, Careless])
+@pytest.mark.parametrize("environment", [ParallelCalls, Careless])
 @pytest.mark.parametrize("held_out", [False, True])
 async def test_an_engine_that_dies_ends_the_producer_whatever_the_environment_makes_of_it(
     serve, environment, held_out: bool

@@ -78,7 +78,7 @@ class Model(nn.Module):
         return self.head(states)
 
 
-class Worker(HiddenStateCapture):
+class CapturingWorker(HiddenStateCapture):
     rank = 0
 
     def __init__(self, model: nn.Module) -> None:
@@ -95,9 +95,9 @@ class Worker(HiddenStateCapture):
 
 
 @pytest.fixture
-def worker() -> Worker:
+def worker() -> CapturingWorker:
     torch.manual_seed(0)
-    return Worker(Model())
+    return CapturingWorker(Model())
 
 
 def expected(model: Model, ids: list[int]) -> dict[str, torch.Tensor]:

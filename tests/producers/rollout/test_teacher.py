@@ -16,7 +16,7 @@ from training_groups import group_of, segment
 TOKENS = list("abcdefgh")
 
 
-class Letters:
+class LetterTokenizer:
     """A tokenizer of a token a letter."""
 
     def __len__(self) -> int:
@@ -115,16 +115,16 @@ async def test_no_more_requests_are_open_at_once_than_the_run_file_allows(stub) 
 async def test_a_server_of_the_same_tokens_passes_and_another_is_named(stub, monkeypatch) -> None:
     monkeypatch.setattr("penstock.producers.rollout.teacher.TOKENS_COMPARED_AT_ONCE", 3)
     async with asking(stub, retries=0) as server:
-        await server.check(Letters())
+        await server.check(LetterTokenizer())
         stub.tokens = [*TOKENS[:4], "x", *TOKENS[5:]]
         with pytest.raises(
             ConfigError, match=r"another vocabulary than that of model.path: token 4 is 'x' there and 'e'"
         ):
-            await server.check(Letters())
+            await server.check(LetterTokenizer())
         stub.tokens = TOKENS[:6]
         with pytest.raises(ConfigError, match=rf"teacher.url = '{stub.url}': .*HTTP 500.*; expected a vLLM server"):
-            await server.check(Letters())
+            await server.check(LetterTokenizer())
     stub.url += "/nowhere"
     async with asking(stub, retries=0) as server:
         with pytest.raises(ConfigError, match=r"HTTP 404: .*; expected a vLLM server, as in http://host:8000/v1"):
-            await server.check(Letters())
+            await server.check(LetterTokenizer())

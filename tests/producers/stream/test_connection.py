@@ -202,7 +202,7 @@ async def test_a_command_that_nobody_answers_ends_when_the_outage_has_lasted_too
         await link.retrying(asyncio.Event().wait)
 
 
-class Clock:
+class OutageClock:
     now = 1000.0
 
     def monotonic(self) -> float:
@@ -210,13 +210,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> OutageClock:
+    clock = OutageClock()
     monkeypatch.setattr(module, "time", clock)
     return clock
 
 
-def test_a_command_that_was_given_up_gets_twice_the_time_and_others_in_proportion(clock: Clock) -> None:
+def test_a_command_that_was_given_up_gets_twice_the_time_and_others_in_proportion(clock: OutageClock) -> None:
     timeout = AdaptiveTimeout(longest_s=600)
     assert timeout.limit_s(10) == 10
     timeout.exceeded(10, 10)
@@ -225,20 +225,20 @@ def test_a_command_that_was_given_up_gets_twice_the_time_and_others_in_proportio
     assert (timeout.limit_s(10), timeout.limit_s(30)) == (40, 120)
 
 
-def test_many_that_are_given_up_at_once_count_as_one(clock: Clock) -> None:
+def test_many_that_are_given_up_at_once_count_as_one(clock: OutageClock) -> None:
     timeout = AdaptiveTimeout(longest_s=600)
     for _ in range(5):
         timeout.exceeded(10, 10)
     assert timeout.limit_s(10) == 20
 
 
-def test_none_gets_more_than_the_longest_unless_it_does_so_usually(clock: Clock) -> None:
+def test_none_gets_more_than_the_longest_unless_it_does_so_usually(clock: OutageClock) -> None:
     timeout = AdaptiveTimeout(longest_s=15)
     timeout.exceeded(10, 10)
     assert (timeout.limit_s(10), timeout.limit_s(25)) == (15, 25)
 
 
-def test_it_is_forgotten_once_none_has_needed_it_for_a_while(clock: Clock) -> None:
+def test_it_is_forgotten_once_none_has_needed_it_for_a_while(clock: OutageClock) -> None:
     timeout = AdaptiveTimeout(longest_s=600)
     timeout.exceeded(10, 10)
     clock.now += FORGET_S - 1

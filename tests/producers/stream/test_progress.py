@@ -55,14 +55,14 @@ def so_far(index: int, num_tokens: int) -> RolloutGroup:
     )
 
 
-async def appended(desk: "Desk") -> None:
+async def appended(desk: "ProgressDesk") -> None:
     """Runs the writer of `desk` until Redis has all that was put."""
     running = asyncio.create_task(desk.writer.run())
     await asyncio.wait_for(desk.writer.drain(), 60)
     running.cancel()
 
 
-class Desk:
+class ProgressDesk:
     """A producer's table and what it keeps of its claims' progress."""
 
     def __init__(self, connection, client, metrics, **settings) -> None:
@@ -107,7 +107,7 @@ class Desk:
 
 @pytest.fixture
 def desk(streams, metrics):
-    return lambda **settings: Desk(streams.connection, streams.client, metrics, **settings)
+    return lambda **settings: ProgressDesk(streams.connection, streams.client, metrics, **settings)
 
 
 async def test_what_one_producer_has_saved_is_found_by_the_next(desk) -> None:
@@ -339,7 +339,7 @@ async def test_a_group_too_large_for_an_entry_has_no_progress(desk, caplog) -> N
 
 async def test_a_redis_that_is_away_costs_a_log_line_and_no_more(metrics, caplog) -> None:
     connection = ProducerConnection.open("redis://127.0.0.1:1/0", outage_s=30.0, metrics=metrics)
-    one = Desk(connection, None, metrics)
+    one = ProgressDesk(connection, None, metrics)
     one.claim(1, 5)
     for _ in range(3):
         await one.progress.save()
@@ -354,7 +354,7 @@ async def test_at_the_memory_limit_progress_is_the_first_to_go(
 ) -> None:
     caplog.set_level(logging.WARNING)
     server = redis_server()
-    one = Desk(connect(server), server.client, metrics)
+    one = ProgressDesk(connect(server), server.client, metrics)
 
     def claim(index: int) -> None:
         one.talk(index, {"calls.0.0": b"said"}) if converse else one.claim(index, 5)

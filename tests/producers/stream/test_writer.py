@@ -56,7 +56,7 @@ def a_group(index: int, *, num_tokens: int = 3, evaluation_id: str | None = None
     )
 
 
-class Desk:
+class WriterDesk:
     """A writer, its table, and the claims it writes for; `claim(n)` claims n released prompts."""
 
     def __init__(self, connection, client, metrics) -> None:
@@ -82,17 +82,17 @@ class Desk:
 
 
 @pytest.fixture
-def desk(streams, metrics) -> Desk:
-    return Desk(streams.connection, streams.client, metrics)
+def desk(streams, metrics) -> WriterDesk:
+    return WriterDesk(streams.connection, streams.client, metrics)
 
 
-async def written(desk: Desk) -> None:
+async def written(desk: WriterDesk) -> None:
     running = asyncio.create_task(desk.writer.run())
     await asyncio.wait_for(desk.writer.drain(), 60)
     running.cancel()
 
 
-async def test_a_group_arrives_and_its_prompt_leaves(desk: Desk) -> None:
+async def test_a_group_arrives_and_its_prompt_leaves(desk: WriterDesk) -> None:
     (claim,) = await desk.claim(1)
     desk.writer.put(claim, a_group(1))
     await written(desk)
@@ -103,7 +103,7 @@ async def test_a_group_arrives_and_its_prompt_leaves(desk: Desk) -> None:
     assert desk.writer.num_groups_appended == 1
 
 
-async def test_a_dead_claim_arrives_with_its_reason(desk: Desk, caplog) -> None:
+async def test_a_dead_claim_arrives_with_its_reason(desk: WriterDesk, caplog) -> None:
     (claim,) = await desk.claim(1)
     desk.writer.put(claim, Dead("prompt: too long"))
     await written(desk)
@@ -115,7 +115,7 @@ async def test_a_dead_claim_arrives_with_its_reason(desk: Desk, caplog) -> None:
 
 
 async def test_a_group_that_died_of_an_error_arrives_with_its_traceback_and_as_far_as_it_came(
-    desk: Desk, caplog
+    desk: WriterDesk, caplog
 ) -> None:
     scored, unscored, posed = a_group(1), a_group(2), a_group(3)
     unscored = replace(unscored, rollouts=tuple(replace(r, reward=Reward(value=math.nan)) for r in unscored.rollouts))
@@ -141,7 +141,7 @@ async def test_a_group_that_died_of_an_error_arrives_with_its_traceback_and_as_f
     assert 'raise LookupError("no such' in caplog.text
 
 
-async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk: Desk, monkeypatch) -> None:
+async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk: WriterDesk, monkeypatch) -> None:
     monkeypatch.setattr("penstock.producers.stream.writer.DEAD_ROLLOUTS_KEPT", 250)
     first, second = await desk.claim(2)
     desk.writer.put_letter(first, DeadRollout("a.1", "idle for 3 s"))
@@ -166,7 +166,7 @@ async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk
     assert 250 <= desk.client.xlen(KEYS.dead_rollouts) <= 250 + 2 * 100, "trimmed by whole nodes of the stream"
 
 
-async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(desk: Desk) -> None:
+async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(desk: WriterDesk) -> None:
     (claim,) = await desk.claim(1)
     desk.writer.put(claim, a_group(1, num_tokens=MAX_ENTRY_BYTES // 8))
     await written(desk)
@@ -177,7 +177,7 @@ async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(d
     assert desk.num_open() == (0, 0)
 
 
-async def test_an_evaluation_is_answered_on_a_stream_of_its_own(desk: Desk) -> None:
+async def test_an_evaluation_is_answered_on_a_stream_of_its_own(desk: WriterDesk) -> None:
     await desk.claims.open()
     desk.client.xadd(KEYS.evaluations, {"n": 2}, id="5-2")
     (claim,) = await desk.claims.take()
@@ -189,7 +189,7 @@ async def test_an_evaluation_is_answered_on_a_stream_of_its_own(desk: Desk) -> N
     assert desk.client.xlen(KEYS.evaluations) == 0 and desk.client.xlen(KEYS.rollouts) == 0
 
 
-async def test_what_waits_together_is_appended_together(desk: Desk, streams) -> None:
+async def test_what_waits_together_is_appended_together(desk: WriterDesk, streams) -> None:
     claims = await desk.claim(MAX_APPEND_GROUPS + 6)
     sizes: list[int] = []
 
@@ -207,7 +207,7 @@ async def test_what_waits_together_is_appended_together(desk: Desk, streams) -> 
     assert desk.num_open() == (0, 0)
 
 
-async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, streams) -> None:
+async def test_while_one_append_is_under_way_the_next_goes_out(desk: WriterDesk, streams) -> None:
     claims = await desk.claim(MAX_APPEND_GROUPS + 1)
     first, second, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -233,7 +233,7 @@ async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, strea
     assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
 
 
-async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: Desk, streams) -> None:
+async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: WriterDesk, streams) -> None:
     (claim,) = await desk.claim(1)
     losses = [exceptions.ConnectionError("the reply is lost")]
 
@@ -253,7 +253,7 @@ async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing
 @pytest.mark.redis
 async def test_at_the_memory_limit_nothing_is_dropped_and_nothing_half_done(redis_server, connect, metrics) -> None:
     server = redis_server()
-    desk = Desk(connect(server), server.client, metrics)
+    desk = WriterDesk(connect(server), server.client, metrics)
     claims = await desk.claim(3)
     server.client.config_set("maxmemory", 1)
     for claim in claims:
@@ -267,7 +267,7 @@ async def test_at_the_memory_limit_nothing_is_dropped_and_nothing_half_done(redi
     running.cancel()
 
 
-async def test_a_record_that_contradicts_itself_is_dead(desk: Desk) -> None:
+async def test_a_record_that_contradicts_itself_is_dead(desk: WriterDesk) -> None:
     (claim,) = await desk.claim(1)
     desk.writer.put(claim, msgspec.structs.replace(a_group(1), rollouts=()))
     await written(desk)
@@ -276,7 +276,7 @@ async def test_a_record_that_contradicts_itself_is_dead(desk: Desk) -> None:
 
 async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> list[int]:
     """Appends groups of so many tokens through `link`; the indexes that the server has then, in order."""
-    desk = Desk(connect(server), server.client, metrics)
+    desk = WriterDesk(connect(server), server.client, metrics)
     claims = await desk.claim(len(sizes))
     with CuttingProxy(server.url, slow=link) as proxy:
         connection = connect(proxy)
@@ -335,7 +335,7 @@ async def test_an_append_that_the_link_cannot_carry_in_the_time_of_an_outage_end
     monkeypatch.setattr(connection_module, "ANSWER_S", 1.0)
     monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 10_000_000)
     server = redis_server()
-    desk = Desk(connect(server), server.client, metrics)
+    desk = WriterDesk(connect(server), server.client, metrics)
     (claim,) = await desk.claim(1)
     with CuttingProxy(server.url, slow=SlowLink(100_000)) as proxy:
         connection = connect(proxy, outage_s=3.0)

@@ -285,7 +285,7 @@ def test_messages_without_token_ids_have_no_model_prefix():
 # What holds for every conversation
 
 
-class Conversation(NamedTuple):
+class SplicedConversation(NamedTuple):
     """M and its sampled spans, P and T; `added` is what T writes after the last turn of P and its end."""
 
     model: list[int]
@@ -300,7 +300,7 @@ HEADER, NEWLINE = 10, 11
 
 
 @st.composite
-def conversations(draw, *, canonical: bool = False) -> Conversation:
+def conversations(draw, *, canonical: bool = False) -> SplicedConversation:
     """Turns as ChatML writes them. An answer is sampled in other ids than the template writes, cut by length, or
     stopped by another token; the template drops the reasoning of earlier answers once more follows."""
     model: list[int] = []
@@ -331,10 +331,10 @@ def conversations(draw, *, canonical: bool = False) -> Conversation:
         if n < num_answers - 1:
             model.extend([NEWLINE] if stop == [EOS] else [EOS, NEWLINE])
     added = [HEADER, *draw(words), EOS, NEWLINE, HEADER]
-    return Conversation(model, spans, prefix, [*template, *added], added)
+    return SplicedConversation(model, spans, prefix, [*template, *added], added)
 
 
-def splice_of(conversation: Conversation, **changes) -> list[int]:
+def splice_of(conversation: SplicedConversation, **changes) -> list[int]:
     now = conversation._replace(**changes)
     return splice(
         now.model, now.prefix, now.template, EOS, generated_spans=now.spans, control_token_ids=[HEADER, EOS, 99]
