@@ -30,8 +30,8 @@ from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger, RunFailedError
-from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.consumers.trainer import Trainer

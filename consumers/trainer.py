@@ -66,8 +66,8 @@ from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import RunFailedError
-from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.consumers.weights.publisher import Publisher

@@ -16,7 +16,7 @@ from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
-from penstock.producers.stream.progress import RolloutProgress
+from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import LoadReport, WeightFollower
 from penstock.producers.weights.host_copy import HostCopy

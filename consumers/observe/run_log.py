@@ -18,7 +18,7 @@ from penstock.consumers.parity.gate import Alert
 from penstock.consumers.stream.checkpoints import PassedOver
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
-from penstock.consumers.stream.progress import RunProgress, longest_s
+from penstock.consumers.stream.run_progress import RunProgress, longest_s
 from penstock.consumers.weights.publisher import Publication
 from penstock.schemas.attrition import WINDOW
 from penstock.schemas.config import RunConfig

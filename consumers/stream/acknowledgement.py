@@ -12,8 +12,8 @@ from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import RunFailedError
-from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.reader import entry_key
+from penstock.consumers.stream.run_progress import RunProgress
 
 
 class Snapshot(NamedTuple):

@@ -8,10 +8,10 @@ from penstock.consumers.learning.lag import LagTable, is_stale, known_lags, mask
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger
-from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.quarantine import Quarantine
 from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key, readable
 from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.producer_parity import ProducerParity

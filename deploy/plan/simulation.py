@@ -17,8 +17,8 @@ from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
-from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, ReadyGroup, Refused
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.deploy.plan.producer import (
     Clock,
     EngineJob,

@@ -16,7 +16,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
-from penstock.producers.stream.progress import RolloutProgress
+from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import ConfigError, RunConfig

@@ -19,7 +19,7 @@ from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext, Teacher
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
-from penstock.producers.stream.progress import RolloutProgress
+from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig

@@ -31,7 +31,8 @@ def _update(core: Any, paths: list[str], version: str, forget_prefixes: bool, dr
     failure sampling stays paused, with a mixture of weights, until another load succeeds.
 
     Returns:
-        The future of the seconds during which no token was sampled, without the wait for requests to end.
+        The future of the seconds during which no token was sampled, without the wait for requests to end, and of the
+        number of restarted prompts.
     """
     done: Future[Any] = Future()
     load = partial(_load, core, paths, version, forget_prefixes, drained, done)
@@ -55,15 +56,14 @@ def _update(core: Any, paths: list[str], version: str, forget_prefixes: bool, dr
 def _load(core: Any, paths: list[str], version: str, forget_prefixes: bool, drained: bool, done: Future[Any]) -> None:
     began = time.perf_counter()
     try:
-        if not drained:
-            _drop_stale_kv(core.scheduler, forget_prefixes)
+        restarted = 0 if drained else _drop_stale_kv(core.scheduler, forget_prefixes)
         results_of(core.model_executor.collective_rpc(TRY, args=("penstock_load", paths)))
         core.set_weight_version(version)
         core.resume_scheduler()
     except Exception as error:
         done.set_exception(error)
     else:
-        done.set_result(time.perf_counter() - began)
+        done.set_result((time.perf_counter() - began, restarted))
 
 
 def results_of(replies: Sequence[tuple[Any, str | None]]) -> list[Any]:
@@ -79,8 +79,9 @@ def results_of(replies: Sequence[tuple[Any, str | None]]) -> list[Any]:
     return [result for result, _ in replies]
 
 
-def _drop_stale_kv(scheduler: Any, forget_prefixes: bool) -> None:
-    """Drops KV that would be used under the new label. Requests that have sampled keep theirs.
+def _drop_stale_kv(scheduler: Any, forget_prefixes: bool) -> int:
+    """Drops KV that would be used under the new label; returns the number of restarted prompts. Requests that have
+    sampled keep theirs.
 
     A prompt of which only some chunks are computed is restarted: all its tokens would bear the new policy's label, with
     a part of their context computed by the old one. With `forget_prefixes`, no later request finds KV that was computed
@@ -95,6 +96,7 @@ def _drop_stale_kv(scheduler: Any, forget_prefixes: bool) -> None:
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         # As vLLM's own reset does: a worker keeps its state of a request unless that was absent for a step.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    return len(unfinished)
 
 
 def _forget_prefixes(pool: Any) -> None:

@@ -261,7 +261,8 @@ class VllmEngine:
         """Loads `paths` and labels them; returns the seconds during which no token was sampled."""
         # One call in place of pause_generation(), update_weights() and their like, each a round trip.
         call = self._llm.engine_core.call_utility_async
-        return float(await self._answered(call(UPDATE, paths, str(version), self._salted, self._drained)))
+        pause_s, _ = await self._answered(call(UPDATE, paths, str(version), self._salted, self._drained))
+        return float(pause_s)
 
     async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Returns the answer of the engine's process; vLLM alone would wait for ever for one that has died.

@@ -24,7 +24,7 @@ from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.producers.interfaces import Completion, Restore
-from penstock.producers.stream.progress import RolloutProgress
+from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.process import logs

@@ -12,6 +12,7 @@ from penstock.producers.interfaces import Completion
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, SamplingConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_ids
+from training_groups import proximal_logprobs
 
 pytestmark = [
     pytest.mark.vllm,
@@ -64,7 +65,7 @@ async def gaps(engine, learner: Learner, config: RunConfig, version: int) -> np.
     assert {s.version for g in groups for r in g.rollouts for s in r.segments[0].version_spans} == {version}
     batch = pack(groups, lambda sampled: version - sampled, config)
     found = []
-    for proximal, part in zip(learner.proximal_logprobs(batch), batch.microbatches, strict=True):
+    for proximal, part in zip(proximal_logprobs(learner, batch), batch.microbatches, strict=True):
         found.append((proximal - part.behavior_logprobs).abs().numpy())
     learner.step(batch)
     return np.concatenate(found)

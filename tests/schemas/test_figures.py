@@ -9,7 +9,7 @@ from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import Ledger
-from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.schemas.config import config_of
 from penstock.schemas.figures import missing_figures
 

@@ -12,7 +12,7 @@ import pytest
 from penstock.consumers.observe.run_log import LedgerFile
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.ledger import Ledger
-from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.schemas.process.json_lines import MAX_WAITING_LINES, JsonLines
 from trainer_bench import assert_settled_once
 from trainer_process import TrainerProcesses

@@ -21,7 +21,7 @@ from penstock.deploy.security.acl import ADMIN, ROLES, acl_file, user_name, user
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable, ProgressPart
-from penstock.producers.stream.progress import RolloutProgress
+from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import Field, Keys

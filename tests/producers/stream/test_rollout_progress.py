@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from redis.exceptions import ConnectionError
 
 from penstock.producers.rollout.episode import UNSCORED
-from penstock.producers.stream import progress as module
+from penstock.producers.stream import rollout_progress as module
 from penstock.producers.stream import timed_steps
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable, ProgressPart
-from penstock.producers.stream.progress import RolloutProgress
+from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import Keys
