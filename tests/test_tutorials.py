@@ -172,11 +172,13 @@ def test_the_reward_of_the_page_on_data_is_that_of_the_last_number(data: RunConf
 
 def test_the_run_files_of_agent_and_machines_fit_their_modules(in_a_lab: Path, model_folder: Path) -> None:
     save_modules("agent", in_a_lab)
-    for page in ("agent", "machines"):
+    configs = {}
+    for page, num_held_out in (("agent", 0), ("machines", 256)):
         (document,) = map(tomllib.loads, blocks(page, "toml"))
-        config = config_of(document, PAGES / f"{page}.md", {"model.path": str(model_folder)})
-        assert penstock.check(config).num_evaluation_prompts == {"main": 0}
-    first, second = (open_environments(config).named("main").environment.prompt(index) for index in (1, 2))
+        configs[page] = config_of(document, PAGES / f"{page}.md", {"model.path": str(model_folder)})
+        assert penstock.check(configs[page]).num_evaluation_prompts == {"main": num_held_out}
+    sums = open_environments(configs["agent"]).named("main").environment
+    first, second = (sums.prompt(index) for index in (1, 2))
     assert first != second and first.text == f"What is {first.text[8:10].strip()} + {first.text[12:].strip(' +?')}?"
 
 
