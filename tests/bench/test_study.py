@@ -29,6 +29,7 @@ from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig, load_config
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_floats, unpack_ids
+from training_groups import proximal_logprobs
 
 STUDY = Study(Path("runs"))
 RANDOM = ModelRecipe(train=False, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)
@@ -92,7 +93,7 @@ def test_the_samplers_logprobs_are_the_trainers_on_equal_weights(models: Path, s
     groups = recorder(models, sampler).groups(range(1, 9), version=0, seed=3)
     learner = Learner(config(models))
     batch = pack(groups, lambda version: 0, config(models))
-    found = torch.cat(learner.proximal_logprobs(batch))
+    found = torch.cat(proximal_logprobs(learner, batch))
     recorded = torch.cat([microbatch.behavior_logprobs for microbatch in batch.microbatches])
     assert len(found) > 20
     assert torch.allclose(found, recorded, rtol=0, atol=2e-5)

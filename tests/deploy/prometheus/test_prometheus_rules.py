@@ -202,7 +202,7 @@ def test_an_exporter_for_redis_is_watched_where_its_address_is_given(tmp_path: P
 
     connection.unlink()
     assert cli.main(command) == 0
-    assert "no Redis of the run's own is running" in capsys.readouterr().out
+    assert "the run's own Redis is not running" in capsys.readouterr().out
     assert cli.main([*command[:-1], "9121"]) == 2
     assert capsys.readouterr().err == ("penstock: --redis-exporter '9121': expected HOST:PORT, as in 127.0.0.1:9121\n")
 

@@ -128,7 +128,10 @@ def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
     assert not any(line.startswith("long rollouts are lost") for line in warnings_of(summary))
 
 
-def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition, run_folder: Path, capsys) -> None:
+def test_the_audit_shows_what_the_checkpoint_holds(
+    attrition: Attrition, run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     ledger = check_ledger(Reading(SavedLedger(), 0, [], [], {}, set(), finished=True))
     found = Audit(
         run="demo",
