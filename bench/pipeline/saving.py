@@ -55,8 +55,8 @@ class SavingMeter:
     def __init__(self, producer: Producer, metrics: ProducerMetrics, sockets: SocketClock) -> None:
         self._metrics = metrics
         self._sockets = sockets
-        self._saving = TimedSteps(producer._progress.run())
-        producer._progress.run = self._run  # type: ignore[method-assign]
+        self._saving = TimedSteps(producer.progress.run())
+        producer.progress.run = self._run  # type: ignore[method-assign]
 
     async def _run(self) -> None:
         await self._saving
