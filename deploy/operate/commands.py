@@ -83,18 +83,40 @@ def _audit(arguments: argparse.Namespace) -> int:
     return 0 if found.balanced else 1
 
 
-def _print_of(find: str, print_found: str, *options: str) -> Callable[[argparse.Namespace], int]:
-    """Makes the function of a command: calls `penstock.<find>` with the run and the command's own `options`, and prints
-    the result by `tables.<print_found>`, or as JSON."""
+def _list_dead(arguments: argparse.Namespace) -> int:
+    import penstock
+    from penstock.deploy.operate.tables import print_letters
 
-    def command(arguments: argparse.Namespace) -> int:
-        import penstock
-        from penstock.deploy.operate import tables
+    return _show(arguments, penstock.list_dead(arguments.run, runs=arguments.runs), print_letters)
 
-        given = {option: getattr(arguments, option) for option in (*options, "runs")}
-        return _show(arguments, getattr(penstock, find)(arguments.run, **given), getattr(tables, print_found))
 
-    return command
+def _show_dead(arguments: argparse.Namespace) -> int:
+    import penstock
+    from penstock.deploy.operate.tables import print_contents
+
+    return _show(arguments, penstock.show_dead(arguments.run, arguments.index, runs=arguments.runs), print_contents)
+
+
+def _requeue_dead(arguments: argparse.Namespace) -> int:
+    import penstock
+    from penstock.deploy.operate.tables import print_requeued
+
+    options = {option: getattr(arguments, option) for option in ("indexes", "reason", "every", "runs")}
+    return _show(arguments, penstock.requeue_dead(arguments.run, **options), print_requeued)
+
+
+def _list_producers(arguments: argparse.Namespace) -> int:
+    import penstock
+    from penstock.deploy.operate.tables import print_producers
+
+    return _show(arguments, penstock.list_producers(arguments.run, runs=arguments.runs), print_producers)
+
+
+def _list_weights(arguments: argparse.Namespace) -> int:
+    import penstock
+    from penstock.deploy.operate.tables import print_weights
+
+    return _show(arguments, penstock.list_weights(arguments.run, runs=arguments.runs), print_weights)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -122,18 +144,18 @@ def _show(arguments: argparse.Namespace, found: Any, print_found: Callable[[Any]
 COMMANDS = (
     Command("list", "list the runs on this machine, the latest first", _add_list_arguments, _list),
     Command("audit", "show where each released index of a run is; status 1 when one is not", _add_arguments, _audit),
-    Command("dead list", "list the dead letters of a run", _add_arguments, _print_of("list_dead", "print_letters")),
+    Command("dead list", "list the dead letters of a run", _add_arguments, _list_dead),
     Command(
         "dead show",
         "show the letters of one index with their content",
         _add_show_arguments,
-        _print_of("show_dead", "print_contents", "index"),
+        _show_dead,
     ),
     Command(
         "dead requeue",
         "release dead indexes again",
         _add_requeue_arguments,
-        _print_of("requeue_dead", "print_requeued", "indexes", "reason", "every"),
+        _requeue_dead,
     ),
     Command(
         "export",
@@ -145,12 +167,12 @@ COMMANDS = (
         "producers",
         "list a run's producers, and claims whose producer is gone",
         _add_arguments,
-        _print_of("list_producers", "print_producers"),
+        _list_producers,
     ),
     Command(
         "weights",
         "list the policies in a run's weight log, and who holds which",
         _add_arguments,
-        _print_of("list_weights", "print_weights"),
+        _list_weights,
     ),
 )
