@@ -13,6 +13,7 @@ import numpy
 import pytest
 import redis
 
+from fake_connection import fake_connection
 from one_environment import alone
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
@@ -170,9 +171,7 @@ async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> A
         yield Streams(connection, server.client)
     else:
         fake = fakeredis.FakeServer()
-        fakes = [fakeredis.FakeAsyncRedis(server=fake, protocol=2) for _ in range(2)]
-        threads = fakeredis.FakeRedis(server=fake, protocol=2)
-        connection = ProducerConnection(*fakes, threads, outage_s=30.0, metrics=metrics)
+        connection = fake_connection(fake, metrics, outage_s=30.0)
         yield Streams(connection, fakeredis.FakeRedis(server=fake, protocol=2))
     await connection.close()
     if server is not None:

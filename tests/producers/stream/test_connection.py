@@ -12,6 +12,7 @@ import pytest
 from redis import exceptions
 from redis.backoff import EqualJitterBackoff
 
+from fake_connection import fake_connection
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream import connection as module
 from penstock.producers.stream.connection import FORGET_S, AdaptiveTimeout, ProducerConnection
@@ -24,10 +25,7 @@ from penstock.schemas.process.outage import RedisGoneError
 def link_for(metrics: ProducerMetrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], ProducerConnection]:
     """Makes a connection that waits for so many seconds."""
     monkeypatch.setattr(outage, "BACKOFF", EqualJitterBackoff(cap=0.002, base=0.001))
-    client = fakeredis.FakeAsyncRedis(protocol=2)
-    return lambda outage_s: ProducerConnection(
-        client, client, fakeredis.FakeRedis(protocol=2), outage_s=outage_s, metrics=metrics
-    )
+    return lambda outage_s: fake_connection(fakeredis.FakeServer(), metrics, outage_s)
 
 
 @pytest.fixture
@@ -248,3 +246,23 @@ def test_it_is_forgotten_once_none_has_needed_it_for_a_while(clock: OutageClock)
     assert timeout.limit_s(10) == 20
     clock.now += 2
     assert timeout.limit_s(10) == 10
+
+
+async def test_a_cancelled_command_never_goes_on(streams) -> None:
+    over = asyncio.Event()
+
+    async def repeat() -> None:
+        while not over.is_set():
+            await asyncio.sleep(0)
+            await streams.connection.retrying(streams.connection.commands.ping)
+
+    repeating = []
+    for num_steps in range(80):
+        task = asyncio.create_task(repeat())
+        for _ in range(num_steps % 40):
+            await asyncio.sleep(0)
+        task.cancel()
+        repeating.append(task)
+    _, going_on = await asyncio.wait(repeating, timeout=10)
+    over.set()
+    assert not going_on
