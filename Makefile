@@ -44,8 +44,9 @@ lint: venv-dev
 bench: venv venv-peers
 	$(VENV)/bin/python -m bench
 
-bench-peers: venv-peers
-	$(VENV)-peers/bin/python -m bench.peers
+# TRL on the demo's task: a row of `make bench`.
+bench-peers: venv venv-peers
+	$(VENV)/bin/python -m bench trainer --only peers
 
 # On a machine with an NVIDIA GPU: some twenty minutes; docs/benchmarks.md says what, and how without a network.
 gpu-check: venv-dev
@@ -63,7 +64,7 @@ venv-dev:
 
 # A separate environment: the peers' requirements conflict with the engine's.
 venv-peers:
-	@VENV=$(VENV)-peers REQUIREMENTS=bench/peers/requirements.txt deploy/install.sh
+	@VENV=$(VENV)-peers REQUIREMENTS=bench/peers-requirements.txt deploy/install.sh
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -15,6 +15,7 @@ import redis
 
 import penstock.consumers.stream.connection
 import penstock.producers.stream.connection
+from bench.part import TOLD
 from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.redis_server import RedisServer
@@ -22,8 +23,6 @@ from penstock.producers.weights.host_copy import default_folder
 from penstock.schemas.config import load_config
 
 PART_LIMIT_S = 900.0
-TOLD = "bench: "
-"""Begins the lines of a part's log that are printed: its progress."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 REDIS_ERRORS = (
     redis.RedisError,
@@ -136,6 +135,23 @@ def measure_apart(
     """
     wait_for([start_apart(name, function, job, folder, python=python, environment=environment)])
     return found_apart(name, result_type, folder)
+
+
+class NoPeersError(BenchError):
+    """There is no environment of the peers."""
+
+
+def peers_python() -> str:
+    """Returns the interpreter of the environment that `make bench` creates for the peers.
+
+    Raises:
+        NoPeersError: it is not there.
+    """
+    python = f"{os.environ.get('VENV', '.venv')}-peers/bin/python"
+    if not Path(python).is_file():
+        raise NoPeersError(f"{python} is not there; make bench makes it")
+    # Not resolved: the interpreter of an environment is a link, and finds its packages by where the link lies.
+    return os.path.abspath(python)
 
 
 def start_apart(

@@ -64,9 +64,7 @@ EXTRAS = {name: distributions(texts) for name, texts in PYPROJECT["project"]["op
 OPTIONAL = set().union(*(names for extra, names in EXTRAS.items() if extra != "dev")) - CORE
 """Distributions that a user may leave out."""
 PEERS = distributions(
-    line
-    for line in (ROOT / "bench" / "peers" / "requirements.txt").read_text().splitlines()
-    if not line.startswith("#")
+    line for line in (ROOT / "bench" / "peers-requirements.txt").read_text().splitlines() if not line.startswith("#")
 )
 OWN = {"penstock", "bench", "tests", "docs", *(file.stem for file in (ROOT / "tests" / "doubles").iterdir())}
 

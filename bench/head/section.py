@@ -3,11 +3,9 @@
 Every process has one torch thread, like each process of a run on one machine; compare with more only at equal numbers.
 """
 
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -15,7 +13,7 @@ from bench.head.chart import draw_head
 from bench.head.implementations import IMPLEMENTATIONS, PEERS
 from bench.head.part import Dtype, Entry, Job, Kind, Matmul, Measured
 from bench.result import Figure, Goal, absent, compare
-from bench.section import Bench, BenchSection, measure_apart
+from bench.section import Bench, BenchSection, NoPeersError, measure_apart, peers_python
 
 OURS = ("recompute", "in forward")
 """Backward computes the logits again; forward computes the gradients of a token-level loss at once."""
@@ -75,10 +73,10 @@ def measure_time(bench: Bench) -> list[Figure]:
 
 def measure_peers(bench: Bench) -> list[Figure]:
     """Measures all implementations in the peers' environment; ours too, except the memory, which has its own row."""
-    python = peers_python()
-    if not python.is_file():
-        reason = f"{python} is not there; make bench makes it"
-        return [absent(name, reason) for name in PEERS]
+    try:
+        python = peers_python()
+    except NoPeersError as error:
+        return [absent(name, str(error)) for name in PEERS]
     entries = [Entry(name, dtype) for dtype in MAX_GRADIENT_ERROR for name in IMPLEMENTATIONS]
     settings = bench.settings
     num_memory_tokens = settings.memory_tokens[0]
@@ -89,20 +87,15 @@ def measure_peers(bench: Bench) -> list[Figure]:
     return list(peer_figures(accuracy, seconds, peaks, settings.peer_tokens, num_memory_tokens))
 
 
-def peers_python() -> Path:
-    """Returns the interpreter of the environment that `make bench` creates for the peers."""
-    return Path(os.environ.get("VENV", ".venv") + "-peers") / "bin" / "python"
-
-
 def _peaks(
-    bench: Bench, entries: Sequence[Entry], num_tokens: int, python: Path = Path(sys.executable)
+    bench: Bench, entries: Sequence[Entry], num_tokens: int, python: str = sys.executable
 ) -> dict[Entry, Measured]:
     """Measures each in its own process: memory that one leaves behind must not count as another's."""
     return {entry: _measure(bench, "memory", [entry], num_tokens, python)[entry] for entry in entries}
 
 
 def _measure(
-    bench: Bench, kind: Kind, entries: Sequence[Entry], num_tokens: int, python: Path = Path(sys.executable)
+    bench: Bench, kind: Kind, entries: Sequence[Entry], num_tokens: int, python: str = sys.executable
 ) -> dict[Entry, Measured]:
     settings = bench.settings
     job = Job(
@@ -120,8 +113,7 @@ def _measure(
         job,
         list[Measured],
         bench.folder,
-        # Not resolved: the interpreter of an environment is a link, and finds its packages by where the link lies.
-        python=os.path.abspath(python),
+        python=python,
         environment={"HF_HUB_OFFLINE": "1"},
     )
     for one in measured:

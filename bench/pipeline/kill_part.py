@@ -19,13 +19,13 @@ from vllm import SamplingParams
 
 import penstock.producers.__main__ as producer_entry
 from bench.feeder import make_manifest
+from bench.part import tell
 from bench.pipeline.bare import Meter
 from bench.pipeline.kills import GROUPS, LENGTHS, Kill, Killed, KillJob, Spell
 from bench.pipeline.long_rollouts import LongRollouts
 from bench.pipeline.saving import SavingMeter, SocketClock, until
 from bench.result import BenchError
 from bench.running import open_producer
-from bench.section import TOLD
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import Scripts
@@ -95,7 +95,7 @@ async def measure(job: KillJob) -> Killed:
     config = load_config(Path(job.run_file))
     engine = await EndlessEngine.start(config, seed=1)
     off = replace(config, producers=replace(config.producers, progress_s=0.0))
-    say("the engine serves")
+    tell("the engine serves")
     ways = _Ways(job, engine, {"with": config, "without": off})
     try:
         return Killed(
@@ -125,7 +125,7 @@ class _Ways:
     async def spells(self) -> list[Spell]:
         async with self._alone(Meter(self._engine), MANY_GROUPS) as saving:
             found = [await saving.spell(self._job.spell_s) for _ in range(self._job.spells)]
-        say(f"{len(found)} spells of {self._job.spell_s:g} s")
+        tell(f"{len(found)} spells of {self._job.spell_s:g} s")
         return found
 
     async def lengths(self) -> dict[int, Spell]:
@@ -133,7 +133,7 @@ class _Ways:
         for num_tokens in LENGTHS:
             async with self._alone(LongRollouts(self._engine, num_tokens, self._job.length_s)) as saving:
                 found[num_tokens] = await saving.spell(self._job.length_s)
-            say(f"rollouts of {num_tokens:,} tokens")
+            tell(f"rollouts of {num_tokens:,} tokens")
         return found
 
     async def kills(self) -> dict[str, list[Kill]]:
@@ -141,7 +141,7 @@ class _Ways:
         for n in range(self._job.kills):
             for name in list(self._configs)[:: -1 if n % 2 else 1]:
                 found[name].append(await self._kill(self._named(name)))
-                say(f"kill {n + 1} {name} progress: the last group after {found[name][-1].arrival_s:.1f} s")
+                tell(f"kill {n + 1} {name} progress: the last group after {found[name][-1].arrival_s:.1f} s")
         return found
 
     def _named(self, name: str) -> RunConfig:
@@ -205,10 +205,6 @@ class _Ways:
                 serving.create_task(producer.serve())
                 yield saving
                 producer.stop.set()
-
-
-def say(line: str) -> None:
-    print(f"{TOLD}{line}", flush=True)
 
 
 def be_the_victim(run_file: Path, tally: Path) -> int:

@@ -143,8 +143,8 @@ def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
             "synchronous_reached_it": reference_s is not None,
             "num_updates": asynchronous.num_updates,
             "synchronous_num_updates": synchronous.num_updates,
-            "accuracy_by_update": _curve(asynchronous),
-            "synchronous_accuracy_by_update": _curve(synchronous),
+            "accuracy_by_update": accuracy_by_update(asynchronous),
+            "synchronous_accuracy_by_update": accuracy_by_update(synchronous),
         },
     )
 
@@ -181,7 +181,7 @@ def _span(run: ModeRun) -> tuple[float, float]:
     return updates[FIRST_UPDATE - 1].time_s, updates[-1].time_s
 
 
-def _curve(run: ModeRun) -> list[tuple[int, float]]:
+def accuracy_by_update(run: ModeRun) -> list[tuple[int, float]]:
     return [(point.update, point.reward) for point in run.telemetry.evaluations]
 
 

@@ -1,18 +1,20 @@
-"""Long and uneven answers: Penstock's pipeline and TRL's GRPOTrainer on one model, task and machine, one by one."""
+"""Penstock's pipeline and TRL's GRPOTrainer on one model, task and machine, one by one: the tokens of long and uneven
+answers, and the time that the run file's task takes.
 
-import os
+TRL generates with transformers: with vLLM it can on GPUs alone.
+"""
+
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
-from bench.head.section import peers_python
-from bench.pipeline.modes import ModeRun, run_mode, trainer_parts
+from bench.pipeline.modes import ACCURACY, ModeRun, accuracy_by_update, run_mode, trainer_parts
+from bench.pipeline.section import EVALUATE_EVERY, random_model, run_config, save
 from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
-from bench.section import make_model, measure_apart
-from bench.trainer.long_answers import PeerUpdates, TrlJob
-from penstock.deploy.launch.start_checks import resolved_toml
+from bench.section import Bench, NoPeersError, make_model, measure_apart, peers_python, run_file_model
+from bench.trainer.peer_job import PeerUpdates, TrlJob, TrlUpdates
 from penstock.schemas.config import (
     EnvironmentConfig,
     EvaluationConfig,
@@ -25,11 +27,13 @@ from penstock.schemas.config import (
 )
 
 LIMIT_S = 900.0
-"""Of Penstock's run."""
+"""Of Penstock's run with long answers."""
 OTHER_PARTS = "publish, evaluation, bookkeeping"
+HEAD_START = "-0.63"
+"""Ends the name of the model that already solves more of the run file's task, about 0.63."""
 
 
-class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
+class LongAnswersSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The model is a random Qwen3 of 14M parameters, which ends an answer at any token with a chance of about 1 in 98.
 
     first_update: of Penstock's that counts; before it the stream fills. trl_threads: Penstock's two processes have one
@@ -48,11 +52,11 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
     trl_threads: int = 2
 
 
-def peer_figures(settings: PeerSettings, folder: Path) -> Iterator[Figure | Breakdown]:
-    model = folder / "model-long-answers"
-    make_model(
-        model,
-        train=False,
+def measure_long_answers(bench: Bench) -> list[Figure | Breakdown]:
+    settings = bench.settings.long_answers
+    model = random_model(
+        bench,
+        "long-answers",
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
         num_layers=settings.num_layers,
@@ -60,21 +64,14 @@ def peer_figures(settings: PeerSettings, folder: Path) -> Iterator[Figure | Brea
         num_kv_heads=2,
         head_dim=64,
     )
-    config = _config(settings, model)
-    ours = updates_of(run_mode(config, folder / "runs", limit_s=LIMIT_S), settings)
-    theirs = _run_trl(config, settings, folder)
-    yield from compared(ours, theirs)
-
-
-def _config(settings: PeerSettings, model: Path) -> RunConfig:
-    return RunConfig(
+    config = RunConfig(
         name="long-answers",
         seed=1,
         num_updates=settings.updates,
         group_size=settings.group_size,
         groups_per_batch=settings.groups,
         model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(path="bench.trainer.long_answers:LongAnswers"),
+        environment=EnvironmentConfig(path="bench.trainer.peer_job:LongAnswers"),
         sampling=SamplingConfig(temperature=1.0, max_tokens=settings.max_tokens),
         producers=ProducersConfig(count=1, groups_in_flight=settings.groups),
         # So small a learning rate moves no weight: every update meets answers of the same lengths.
@@ -82,31 +79,53 @@ def _config(settings: PeerSettings, model: Path) -> RunConfig:
         evaluation=EvaluationConfig(num_prompts=0),
         metrics=MetricsConfig(port=0),
     )
+    ours = updates_of(run_mode(config, bench.folder / "runs", limit_s=LIMIT_S), settings)
+    job = TrlJob(run_file=str(save(bench, config)), updates=settings.trl_updates, num_threads=settings.trl_threads)
+    return list(rate_figures(ours, _run_trl(bench, config.name, job)))
 
 
-def _run_trl(config: RunConfig, settings: PeerSettings, folder: Path) -> PeerUpdates | str:
+def measure_accuracy(bench: Bench) -> list[Figure | Breakdown]:
+    """Measures the run file's task from two models: its own, and one that already solves more of it."""
+    settings, model = bench.settings, run_file_model(bench)
+    better = model.with_name(model.name + HEAD_START)
+    make_model(better, forgotten_carries=0.5, lowest_accuracy=0.58, highest_accuracy=0.68)
+    figures: list[Figure | Breakdown] = []
+    for start in (model, better):
+        config = run_config(bench, f"from-{start.name}", start, f"evaluation.every={EVALUATE_EVERY}")
+        limit_s = settings.accuracy_limit_s
+        ours = run_mode(config, bench.folder / "runs", limit_s=limit_s, accuracy=ACCURACY, pinned=False)
+        job = TrlJob(
+            run_file=str(save(bench, config)),
+            updates=settings.accuracy_updates,
+            num_threads=1,
+            goal=ACCURACY,
+            every=EVALUATE_EVERY,
+            limit_s=limit_s,
+        )
+        figures += accuracy_figures(start, ours, _run_trl(bench, config.name, job))
+    return figures
+
+
+def _run_trl(bench: Bench, name: str, job: TrlJob) -> TrlUpdates | str:
     """Returns TRL's updates, or the reason why it did not run."""
-    python = peers_python()
-    if not python.is_file():
-        return f"{python} is not there; make bench makes it"
-    run_file = folder / "long-answers.toml"
-    run_file.write_text(resolved_toml(config))
-    job = TrlJob(run_file=str(run_file), updates=settings.trl_updates, num_threads=settings.trl_threads)
-    threads = str(settings.trl_threads)
-    found: PeerUpdates = measure_apart(
-        "trl",
+    try:
+        python = peers_python()
+    except NoPeersError as error:
+        return str(error)
+    threads = str(job.num_threads)
+    found: TrlUpdates = measure_apart(
+        f"trl-{name}",
         "bench.trainer.trl_part:measure",
         job,
-        PeerUpdates,
-        folder,
-        # Not resolved: the interpreter of an environment is a link, and finds its packages by where the link lies.
-        python=os.path.abspath(python),
+        TrlUpdates,
+        bench.folder,
+        python=python,
         environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
     )
     return found
 
 
-def updates_of(run: ModeRun, settings: PeerSettings) -> PeerUpdates:
+def updates_of(run: ModeRun, settings: LongAnswersSettings) -> PeerUpdates:
     """Raises BenchError if the run did not get as far as the updates that count."""
     updates, first = run.telemetry.updates, settings.first_update
     if len(updates) <= first:
@@ -119,10 +138,9 @@ def updates_of(run: ModeRun, settings: PeerSettings) -> PeerUpdates:
     )
 
 
-def compared(ours: PeerUpdates, theirs: PeerUpdates | str) -> Iterator[Figure | Breakdown]:
+def rate_figures(ours: PeerUpdates, theirs: TrlUpdates | str) -> Iterator[Figure | Breakdown]:
+    """Compares updates with long answers. theirs: the reason if TRL did not run."""
     peer = None if isinstance(theirs, str) else theirs
-    details = {"penstock": msgspec.to_builtins(ours)}
-    details["trl"] = msgspec.to_builtins(theirs) if peer else {"reason": theirs}
     reference_is = f"{peer.name} with transformers' generate on both cores" if peer else "not measured"
     yield compare(
         "answers of up to 512 tokens, 98 on average: tokens trained per second",
@@ -131,7 +149,7 @@ def compared(ours: PeerUpdates, theirs: PeerUpdates | str) -> Iterator[Figure | 
         reference=peer.tokens_per_s if peer else None,
         reference_is=reference_is,
         goal=Goal(at_least=8.0),
-        details=details,
+        details={"penstock": msgspec.to_builtins(ours), "trl": _details(theirs)},
     )
     yield compare(
         "the same: seconds per update",
@@ -143,3 +161,27 @@ def compared(ours: PeerUpdates, theirs: PeerUpdates | str) -> Iterator[Figure | 
     yield break_down("Penstock's trainer", ours.phases_s, ours.s_per_update, "time per update", rest=OTHER_PARTS)
     if peer:
         yield break_down(peer.name, peer.phases_s, peer.s_per_update, "time per update")
+
+
+def accuracy_figures(start: Path, ours: ModeRun, theirs: TrlUpdates | str) -> Iterator[Figure | Breakdown]:
+    """Compares the times to `ACCURACY`: Penstock's from the first admitted prompt on with evaluations, TRL's from the
+    start of training without."""
+    peer = None if isinstance(theirs, str) else theirs
+    yield compare(
+        f"seconds to {ACCURACY} held-out accuracy from {start.name}",
+        unit="s",
+        measured=ours.time_to_accuracy_s,
+        reference=peer.seconds_to(ACCURACY) if peer else None,
+        reference_is=f"{peer.name} with transformers' generate on one thread" if peer else "not measured",
+        details={
+            "num_updates": ours.num_updates,
+            "accuracy_by_update": accuracy_by_update(ours),
+            "trl": _details(theirs),
+        },
+    )
+    if peer:
+        yield break_down(f"{peer.name} from {start.name}", peer.phases_s, peer.s_per_update, "time per update")
+
+
+def _details(theirs: TrlUpdates | str) -> dict[str, object]:
+    return {"reason": theirs} if isinstance(theirs, str) else msgspec.to_builtins(theirs)

@@ -1,4 +1,4 @@
-"""The trainer section: ranks against one process, and one process against a plain loop.
+"""The trainer section: ranks against one process, one process against a plain loop, and a run against TRL.
 
 Every rank has one torch thread, like each process of a run on one machine.
 """
@@ -16,7 +16,7 @@ from bench.result import Figure, Goal, compare, compare_rounds, in_turns
 from bench.section import Bench, BenchSection, found_apart, make_model, measure_apart, wait_for
 from bench.sizing import LARGE, SMALL, MemoryCase, MemoryMeasured, MemoryModel, measure, save_model
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference
-from bench.trainer.peer import PeerSettings, peer_figures
+from bench.trainer.peer import LongAnswersSettings, measure_accuracy, measure_long_answers
 from bench.trainer.ranks import start_ranks
 from docs.sizing import measured_case, total_gb
 
@@ -42,7 +42,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights_work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=48, tokens_per_pass=512)
     weights_ranks: tuple[int, ...] = (2, 4)
     weights_steps: int = 10
-    peer: PeerSettings = PeerSettings()
+    long_answers: LongAnswersSettings = LongAnswersSettings()
+    accuracy_updates: int = 3000
+    accuracy_limit_s: float = 600.0
 
 
 _TINY = MemoryModel("tiny", 64, 128, 2, 2, 1, 300)
@@ -59,7 +61,11 @@ QUICK_TRAINER = TrainerSettings(
     weights_work=_LITTLE,
     weights_ranks=(2,),
     weights_steps=2,
-    peer=PeerSettings(hidden_size=64, intermediate_size=128, num_layers=2, max_tokens=32, updates=3, first_update=1),
+    long_answers=LongAnswersSettings(
+        hidden_size=64, intermediate_size=128, num_layers=2, max_tokens=32, updates=3, first_update=1
+    ),
+    accuracy_updates=3,
+    accuracy_limit_s=6.0,
 )
 """Shows that everything runs. Its figures mean nothing."""
 
@@ -250,8 +256,10 @@ TRAINER = BenchSection(
         "ranks": measure_ranks,
         "rank-memory": measure_memory,
         "weights": measure_weights,
-        "long-answers": lambda bench: list(peer_figures(bench.settings.peer, bench.folder)),
+        "long-answers": measure_long_answers,
+        "peers": measure_accuracy,
     },
     TrainerSettings(),
     QUICK_TRAINER,
+    uses_run_file=True,
 )

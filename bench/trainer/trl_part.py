@@ -1,72 +1,194 @@
-"""Updates of TRL's GRPOTrainer, in the peers' environment."""
+"""TRL's GRPOTrainer on a run file's task, in the peers' environment: the time of its updates, by phase."""
 
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
+from trl import GRPOTrainer
 
-from bench.peers.trl_run import Stopwatch, TimedTrainer
-from bench.peers.trl_settings import training_rows, trl_settings
-from bench.trainer.long_answers import LongAnswers, PeerUpdates, TrlJob
-from penstock.schemas.config import load_config
+from bench.part import tell
+from bench.trainer.peer_job import CurvePoint, TrlJob, TrlUpdates
+from bench.trainer.trl_settings import training_rows, trl_settings
+from penstock.producers.interfaces import Environment
+from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.prompt import Prompt, Reward
+
+EVALUATION_BATCH = 512
+PACKAGES = ("trl", "transformers", "accelerate", "torch")
 
 
-class _CountedTrainer(TimedTrainer):
-    """TimedTrainer that counts the tokens of each update's completions."""
+class _TimedTrainer(GRPOTrainer):
+    """GRPOTrainer with a stopwatch around the parts of its step, which may nest, and the number of tokens of each
+    update's completions; nothing else is changed."""
 
+    seconds: dict[str, float]
     tokens: list[int]
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._timed("step"):
+            return super().training_step(*args, **kwargs)
+
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-        batch = super()._generate_and_score_completions(*args, **kwargs)
+        with self._timed("rollout"):
+            batch = super()._generate_and_score_completions(*args, **kwargs)
         self.tokens.append(int(batch["completion_mask"].sum()))
         return batch
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("generate"):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("forward"):
+            return super().compute_loss(*args, **kwargs)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def phases_s(self, train_s: float) -> dict[str, float]:
+        """Returns the seconds by phase, see `TrlUpdates`; they add up to `train_s`."""
+        generate, rollout, forward, step = (self.seconds[name] for name in ("generate", "rollout", "forward", "step"))
+        return {
+            "generate": generate,
+            "score": rollout - generate,
+            "forward": forward,
+            "backward": step - rollout - forward,
+            "rest": train_s - step,
+        }
+
 
 class _Clock(TrainerCallback):
-    """The time of each update."""
+    """Takes the time of each update and, if there is a goal, the accuracy every few updates, while the clock stands
+    still; training ends at the goal or the time limit.
 
-    def __init__(self) -> None:
-        self.ends_s: list[float] = []
+    ends_s: of the updates, after the time at which training began.
+    """
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.ends_s.append(time.perf_counter())
+    trainer: _TimedTrainer
 
-    on_step_end = on_train_begin
+    def __init__(self, job: TrlJob, accuracy: Callable[[Any], float]) -> None:
+        self.ends_s = [0.0]
+        self.curve: list[CurvePoint] = []
+        self.cpu_s = self.evaluation_s = 0.0
+        self._job = job
+        self._accuracy = accuracy
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
+        if self._job.goal is not None:
+            self._evaluate(0, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.ends_s.append(time.perf_counter() - self._began_s)
+        self.cpu_s = time.process_time() - self._began_cpu_s
+        if self._job.goal is None:
+            return
+        is_over = self.ends_s[-1] >= self._job.limit_s or state.global_step >= state.max_steps
+        if is_over or state.global_step % self._job.every == 0:
+            self._evaluate(state.global_step, model)
+        control.should_training_stop = is_over or self.curve[-1].accuracy >= self._job.goal
+
+    def _evaluate(self, update: int, model: Any) -> None:
+        rewards = self.trainer._metrics["train"]["reward"]
+        reward = sum(rewards) / len(rewards) if rewards else None
+        # Nothing else empties these lists while logging is off.
+        self.trainer._metrics["train"].clear()
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        accuracy = self._accuracy(model)
+        took_s = time.perf_counter() - began_s
+        self.evaluation_s += took_s
+        self._began_s += took_s
+        self._began_cpu_s += time.process_time() - began_cpu_s
+        self.curve.append(CurvePoint(update=update, train_s=self.ends_s[-1], accuracy=accuracy, reward=reward))
+        tell(f"TRL, update {update}, {self.ends_s[-1]:.1f} s: accuracy {accuracy:.4f}")
 
 
-def measure(job: TrlJob) -> PeerUpdates:
+def measure(job: TrlJob) -> TrlUpdates:
+    """Trains with TRL.
+
+    Raises:
+        ConfigError: the run file asks for something that TRL does not offer in the same form.
+    """
     torch.set_num_threads(job.num_threads)
     disable_progress_bar()
     config = load_config(Path(job.run_file))
-    environment = LongAnswers(seed=config.seed)
+    environment: Environment = construct(config.environment, "environment", Environment, seed=config.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
-    clock, stopwatch = _Clock(), Stopwatch()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    clock = _Clock(job, lambda model: greedy_accuracy(model, config, environment, tokenizer))
 
-    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [environment.reward(environment.prompt(0), completion) for completion in completions]
+    def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        tasks = (Prompt(text=text, answer=right) for text, right in zip(prompts, answer, strict=True))
+        return [score(environment, *pair) for pair in zip(tasks, completions, strict=True)]
 
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = _CountedTrainer(
+        settings = trl_settings(config, job.updates, scratch)
+        trainer = _TimedTrainer(
             model=AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32),
             reward_funcs=reward,
-            args=trl_settings(config, job.updates, scratch),
-            train_dataset=training_rows(environment, job.updates * config.groups_per_batch),
+            args=settings,
+            train_dataset=training_rows(environment, settings.max_steps * config.groups_per_batch),
             processing_class=tokenizer,
             callbacks=[clock],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.stopwatch, trainer.tokens = stopwatch, []
+        trainer.seconds, trainer.tokens = {}, []
+        clock.trainer = trainer
         trainer.train()
-    phases_s = stopwatch.phases_s(clock.ends_s[-1] - clock.ends_s[0])
-    return PeerUpdates(
+    num_updates, phases_s = len(trainer.tokens), trainer.phases_s(clock.ends_s[-1])
+    return TrlUpdates(
         name=f"TRL {version('trl')}",
+        packages={name: version(name) for name in PACKAGES},
         seconds=[end - start for start, end in pairwise(clock.ends_s)],
         tokens=trainer.tokens,
-        phases_s={name: seconds / job.updates for name, seconds in phases_s.items()},
+        phases_s={name: seconds / num_updates for name, seconds in phases_s.items()},
+        curve=clock.curve,
+        cpu_s=clock.cpu_s,
+        evaluation_s=clock.evaluation_s,
     )
+
+
+@torch.no_grad()
+def greedy_accuracy(model: Any, config: RunConfig, environment: Environment, tokenizer: Any) -> float:
+    """Returns the mean greedy reward on the held-out prompts."""
+    num_prompts = environment.num_evaluation_prompts
+    if config.evaluation.num_prompts is not None:
+        num_prompts = min(num_prompts, config.evaluation.num_prompts)
+    prompts = [environment.evaluation_prompt(n) for n in range(1, num_prompts + 1)]
+    settings = GenerationConfig(
+        max_new_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    total = 0.0
+    model.eval()
+    for start in range(0, num_prompts, EVALUATION_BATCH):
+        batch = prompts[start : start + EVALUATION_BATCH]
+        inputs = tokenizer([each.text for each in batch], return_tensors="pt", padding=True, padding_side="left")
+        inputs.pop("token_type_ids", None)
+        outputs = model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
+        answers = tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        total += sum(score(environment, *pair) for pair in zip(batch, answers, strict=True))
+    model.train()
+    return total / num_prompts
+
+
+def score(environment: Environment, prompt: Prompt, completion: str) -> float:
+    reward = environment.reward(prompt, completion)
+    return reward.value if isinstance(reward, Reward) else float(reward)

@@ -15,7 +15,7 @@ from penstock.deploy.launch.child import Child
 def test_rows_choose_their_sections():
     assert command.choose_rows([], ["time", "records"]) == {"pipeline": ("records",), "head": ("time",)}
     assert command.choose_rows([], ["accuracy"]) == {"head": ("accuracy",)}
-    assert set(command.choose_rows([], ["peers"])) == {"stream", "head"}
+    assert set(command.choose_rows([], ["peers"])) == {"stream", "head", "trainer"}
     assert command.choose_rows(["head"], []) == {"head": ("accuracy", "memory", "time", "peers")}
     with pytest.raises(command.ConfigError, match="--only records: no row of head; expected one of accuracy"):
         command.choose_rows(["head"], ["records"])

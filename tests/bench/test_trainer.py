@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from bench.pipeline.modes import ModeRun
 from bench.result import BenchError, Breakdown
 from bench.section import wait_for
 from bench.sizing import LARGE, MemoryCase, MemoryMeasured
 from bench.trainer.groups import random_group
-from bench.trainer.long_answers import LongAnswers, PeerUpdates
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, against_plain, on_ranks
-from bench.trainer.peer import compared
+from bench.trainer.peer import accuracy_figures, rate_figures
+from bench.trainer.peer_job import CurvePoint, LongAnswers, PeerUpdates, TrlUpdates
 from bench.trainer.section import (
     TrainerSettings,
     compiled_figure,
@@ -22,6 +24,7 @@ from bench.trainer.section import (
     weights_figures,
 )
 from penstock.deploy.launch.child import Child
+from penstock.deploy.report.telemetry import EvaluationPoint, RunTelemetry
 from training_groups import tiny_model
 
 WORK = Work(num_groups=2, group_size=4, prompt_tokens=3, sampled_tokens=5, tokens_per_pass=16)
@@ -90,11 +93,20 @@ def test_weights_are_judged_by_the_parameter_that_differs_most_and_by_their_bits
 
 
 OURS = PeerUpdates(name="Penstock", seconds=[2.0, 2.0], tokens=[900, 700], phases_s={"backward": 1.5})
-THEIRS = PeerUpdates(name="TRL 9", seconds=[10.0], tokens=[500], phases_s={"generate": 7.0})
+THEIRS = TrlUpdates(
+    name="TRL 9",
+    seconds=[10.0],
+    tokens=[500],
+    phases_s={"generate": 7.0},
+    packages={"trl": "9"},
+    curve=[CurvePoint(update=n, train_s=5.0 * n, accuracy=0.4 + 0.3 * n, reward=None) for n in range(3)],
+    cpu_s=9.0,
+    evaluation_s=1.0,
+)
 
 
 def test_updates_with_a_peer_are_compared_by_tokens_and_broken_down() -> None:
-    rate, seconds, *breakdowns = compared(OURS, THEIRS)
+    rate, seconds, *breakdowns = rate_figures(OURS, THEIRS)
     assert rate.measured == 400.0 and rate.reference == 50.0 and rate.reached is True
     assert seconds.measured == 2.0 and seconds.reference == 10.0
     assert [each.name for each in breakdowns if isinstance(each, Breakdown)] == ["Penstock's trainer", "TRL 9"]
@@ -102,9 +114,43 @@ def test_updates_with_a_peer_are_compared_by_tokens_and_broken_down() -> None:
 
 
 def test_a_peer_that_is_missing_is_named_and_misses_no_goal() -> None:
-    rate, _, *breakdowns = compared(OURS, "no python")
+    rate, _, *breakdowns = rate_figures(OURS, "no python")
     assert rate.measured == 400.0 and rate.reached is None and rate.details["trl"] == {"reason": "no python"}
     assert len(breakdowns) == 1
+
+
+def learned(time_to_accuracy_s: float | None) -> ModeRun:
+    points = [
+        EvaluationPoint(policy_version=n, update=n, reward=0.4 + 0.5 * n, num_prompts=256, time_s=4.0 * n)
+        for n in range(2)
+    ]
+    telemetry = RunTelemetry(
+        name="demo",
+        config=None,
+        updates=(),
+        evaluations=tuple(points),
+        ledger=None,
+        producers={},
+        missing=(),
+        num_torn_lines=0,
+    )
+    return ModeRun(telemetry=telemetry, phases_s=[], snapshots=[], time_to_accuracy_s=time_to_accuracy_s, wall_s=9.0)
+
+
+def test_the_time_to_an_accuracy_is_held_against_a_peers_first_evaluation_that_reaches_it() -> None:
+    figure, phases = accuracy_figures(Path("models/demo"), learned(8.0), THEIRS)
+    assert figure.name == "seconds to 0.9 held-out accuracy from demo"
+    assert (figure.measured, figure.reference, figure.ratio) == (8.0, 10.0, 0.8)
+    assert figure.details["accuracy_by_update"] == [(0, 0.4), (1, 0.9)]
+    assert [point["train_s"] for point in figure.details["trl"]["curve"]] == [0.0, 5.0, 10.0]
+    assert phases.parts[0] == ("generate", 7.0, 0.7)
+
+
+def test_an_accuracy_that_either_does_not_reach_has_no_ratio() -> None:
+    below = replace(THEIRS, curve=THEIRS.curve[:2])
+    for ours, theirs in ((learned(None), THEIRS), (learned(8.0), below), (learned(8.0), "no python")):
+        figure, *_ = accuracy_figures(Path("models/demo"), ours, theirs)
+        assert figure.ratio is None and figure.reached is None
 
 
 def test_the_reward_of_a_long_answer_tells_siblings_apart() -> None:

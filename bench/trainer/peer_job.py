@@ -1,0 +1,84 @@
+"""The rows with TRL: the task of one, and the messages to and from TRL's process. Runs in both environments."""
+
+import math
+
+import msgspec
+
+from penstock.schemas.prompt import Prompt
+
+
+class LongAnswers:
+    """The reward is the share of digits in an answer, so that nearly every group has something to train on."""
+
+    num_evaluation_prompts = 0
+
+    def __init__(self, *, seed: int) -> None:
+        pass
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(text=f"{index:04d}=", answer="")
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        raise ValueError(f"LongAnswers: held-out task {n} asked for, and there is none")
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        return sum(map(str.isdigit, completion)) / max(1, len(completion))
+
+
+class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
+    """TRL on the model, task, groups and learning rate of a run file, for at most `updates` updates.
+
+    goal: the held-out greedy accuracy at which it ends; None evaluates nothing. every: updates between evaluations.
+    limit_s: of training.
+    """
+
+    run_file: str
+    updates: int
+    num_threads: int
+    goal: float | None = None
+    every: int = 5
+    limit_s: float = math.inf
+
+
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out accuracy after `update` updates and `train_s` seconds. reward: mean since the last point."""
+
+    update: int
+    train_s: float
+    accuracy: float
+    reward: float | None
+
+
+class PeerUpdates(msgspec.Struct, frozen=True, kw_only=True):
+    """seconds, tokens: of each update; tokens are sampled ones that it trains. phases_s: of the mean update."""
+
+    name: str
+    seconds: list[float]
+    tokens: list[int]
+    phases_s: dict[str, float]
+
+    @property
+    def s_per_update(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
+
+
+class TrlUpdates(PeerUpdates, frozen=True, kw_only=True):
+    """All seconds are without evaluations, except `evaluation_s`.
+
+    phases_s: generate: transformers' generate. score: rewards, advantages and padding. forward: the loss. backward.
+        rest: optimizer, clipping, data loading and the loop around them.
+    cpu_s: processor seconds of all updates; they differ from `seconds` if other work shares the machine.
+    """
+
+    packages: dict[str, str]
+    curve: list[CurvePoint]
+    cpu_s: float
+    evaluation_s: float
+
+    def seconds_to(self, goal: float) -> float | None:
+        """Returns the seconds to the first accuracy at the goal; None if it was not reached."""
+        return next((point.train_s for point in self.curve if point.accuracy >= goal), None)
