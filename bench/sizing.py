@@ -17,10 +17,10 @@ from msgspec.structs import asdict
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
+from bench.groups import learner_config, random_group
 from bench.machine import reset_peak, status_bytes
 from bench.result import RESULTS, now
 from bench.section import found_apart, wait_for
-from bench.trainer.groups import learner_config, random_group
 from bench.trainer.ranks import RankJob, start_ranks
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner

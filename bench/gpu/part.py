@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.gpu.device import Device
+from bench.groups import learner_config, random_group
 from bench.head.implementations import IMPLEMENTATIONS, HeadProblem, make_problem
 from bench.sizing import save_random
-from bench.trainer.groups import learner_config, random_group
 from bench.weights.publishing import Masters
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks

@@ -10,8 +10,8 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from bench.groups import learner_config, random_group
 from bench.result import in_turns
-from bench.trainer.groups import learner_config, random_group
 from bench.trainer.plain import PlainLoop
 from bench.trainer.ranks import RankJob
 from penstock.consumers.learning.batch import Batch

@@ -7,11 +7,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from bench.groups import random_group
 from bench.pipeline.modes import ModeRun
 from bench.result import BenchError, Breakdown
 from bench.section import wait_for
 from bench.sizing import LARGE, MemoryCase, MemoryMeasured
-from bench.trainer.groups import random_group
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, against_plain, on_ranks
 from bench.trainer.peer import accuracy_figures, rate_figures
 from bench.trainer.peer_job import CurvePoint, LongAnswers, PeerUpdates, TrlUpdates
