@@ -23,7 +23,12 @@ from penstock.producers.weights.host_copy import default_folder
 from penstock.schemas.config import load_config
 
 PART_LIMIT_S = 900.0
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+PART_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
 REDIS_ERRORS = (
     redis.RedisError,
     penstock.consumers.stream.connection.RedisGoneError,
@@ -167,7 +172,7 @@ def start_apart(
     job_file = folder / f"{name}-job.json"
     job_file.write_bytes(msgspec.json.encode(job))
     command = [python, "-m", "bench.part", function, str(job_file), str(folder / f"{name}-result.json")]
-    return Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD | dict(environment or {}))
+    return Child(name, command, log=folder / f"{name}.log", environment=PART_ENVIRONMENT | dict(environment or {}))
 
 
 def found_apart(name: str, result_type: Any, folder: Path) -> Any:
@@ -192,19 +197,17 @@ def wait_for(children: Sequence[Child]) -> None:
             time.sleep(0.05)
         for child in children:
             _tell(child.log, told[child])
-        for child, status in zip(children, found, strict=True):
-            if status:
-                raise BenchError(f"{child.name} {describe_status(status)}; {_end_of_log(child)}")
+        for child in children:
+            if child.returncode:
+                raise ended_early(child)
     finally:
-        end_all(children)
+        for child in children:
+            child.end()
 
 
-def end_all(children: Sequence[Child]) -> None:
-    """Kills the processes and waits until they have ended."""
-    for child in children:
-        child.kill()
-    while None in [child.poll() for child in children]:
-        time.sleep(0.01)
+def ended_early(child: Child) -> BenchError:
+    """Returns the error for a process that has ended and should not have."""
+    return BenchError(f"{child.name} {describe_status(child.returncode or 0)}; {_end_of_log(child)}")
 
 
 @contextmanager
@@ -219,7 +222,8 @@ def started(
             children.append(Child(name, [sys.executable, "-m", *command], log=log, environment=environment))
         yield children
     finally:
-        end_all(children)
+        for child in children:
+            child.end()
 
 
 def _tell(log: Path, start: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from bench.machine import processor_s
 from bench.result import BenchError
-from bench.section import redis_server, started
-from penstock.deploy.launch.child import Child, describe_status
+from bench.section import ended_early, redis_server, started
+from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.producers.engines.settings import engine_arguments
 from penstock.schemas.config import RunConfig
@@ -204,8 +204,7 @@ def wait_until_ready(children: Sequence[Child], is_ready: Callable[[], object]) 
     while not is_ready():
         for child in children:
             if child.poll() is not None:
-                status = describe_status(child.returncode or 0)
-                raise BenchError(f"{child.name} {status}; its log ends:\n{child.last_lines()}")
+                raise ended_early(child)
         if time.monotonic() > deadline:
             name = children[-1].name
             raise BenchError(f"{name}: not up after {BOOT_LIMIT_S:g} s; its log ends:\n{children[-1].last_lines()}")

@@ -118,9 +118,7 @@ def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench
 
 
 def _apart(bench: Bench, name: str, function: str, job: object, kind: type) -> Any:
-    return measure_apart(
-        name, f"bench.gpu.part:{function}", job, kind, bench.folder, environment={"HF_HUB_OFFLINE": "1"}
-    )
+    return measure_apart(name, f"bench.gpu.part:{function}", job, kind, bench.folder)
 
 
 def measure_tests(bench: Bench) -> list[Figure]:

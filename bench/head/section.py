@@ -114,7 +114,6 @@ def _measure(
         list[Measured],
         bench.folder,
         python=python,
-        environment={"HF_HUB_OFFLINE": "1"},
     )
     for one in measured:
         if one.reason:

@@ -24,8 +24,8 @@ from bench.pipeline.bare import Meter
 from bench.pipeline.kills import GROUPS, LENGTHS, Kill, Killed, KillJob, Spell
 from bench.pipeline.long_rollouts import LongRollouts
 from bench.pipeline.saving import SavingMeter, SocketClock, until
-from bench.result import BenchError
 from bench.running import open_producer
+from bench.section import ended_early
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import Scripts
@@ -165,8 +165,8 @@ class _Ways:
             victim = Child("victim", command, log=folder / "victim.log")
             await until(lambda: victim.poll() is not None)
             killed_s = time.monotonic()
-            if (status := victim.poll()) != -signal.SIGKILL:
-                raise BenchError(f"the victim ended with status {status}; its log ends:\n{victim.last_lines()}")
+            if victim.returncode != -signal.SIGKILL:
+                raise ended_early(victim)
             meter = Meter(self._engine)
             async with self._served(config, meter):
                 await until(lambda: client.xlen(Keys(config.name).rollouts) == GROUPS)

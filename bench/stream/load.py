@@ -18,9 +18,10 @@ import msgspec
 
 from bench.pipeline.records import make_group
 from bench.result import BenchError
+from bench.section import ended_early
 from bench.stream.ends import ProducerEnd, Span, group_of, plain_client
 from bench.stream.peer import Form, PeerWriter, texts_of
-from penstock.deploy.launch.child import Child, describe_status
+from penstock.deploy.launch.child import Child
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup, pack_floats, pack_ids, unpack_floats, unpack_ids
 
@@ -103,15 +104,12 @@ class LoadProcess:
             if answer is not None:
                 return answer[1]
             if self._child.poll() is not None:
-                status = describe_status(self._child.returncode or 0)
-                raise BenchError(f"{self._name} {status}; its log ends:\n{self._child.last_lines()}")
+                raise ended_early(self._child)
         raise BenchError(f"{self._name}: no answer in {ANSWER_S:g} s; its log ends:\n{self._child.last_lines()}")
 
     def end(self) -> None:
         self._client.close()
-        self._child.kill()
-        while self._child.poll() is None:
-            time.sleep(0.003)
+        self._child.end()
 
 
 def _list(name: str, what: str) -> str:

@@ -120,7 +120,7 @@ def _run_trl(bench: Bench, name: str, job: TrlJob) -> TrlUpdates | str:
         TrlUpdates,
         bench.folder,
         python=python,
-        environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+        environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
     )
     return found
 

@@ -29,6 +29,7 @@ from bench.weights.publishing import Published, PublishingJob
 from penstock.deploy.launch.redis_server import RedisServer
 
 MB = 1_000_000
+HOLD, PUBLISH = "bench.weights.holding:hold", "bench.weights.publishing:publish"
 
 
 class WeightsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,12 +219,19 @@ def measure_late(bench: Bench) -> list[Figure]:
     """Compares a producer that joins after many policies with one that joins when there is one."""
     settings = bench.settings
 
-    def joined_s(name: str, num_versions: int) -> Held:
-        with _server(bench, name) as server:
-            _publish(bench, server.url, name, settings.late_mb, num_versions)
-            return _hold(bench, server.url, name, num_versions, "late")
+    def joined(name: str, num_versions: int) -> Held:
+        with host_folder(name) as scratch, _server(bench, name) as server:
+            # Anchors of a policy of this size would be files.
+            anchors = str(bench.folder / f"{name}-anchors")
+            publishing = _publishing(
+                bench, server.url, name, settings.late_mb, num_versions, bench.folder, anchors=anchors
+            )
+            measure_apart(f"{name}-trainer", PUBLISH, publishing, Published, bench.folder)
+            holding = HoldingJob(url=server.url, run=name, host_folder=str(scratch), last=num_versions)
+            held: Held = measure_apart(f"{name}-holder", HOLD, holding, Held, bench.folder)
+            return held
 
-    anchor, late = joined_s("anchor", 0), joined_s("late", settings.late_versions)
+    anchor, late = joined("anchor", 0), joined("late", settings.late_versions)
     return [late_figure(settings.late_mb, settings.late_versions, late, anchor)]
 
 
@@ -313,28 +321,13 @@ def _run(
             f"{name}-holder-{n}": HoldingJob(url=server.url, run=name, host_folder=str(scratch), last=num_versions)
             for n in range(holders)
         }
-        children = [start_apart(each, "bench.weights.holding:hold", job, bench.folder) for each, job in jobs.items()]
+        children = [start_apart(each, HOLD, job, bench.folder) for each, job in jobs.items()]
         job = _publishing(
             bench, server.url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today
         )
-        children.append(start_apart(name, "bench.weights.publishing:publish", job, bench.folder))
+        children.append(start_apart(name, PUBLISH, job, bench.folder))
         wait_for(children)
     return found_apart(name, Published, bench.folder), [found_apart(each, Held, bench.folder) for each in jobs]
-
-
-def _publish(bench: Bench, url: str, name: str, size_mb: float, num_versions: int) -> None:
-    # Anchors of a policy of this size would be files.
-    job = _publishing(
-        bench, url, name, size_mb, num_versions, bench.folder, anchors=str(bench.folder / f"{name}-anchors")
-    )
-    wait_for([start_apart(f"{name}-trainer", "bench.weights.publishing:publish", job, bench.folder)])
-
-
-def _hold(bench: Bench, url: str, run: str, last: int, name: str) -> Held:
-    with host_folder(name) as scratch:
-        job = HoldingJob(url=url, run=run, host_folder=str(scratch), last=last)
-        found: Held = measure_apart(f"{run}-holder", "bench.weights.holding:hold", job, Held, bench.folder)
-        return found
 
 
 def _publishing(
