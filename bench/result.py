@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -214,15 +215,17 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "redis_server": redis_server,
-        "packages": {name: found for name in PACKAGES if (found := _package_version(name))},
+        "packages": installed(PACKAGES),
     }
 
 
-def _package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def installed(packages: Sequence[str]) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def print_result(result: Result, console: Console | None = None) -> None:

@@ -1,6 +1,5 @@
 """The plan of an ablation, read from its TOML file: the workload, the arms, the seeds."""
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.deploy.demo.make_model import ModelRecipe
-from penstock.schemas.config import ConfigError, RunConfig, config_of, explain, load_config
+from penstock.schemas.config import ConfigError, RunConfig, config_of, explain, load_config, read_document
 
 NAME_PATTERN = "^[a-z0-9][a-z0-9-]*$"
 """Arms and ablations give files and runs their names."""
@@ -93,7 +92,7 @@ class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def settings(self, cell: AblationCell, *, gpu: bool) -> dict[str, Any]:
         """Returns the settings as they are written, not as they are read: a field added to the schema does not make old
         results stale. Nor does what the overrides replace. Raises ConfigError, see `load_config`."""
-        document = tomllib.loads(self.run_file.read_text())
+        document = read_document(self.run_file)
         config_of(document, self.run_file, self.overrides(cell, gpu=gpu))
         document.get("evaluation", {}).pop("goal", None)  # a line in the report
         chosen = {
@@ -113,13 +112,9 @@ def load_plan(file: Path) -> AblationPlan:
         ConfigError: no such file, not TOML, an unknown or ill-typed field, an arm or run file that is not there.
     """
     try:
-        document = tomllib.loads(file.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
+        document = read_document(file)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; expected a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from None
     try:
         plan = msgspec.convert(document, AblationPlan, dec_hook=lambda kind, value: kind(value))
     except msgspec.ValidationError as error:

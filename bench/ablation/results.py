@@ -3,7 +3,6 @@
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from bench.ablation.objective import CLIP_RATE
 from bench.ablation.plan import AblationCell
-from bench.experiments.experiment import CellResult, installed_packages
+from bench.experiments.experiment import CellResult
 from penstock.deploy.report.telemetry import RunTelemetry, Update, WeightsLoaded
 from penstock.schemas.policy import split_version
 
@@ -60,8 +59,6 @@ class AblationResult(CellResult, kw_only=True):
         curves = {name: [line.metrics.get(key) for line in run.updates] for name, key in CURVES.items()}
         return cls(
             cell=cell,
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            packages=installed_packages(),
             processor=platform.machine(),
             settings=settings,
             curves={**curves, "token_lag": [_mean_lag(line) for line in run.updates]},

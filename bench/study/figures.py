@@ -1,14 +1,14 @@
 """The study's curves: reward and held-out accuracy by update, one column a lag, and ESS by lag."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.experiments.drawing import draw_band, save
+from bench.experiments.drawing import accuracy, draw_band, save_all, smoothed
 from bench.study.cells import (
     COMPARED_LAG,
     COMPARED_PACE,
@@ -23,7 +23,6 @@ from bench.study.cells import (
     StudyResult,
 )
 from penstock.deploy.report import drawing
-from penstock.deploy.report.figures import STYLE
 
 COLOURS = dict(
     zip(
@@ -37,9 +36,8 @@ CURVES, ESS = "corrections-learning-{}.svg", "corrections-ess.svg"
 
 def draw_curves(results: Sequence[StudyResult], folder: Path) -> list[Path]:
     """Writes the figures of a complete study into `folder` and returns their files."""
-    with matplotlib.rc_context(STYLE):
-        files = [save(_learning_figure(results, pace), folder / CURVES.format(pace.name)) for pace in PACES]
-        return [*files, save(_ess_figure(results), folder / ESS)]
+    learning = {folder / CURVES.format(pace.name): partial(_learning_figure, results, pace) for pace in PACES}
+    return save_all({**learning, folder / ESS: partial(_ess_figure, results)})
 
 
 def _learning_figure(results: Sequence[StudyResult], pace: Pace) -> Figure:
@@ -49,13 +47,12 @@ def _learning_figure(results: Sequence[StudyResult], pace: Pace) -> Figure:
         rewards, accuracies = axes[:, column]
         seeds = SEEDS if (pace.name, lag) == (COMPARED_PACE, COMPARED_LAG) else (GRID_SEED,)
         rewards.set_title(f"lag {lag}" + (f", {len(seeds)} seeds" if len(seeds) > 1 else ""))
-        reference = _found(results, pace, 0, REFERENCE, seeds)
-        _draw(rewards, [_reward(result) for result in reference], drawing.INK, "lag 0, no correction", style="--")
-        _draw(accuracies, [_accuracy(result) for result in reference], drawing.INK, None, style="--")
-        for method in METHODS:
-            found = _found(results, pace, lag, method.name, seeds)
-            _draw(rewards, [_reward(result) for result in found], COLOURS[method.name], method.label)
-            _draw(accuracies, [_accuracy(result) for result in found], COLOURS[method.name], None)
+        lines = [(0, REFERENCE, drawing.INK, "lag 0, no correction", "--")]
+        lines += [(lag, method.name, COLOURS[method.name], method.label, "-") for method in METHODS]
+        for line_lag, method, colour, label, style in lines:
+            found = _found(results, pace, line_lag, method, seeds)
+            draw_band(rewards, [smoothed(result.curve("reward")) for result in found], colour, label, style=style)
+            draw_band(accuracies, [accuracy(result) for result in found], colour, label, style=style)
         accuracies.set_xlabel("update")
     axes[0, 0].set_ylabel("reward of the sampling policy")
     axes[1, 0].set_ylabel("held-out accuracy")
@@ -79,23 +76,6 @@ def _ess_figure(results: Sequence[StudyResult]) -> Figure:
     panels[0].set_ylabel("ESS, no correction")
     panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def _draw(
-    ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], colour: str, label: str | None, *, style: str = "-"
-) -> None:
-    """curves: (x, y) of each seed."""
-    draw_band(ax, curves[0][0], np.stack([y for _, y in curves]), colour, label, style=style)
-
-
-def _reward(result: StudyResult) -> tuple[np.ndarray, np.ndarray]:
-    reward = result.curve("reward")
-    return np.arange(1, len(reward) + 1), drawing.running_mean(reward)
-
-
-def _accuracy(result: StudyResult) -> tuple[np.ndarray, np.ndarray]:
-    updates, values = zip(*result.accuracy, strict=True)
-    return np.array(updates), np.array(values)
 
 
 def _found(

@@ -2,13 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import count, islice
 from typing import Any
 
 from torch import Tensor
 
-from bench.experiments.experiment import installed_packages
 from bench.study.cells import StudyCell, StudyResult, settings
 from bench.study.sampler import Sampled, StudySampler
 from penstock.consumers.learning.lag import LagTable
@@ -155,8 +153,6 @@ def run_cell(cell: StudyCell, config: RunConfig, on_update: Callable[[int], None
     indexes = count(1)
     result = StudyResult(
         cell=cell,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        packages=installed_packages(),
         settings=settings(cell, config),
         curves={},
         accuracy=[(0, recorder.held_out_accuracy())],

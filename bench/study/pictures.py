@@ -2,16 +2,14 @@
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.experiments.drawing import save
+from bench.experiments.drawing import save_all
 from penstock.consumers.learning.importance import correct_packed, trust
 from penstock.deploy.report import drawing
-from penstock.deploy.report.figures import STYLE
 from penstock.schemas.config import CorrectionConfig
 
 TRUST, WEIGHTS = "corrections-trust.svg", "corrections-weights.svg"
@@ -33,8 +31,7 @@ LOG_RATIOS = np.linspace(-1.2, 1.2, 961)
 
 def draw_pictures(folder: Path) -> list[Path]:
     """Writes both pictures into `folder` and returns their files."""
-    with matplotlib.rc_context(STYLE):
-        return [save(_trust_figure(), folder / TRUST), save(_weights_figure(), folder / WEIGHTS)]
+    return save_all({folder / TRUST: _trust_figure, folder / WEIGHTS: _weights_figure})
 
 
 def trust_curve(config: CorrectionConfig, lags: np.ndarray) -> np.ndarray:
