@@ -99,6 +99,20 @@ class ProducerEnd:
         await self.connection.close()
 
 
+async def append_groups(url: str, keys: Keys, group: RolloutGroup, num_groups: int, *, singly: bool = False) -> Span:
+    """Claims prompts, released before, and appends a copy of `group` for each: all that wait together, or `singly` each
+    when the one before is in Redis."""
+    end = ProducerEnd(url, keys, "producer-0", num_groups)
+    try:
+        await end.claim(num_groups)
+        if singly:
+            return await end.append_in_bursts(group, 1)
+        end.put(group)
+        return await end.append()
+    finally:
+        await end.close()
+
+
 def release_prompts(client: "redis.Redis", keys: Keys, num_prompts: int) -> None:
     """Puts indexes 1 to `num_prompts` onto the prompts stream, as the release script does."""
     pipeline = client.pipeline(transaction=False)

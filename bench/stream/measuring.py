@@ -1,4 +1,4 @@
-"""Shared by the rows of the stream section: settings, a server of their own, measuring in turns."""
+"""Shared by the rows of the stream section: settings, a server of their own, load processes."""
 
 import time
 from collections.abc import Iterator

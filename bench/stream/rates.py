@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from bench.result import BenchError, Figure, Goal, compare_rounds, in_turns
 from bench.section import Bench
-from bench.stream.ends import ProducerEnd, Span, TrainerEnd, fill, group_of, release_prompts
+from bench.stream.ends import TrainerEnd, append_groups, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess
 from bench.stream.measuring import (
     MEGABYTE,
@@ -27,7 +27,7 @@ from bench.stream.references import (
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, READ_BYTES
 from penstock.producers.stream.in_flight import SHARE
 from penstock.schemas.keys import Keys
-from penstock.schemas.rollout import RolloutGroup, encode_group
+from penstock.schemas.rollout import encode_group
 
 KEYS = Keys("bench")
 KILOBYTES = 1024
@@ -70,7 +70,7 @@ def _append_figures(bench: Bench, server: BenchServer, kilobytes: int, at_least:
 
     def writer(singly: bool) -> float:
         release_prompts(server.client, KEYS, num_groups)
-        began, ended = asyncio.run(_append(server.url, group, num_groups, singly=singly))
+        began, ended = asyncio.run(append_groups(server.url, KEYS, group, num_groups, singly=singly))
         if server.client.xlen(KEYS.rollouts) != num_groups or server.client.xlen(KEYS.prompts):
             raise BenchError(f"{server.client.xlen(KEYS.rollouts)} entries appended, expected {num_groups}")
         empty(server.client)
@@ -100,18 +100,6 @@ def _append_figures(bench: Bench, server: BenchServer, kilobytes: int, at_least:
             details={**details, "what": f"encoded and appended when the one before is in Redis; {appends}"},
         ),
     ]
-
-
-async def _append(url: str, group: RolloutGroup, num_groups: int, *, singly: bool) -> Span:
-    end = ProducerEnd(url, KEYS, "producer-0", num_groups)
-    try:
-        await end.claim(num_groups)
-        if singly:
-            return await end.append_in_bursts(group, 1)
-        end.put(group)
-        return await end.append()
-    finally:
-        await end.close()
 
 
 def read_figures(bench: Bench) -> list[Figure]:

@@ -10,7 +10,7 @@ import redis
 from bench.pipeline.records import GROUP_SIZE
 from bench.result import BenchError, Figure, Goal, compare, compare_rounds, in_turns
 from bench.section import Bench
-from bench.stream.ends import ProducerEnd, TrainerEnd, group_of, plain_client, release_prompts
+from bench.stream.ends import TrainerEnd, append_groups, group_of, plain_client, release_prompts
 from bench.stream.load import LoadProcess, PeerWrite, Produce
 from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, load_processes
 from bench.stream.peer import Form, PeerReader
@@ -146,15 +146,7 @@ def _weigh(server: BenchServer, group: RolloutGroup) -> tuple[float, float]:
     empty(server.client)
     release_prompts(server.client, KEYS, num_groups)
     before = _used_memory(server.client)
-
-    async def append() -> None:
-        end = ProducerEnd(server.url, KEYS, "producer-0", num_groups)
-        await end.claim(num_groups)
-        end.put(group)
-        await end.append()
-        await end.close()
-
-    asyncio.run(append())
+    asyncio.run(append_groups(server.url, KEYS, group, num_groups))
     return _used_memory(server.client) - before, float(num_groups * payload_bytes)
 
 
