@@ -69,8 +69,11 @@ class TrainerFound(msgspec.Struct, frozen=True, kw_only=True):
     phase_s: dict[str, float]
 
 
-class WeightsJob(msgspec.Struct, frozen=True, kw_only=True):
-    """num_bytes: of the policy in bfloat16. folder: of the chunks."""
+class PolicyJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy taken from the device as chunks, or read from a file onto the device as an engine reads it.
+
+    num_bytes: of the policy in bfloat16. folder: of the chunks, or of the file.
+    """
 
     device: str
     folder: str
@@ -97,15 +100,6 @@ class KernelFound(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     error: float
     """The largest, relative to the same in float32 by torch."""
-
-
-class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy read from a file in `folder` onto the device, as an engine reads it."""
-
-    device: str
-    folder: str
-    num_bytes: int
-    rounds: int
 
 
 class LoadFound(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +175,7 @@ def update_flops(shape: ModelShape, row_tokens: int, num_rows: int) -> float:
     return num_rows * (6.0 * weights + 12.0 * shape.layers * shape.query_width * pairs)
 
 
-def measure_weights(job: WeightsJob) -> WeightsFound:
+def measure_weights(job: PolicyJob) -> WeightsFound:
     device = Device(job.device)
     masters = Masters(job.num_bytes)
     masters.weights = [weight.to(device.torch) for weight in masters.weights]
@@ -227,7 +221,7 @@ def measure_kernel(job: KernelJob) -> KernelFound:
     return KernelFound(version=vllm.__version__, error=error)
 
 
-def measure_load(job: LoadJob) -> LoadFound:
+def measure_load(job: PolicyJob) -> LoadFound:
     from penstock.producers.engines.pinned_files import PinnedFiles
 
     device, file = Device(job.device), str(Path(job.folder) / "policy.safetensors")

@@ -23,11 +23,10 @@ from bench.gpu.part import (
     KernelFound,
     KernelJob,
     LoadFound,
-    LoadJob,
+    PolicyJob,
     TrainerFound,
     TrainerJob,
     WeightsFound,
-    WeightsJob,
 )
 from bench.pipeline.section import STREAMING, random_model, run_config, save, streaming_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
@@ -256,15 +255,20 @@ def trainer_figures(name: str, found: TrainerFound, formula_gb: float) -> Iterat
 
 
 def measure_weights(bench: Bench) -> list[Figure]:
+    return list(weights_figures(*_policy(bench, "weights", WeightsFound)))
+
+
+def _policy(bench: Bench, name: str, kind: type) -> tuple[PolicyJob, Any]:
+    """Returns the job of a part that moves a policy, and what it found."""
     settings = bench.settings
     with host_folder("gpu") as folder:
-        job = WeightsJob(
+        job = PolicyJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
-        return list(weights_figures(job, _apart(bench, "weights", "measure_weights", job, WeightsFound)))
+        return job, _apart(bench, name, f"measure_{name}", job, kind)
 
 
-def weights_figures(job: WeightsJob, found: WeightsFound) -> Iterator[Figure]:
+def weights_figures(job: PolicyJob, found: WeightsFound) -> Iterator[Figure]:
     limit = found.to_host_bytes_per_s / 1e9
     what = f"{job.num_bytes / 1e9:g} GB in bfloat16"
     parts = {
@@ -284,15 +288,10 @@ def weights_figures(job: WeightsJob, found: WeightsFound) -> Iterator[Figure]:
 
 
 def measure_load(bench: Bench) -> list[Figure]:
-    settings = bench.settings
-    with host_folder("gpu") as folder:
-        job = LoadJob(
-            device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
-        )
-        return [load_figure(job, _apart(bench, "load", "measure_load", job, LoadFound))]
+    return [load_figure(*_policy(bench, "load", LoadFound))]
 
 
-def load_figure(job: LoadJob, found: LoadFound) -> Figure:
+def load_figure(job: PolicyJob, found: LoadFound) -> Figure:
     pinned, mapped, buffer = (
         job.num_bytes / median(seconds) / 1e9 for seconds in (found.pinned_s, found.mapped_s, found.buffer_s)
     )

@@ -25,10 +25,9 @@ from bench.gpu.part import (
     HeadJob,
     KernelFound,
     LoadFound,
-    LoadJob,
+    PolicyJob,
     TrainerFound,
     TrainerJob,
-    WeightsJob,
     measure_head,
     measure_trainer,
     measure_weights,
@@ -117,7 +116,7 @@ def test_model_flops_count_what_a_transformers_model_multiplies(tmp_path: Path) 
 
 
 def test_a_snapshot_and_a_delta_are_measured_against_a_copy(tmp_path: Path) -> None:
-    job = WeightsJob(device="cpu", folder=str(tmp_path), num_bytes=200_000, rounds=3)
+    job = PolicyJob(device="cpu", folder=str(tmp_path), num_bytes=200_000, rounds=3)
     found = measure_weights(through_json(job))
     assert len(found.snapshot_s) == len(found.write_s) == 3
     assert 0 < found.num_bytes < 0.05 * job.num_bytes  # a delta, not the whole
@@ -128,7 +127,7 @@ def test_a_snapshot_and_a_delta_are_measured_against_a_copy(tmp_path: Path) -> N
 
 
 def test_a_policy_is_read_from_a_file_as_an_engine_reads_it(tmp_path: Path) -> None:
-    job = LoadJob(device="cpu", folder=str(tmp_path), num_bytes=64_000, rounds=3)
+    job = PolicyJob(device="cpu", folder=str(tmp_path), num_bytes=64_000, rounds=3)
     found = LoadFound(pinned_s=[2e-6, 1e-6, 4e-6], mapped_s=[8e-6], buffer_s=[1e-6])
     assert through_json(job) == job
     figure = load_figure(job, found)
