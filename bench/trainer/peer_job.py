@@ -1,7 +1,5 @@
 """The rows with TRL: the task of one, and the messages to and from TRL's process. Runs in both environments."""
 
-import math
-
 import msgspec
 
 from penstock.schemas.prompt import Prompt
@@ -29,7 +27,7 @@ class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
     """TRL on the model, task, groups and learning rate of a run file, for at most `updates` updates.
 
     goal: the held-out greedy accuracy at which it ends; None evaluates nothing. every: updates between evaluations.
-    limit_s: of training.
+    limit_s: of training, if there is a goal.
     """
 
     run_file: str
@@ -37,7 +35,7 @@ class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     goal: float | None = None
     every: int = 5
-    limit_s: float = math.inf
+    limit_s: float = 600.0
 
 
 class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):

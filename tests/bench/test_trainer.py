@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -14,7 +15,7 @@ from bench.section import wait_for
 from bench.sizing import LARGE, MemoryCase, MemoryMeasured
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, against_plain, on_ranks
 from bench.trainer.peer import accuracy_figures, rate_figures
-from bench.trainer.peer_job import CurvePoint, LongAnswers, PeerUpdates, TrlUpdates
+from bench.trainer.peer_job import CurvePoint, LongAnswers, PeerUpdates, TrlJob, TrlUpdates
 from bench.trainer.section import (
     TrainerSettings,
     compiled_figure,
@@ -111,6 +112,11 @@ def test_updates_with_a_peer_are_compared_by_tokens_and_broken_down() -> None:
     assert seconds.measured == 2.0 and seconds.reference == 10.0
     assert [each.name for each in breakdowns if isinstance(each, Breakdown)] == ["Penstock's trainer", "TRL 9"]
     assert breakdowns[1].parts == (("generate", 7.0, 0.7), ("rest", 3.0, 0.3))
+
+
+def test_the_messages_to_and_from_a_peers_process_survive_their_files() -> None:
+    for message in (TrlJob(run_file="run.toml", updates=2, num_threads=1), THEIRS):
+        assert msgspec.json.decode(msgspec.json.encode(message), type=type(message)) == message
 
 
 def test_a_peer_that_is_missing_is_named_and_misses_no_goal() -> None:
