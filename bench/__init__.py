@@ -1,5 +1,5 @@
 """The laboratory: benchmarks, experiments and the check of the containers. Runs from a checkout; nothing is installed.
 
-`python -m bench` measures the sections (`pipeline`, `stream`, `head`, `endpoint`) with what `section` and `result`
-have; `python -m bench.gpu`, `bench.experiments` and `bench.compose_check` are programs of their own.
+`python -m bench` measures the sections, folders with a `section` module, with what `section` and `result` have;
+`bench.gpu`, `bench.sizing`, `bench.experiments` and `bench.compose_check` are programs of their own.
 """
