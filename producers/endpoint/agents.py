@@ -357,7 +357,7 @@ class Agents:
             self._metrics.progress_failures.labels("record").inc()
             log.warning("%s starts again, its progress cannot be used: %s", claim, error)
             return
-        if await self._progress.is_quarantined(claim, replace(group.record(), producer_id=group.sampled_by[-1])):
+        if await self._progress.is_quarantined(claim, replace(group.record(), producer_id=claim.sampled_by[-1])):
             group.restart()
             return
         self._metrics.progress_tokens.labels("adopted").inc(num_tokens)

@@ -124,19 +124,18 @@ class Calls:
         with self._metrics.agent_calls_running.track_inprogress():
             run = asyncio.get_running_loop().run_in_executor
             prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
-            before, is_answered = rollout.recorded.take(identity, prompt.token_ids), False
+            before = rollout.recorded.take(identity, prompt.token_ids)
             try:
                 answered = await self._sample(rollout, request, number, identity, prompt, before)
-                is_answered = True
+            except BaseException:
                 if before is not None:
-                    rollout.recorded.answered(before)
-                return answered
+                    rollout.recorded.put_back(before)
+                raise
             finally:
                 rollout.calls.pop(number, None)
-                if not is_answered:
-                    rollout.dropped.append(number)
-                    if before is not None:
-                        rollout.recorded.put_back(before)
+            if before is not None:
+                rollout.recorded.answered(before)
+            return answered
 
     async def _sample(
         self,
