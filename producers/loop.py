@@ -118,7 +118,7 @@ class Producer:
         self.endpoint = None
         if config.endpoint is not None:
             # Its HTTP server is installed with the engine, and the launcher imports this module without either.
-            from penstock.producers.endpoint.agent_endpoint import AgentEndpoint
+            from penstock.producers.endpoint.server import AgentEndpoint
 
             self.endpoint = AgentEndpoint(
                 context,
@@ -301,7 +301,7 @@ class Producer:
         claim.found = await self.progress.find(claim)
         run = self._episodes.run
         if self.endpoint is not None and self._environments.converses(claim.environment):
-            run = self.endpoint.evaluate  # agents claim training prompts of conversations themselves
+            run = self.endpoint.conversations.evaluate  # agents claim training prompts of conversations themselves
         try:
             self.writer.put(claim, await run(claim))
         except EngineError:
@@ -373,4 +373,4 @@ class Producer:
     @property
     def _num_tokens(self) -> int:
         """Tokens sampled since the start."""
-        return self._episodes.num_tokens + (0 if self.endpoint is None else self.endpoint.num_tokens)
+        return self._episodes.num_tokens + (0 if self.endpoint is None else self.endpoint.calls.num_tokens)
