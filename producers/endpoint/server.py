@@ -122,7 +122,7 @@ class AgentEndpoint:
             weights=weights,
             writer=writer,
             progress=progress,
-            fingerprint=engine.fingerprint,
+            engine=engine,
             pass_on=pass_on,
         )
         self.conversations = Conversations(
