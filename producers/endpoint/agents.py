@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
-from msgspec.structs import replace
 
 from penstock.producers.endpoint.adoption import adopt
 from penstock.producers.endpoint.chat.errors import ApiError, is_moving, try_again
@@ -358,7 +357,7 @@ class Agents:
             self._metrics.progress_failures.labels("record").inc()
             log.warning("%s starts again, its progress cannot be used: %s", claim, error)
             return
-        if await self._progress.is_quarantined(claim, replace(group.record(), producer_id=claim.sampled_by[-1])):
+        if await self._progress.is_quarantined(claim, claim.sampled_by, claim.sampled_by[-1]):
             group.restart()
             return
         self._metrics.progress_tokens.labels("adopted").inc(num_tokens)

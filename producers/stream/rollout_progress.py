@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -279,7 +279,7 @@ class RolloutProgress:
         except RecordError as error:
             self._unreadable(claim, error)
             return None
-        return None if await self.is_quarantined(claim, found) else found
+        return None if await self.is_quarantined(claim, found.samplers, found.producer_id) else found
 
     async def _left_by_others(self, claim: Claim, read: Callable[[str], Awaitable[Any]]) -> Any:
         """Reads a claim's progress by the command `read`; returns None if there is none, or none to continue from.
@@ -313,12 +313,12 @@ class RolloutProgress:
             return None if payload is None else _decoded(claim, payload)
         return None
 
-    async def is_quarantined(self, claim: Claim, found: RolloutGroup) -> bool:
-        """Returns whether a quarantined producer has sampled some of what was found, and logs it."""
-        samplers = list(found.samplers)
-        told: Any = await self._tried(lambda: self._connection.commands.hmget(self._keys.parity, samplers))
+    async def is_quarantined(self, claim: Claim, samplers: Sequence[str], holder: str) -> bool:
+        """Returns whether one of the instances that have sampled a claim's progress is quarantined, and logs it.
+        holder: the last one, for the log."""
+        told: Any = await self._tried(lambda: self._connection.commands.hmget(self._keys.parity, list(samplers)))
         if any(map(quarantine_in, told or ())):
-            log.warning("%s starts again, its progress is of a quarantined producer: %s", claim, found.producer_id)
+            log.warning("%s starts again, its progress is of a quarantined producer: %s", claim, holder)
             return True
         return False
 
