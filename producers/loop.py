@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from typing import Any
 
 from penstock.producers.endpoint.chat.answers import AnswerParser
@@ -18,7 +19,7 @@ from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
 from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
-from penstock.producers.weights.follower import LoadReport, WeightFollower
+from penstock.producers.weights.follower import WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.process.cancellation import cancel_and_wait
@@ -89,7 +90,8 @@ class Producer:
         context.metrics.in_flight.set_function(lambda: len(self.table))
         reader = WeightReader(connection.call, keys)
         copy = HostCopy(config.weights.host_folder, config.name, connection.place, reader, context.metrics)
-        self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, self._record_load)
+        on_load = partial(context.events.write, "weights")
+        self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, on_load)
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
         self.claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
@@ -118,7 +120,7 @@ class Producer:
         self.endpoint = None
         if config.endpoint is not None:
             # Its HTTP server is installed with the engine, and the launcher imports this module without either.
-            from penstock.producers.endpoint.agent_endpoint import AgentEndpoint
+            from penstock.producers.endpoint.server import AgentEndpoint
 
             self.endpoint = AgentEndpoint(
                 context,
@@ -301,7 +303,7 @@ class Producer:
         claim.found = await self.progress.find(claim)
         run = self._episodes.run
         if self.endpoint is not None and self._environments.converses(claim.environment):
-            run = self.endpoint.evaluate  # agents claim training prompts of conversations themselves
+            run = self.endpoint.conversations.evaluate  # agents claim training prompts of conversations themselves
         try:
             self.writer.put(claim, await run(claim))
         except EngineError:
@@ -322,16 +324,6 @@ class Producer:
                 found.says,
             )
         self._quarantined.set()
-
-    def _record_load(self, report: LoadReport) -> None:
-        self.context.events.write(
-            "weights",
-            policy_version=report.policy_version,
-            pause_s=report.pause_s,
-            load_s=report.load_s,
-            prefetch_s=report.prefetch_s,
-            bytes=report.num_bytes,
-        )
 
     async def _record_rate(self) -> None:
         """Waits `HEARTBEAT_S`, measures the token rate since, and again; runs until cancelled."""
@@ -373,4 +365,4 @@ class Producer:
     @property
     def _num_tokens(self) -> int:
         """Tokens sampled since the start."""
-        return self._episodes.num_tokens + (0 if self.endpoint is None else self.endpoint.num_tokens)
+        return self._episodes.num_tokens + (0 if self.endpoint is None else self.endpoint.calls.num_tokens)

@@ -18,7 +18,7 @@ from penstock.deploy.launch.start_checks import check_environments
 from penstock.deploy.operate.export import export_from
 from penstock.deploy.operate.run_access import OpenRun, find_run
 from penstock.producers.__main__ import EngineFactory, answer_parser, start_vllm
-from penstock.producers.endpoint.agent_endpoint import open_calls
+from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import Engine
@@ -132,7 +132,7 @@ async def answer_held_out(
     )
     conversations = None
     if config.endpoint is not None and environments.any_converse:
-        calls = open_calls(config, engine, _Loaded(), tokenizer, parser, metrics=metrics)
+        calls = Calls(config, engine, _Loaded(), tokenizer, parser, metrics)
         conversations = Conversations(
             environments, calls, config.endpoint, producer_id=NAME, fingerprint=engine.fingerprint
         )

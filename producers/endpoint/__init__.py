@@ -1,7 +1,8 @@
 """The HTTP endpoint for agents: every call is answered by the engine, and what an agent finishes becomes a rollout.
 
-Imported through `agent_endpoint.AgentEndpoint`, which puts it together, and `access.api_key`. A call passes `server`
-(HTTP), `calls` (rendered, sampled, parsed) and `call_ledger` (what the server knows of a rollout); `agents` and
-`groups` make groups of what is finished, `inside` runs environments that hold their conversations themselves. What a
-rollout leaves to the producer that continues it is in `recording`, how that one takes it over in `adoption`.
+Imported through `server.AgentEndpoint` and `access.api_key`; an evaluation without a run uses `calls.Calls` and
+`inside.Conversations`. A call passes `server` (HTTP), `calls` (rendered, sampled, parsed) and `call_ledger` (what the
+server knows of a rollout); `agents` and `groups` make groups of what is finished, `inside` runs environments that hold
+their conversations themselves. What a rollout leaves to the producer that continues it is in `recording`, how that one
+takes it over in `adoption`.
 """

@@ -72,7 +72,7 @@ def adopt(group: AgentGroup, parts: Mapping[str, bytes], *, held: int, lag_bound
     group.rollouts = rollouts
     if rollouts:
         group.begin()
-    group.claim.num_lost_before, group.sampled_by = found.num_tries_lost, found.samplers
+    group.claim.num_lost_before, group.claim.sampled_by = found.num_tries_lost, found.samplers
     return num_tokens
 
 
@@ -86,9 +86,7 @@ def _restored(
     group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], left: list[KeptCall], *, replay: bool
 ) -> AgentRollout:
     rollout = AgentRollout(kept.id, group, group.new_ledger())
-    rollout.reason, rollout.is_abandoned = kept.reason, kept.is_abandoned
-    if kept.finished is not None:
-        rollout.segments, rollout.reward = kept.finished.segments, kept.finished.reward
+    rollout.finished, rollout.reason, rollout.is_abandoned = kept.finished, kept.reason, kept.is_abandoned
     if not rollout.is_open:
         return rollout
     answered: dict[int, Call] = {}

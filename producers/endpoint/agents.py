@@ -8,11 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
-from msgspec.structs import replace
 
 from penstock.producers.endpoint.adoption import adopt
 from penstock.producers.endpoint.chat.errors import ApiError, is_moving, try_again
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
+from penstock.producers.interfaces import Engine
 from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.teacher import TeacherError
@@ -25,7 +25,7 @@ from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, NOT_FINISHED, EngineFingerprint, RolloutGroup
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, NOT_FINISHED, RolloutGroup
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Agents:
         weights: WeightFollower,
         writer: Writer,
         progress: RolloutProgress,
-        fingerprint: EngineFingerprint,
+        engine: Engine,
         pass_on: Callable[[Claim], None],
     ) -> None:
         config = context.config
@@ -87,7 +87,7 @@ class Agents:
         self._progress = progress
         self._with_teacher: set[asyncio.Task[None]] = set()
         """Each adds the teacher's logprobs to a group and appends it."""
-        self._fingerprint = fingerprint
+        self._engine = engine
         self._pass_on = pass_on
         self._metrics = context.metrics
         self._groups: list[AgentGroup] = []
@@ -326,7 +326,7 @@ class Agents:
             deadline_s=self._endpoint.group_deadline_s,
             sampling=source.sampling,
             producer_id=self._context.producer_id,
-            fingerprint=self._fingerprint,
+            fingerprint=self._engine.fingerprint,
             instance=self._context.instance,
             rollout_bytes=rollout_bytes,
         )
@@ -351,13 +351,13 @@ class Agents:
         claim = group.claim
         try:
             num_tokens = adopt(
-                group, parts, held=self._weights.version, lag_bound=self._config.lag_bound, replay=replay
+                group, parts, held=self._engine.policy_version, lag_bound=self._config.lag_bound, replay=replay
             )
         except UnusableProgressError as error:
             self._metrics.progress_failures.labels("record").inc()
             log.warning("%s starts again, its progress cannot be used: %s", claim, error)
             return
-        if await self._progress.is_quarantined(claim, replace(group.record(), producer_id=group.sampled_by[-1])):
+        if await self._progress.is_quarantined(claim, claim.sampled_by, claim.sampled_by[-1]):
             group.restart()
             return
         self._metrics.progress_tokens.labels("adopted").inc(num_tokens)

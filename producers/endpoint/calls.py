@@ -1,6 +1,7 @@
 """One call of an agent: rendered, spliced, sampled, parsed, and recorded in the rollout's ledger."""
 
 import asyncio
+import copy
 import itertools
 import logging
 import time
@@ -12,7 +13,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from penstock.producers.endpoint.call_ledger import Call
-from penstock.producers.endpoint.chat.answers import Answers
+from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.groups import AgentRollout
@@ -21,7 +22,7 @@ from penstock.producers.endpoint.recording import KeptCall, RunningCall
 from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import Siblings, request_seed
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids
 
@@ -48,22 +49,35 @@ class Answered(NamedTuple):
 
 class Calls:
     """Answers calls, many concurrently. Rendering and parsing run in one thread: for long conversations they would hold
-    up the event loop, which has claims to refresh."""
+    up the event loop, which has claims to refresh.
+
+    config: with an endpoint.
+    tokenizer, parser: see `AgentEndpoint`.
+    """
 
     def __init__(
         self,
-        *,
+        config: RunConfig,
         engine: Engine,
         weights: FreshWeights,
-        prompts: Prompts,
-        answers: Answers,
-        config: RunConfig,
+        tokenizer: Any,
+        parser: AnswerParser | None,
         metrics: ProducerMetrics,
     ) -> None:
+        """
+        Raises:
+            ConfigError: a tokenizer without a chat template.
+        """
+        assert config.endpoint is not None
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
+            )
+        own, exact = copy.deepcopy(tokenizer), config.endpoint.history == "token_exact"  # used in a thread of its own
+        self._prompts = Prompts(own, exact=exact, stop_token_ids=config.sampling.stop_token_ids)
+        self._answers = Answers(own, parser or PlainText())
         self._engine = engine
         self._weights = weights
-        self._prompts = prompts
-        self._answers = answers
         self._config = config
         self._metrics = metrics
         self.num_tokens = 0
@@ -124,19 +138,18 @@ class Calls:
         with self._metrics.agent_calls_running.track_inprogress():
             run = asyncio.get_running_loop().run_in_executor
             prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
-            before, is_answered = rollout.recorded.take(identity, prompt.token_ids), False
+            before = rollout.recorded.take(identity, prompt.token_ids)
             try:
                 answered = await self._sample(rollout, request, number, identity, prompt, before)
-                is_answered = True
+            except BaseException:
                 if before is not None:
-                    rollout.recorded.answered(before)
-                return answered
+                    rollout.recorded.put_back(before)
+                raise
             finally:
                 rollout.calls.pop(number, None)
-                if not is_answered:
-                    rollout.dropped.append(number)
-                    if before is not None:
-                        rollout.recorded.put_back(before)
+            if before is not None:
+                rollout.recorded.answered(before)
+            return answered
 
     async def _sample(
         self,
@@ -196,7 +209,7 @@ class Calls:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self.failed.done():
-            self.failed.exception()  # marks it as retrieved: `EndpointServer.run` has raised it if it was running
+            self.failed.exception()  # marks it as retrieved: `AgentEndpoint.run` has raised it if it was running
 
     def _room(self, request: ChatRequest, prompt: RenderedPrompt, rollout: AgentRollout) -> int:
         """Returns the most tokens that the answer may have."""

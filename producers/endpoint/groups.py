@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import quote, unquote
@@ -13,7 +13,14 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from penstock.producers.endpoint.call_ledger import CallLedger
-from penstock.producers.endpoint.recording import KeptRollout, Recorded, RunningCall, call_parts, encode, left_parts
+from penstock.producers.endpoint.recording import (
+    KeptRollout,
+    Recorded,
+    RunningCall,
+    answered_part,
+    encode,
+    running_part,
+)
 from penstock.producers.stream.in_flight import Claim, Dead, ProgressPart
 from penstock.schemas.keys import number_in
 from penstock.schemas.prompt import Prompt, Reward
@@ -25,7 +32,6 @@ from penstock.schemas.rollout import (
     Rollout,
     RolloutGroup,
     SamplingSettings,
-    Segment,
     Timings,
     encode_group,
     one_line,
@@ -42,10 +48,10 @@ class AgentRollout:
 
     reason: why it died; empty while it is open and once it is finished. error: the environment's, if it died of one.
     running: the tasks that answer its calls, and of a conversation inside the producer the one that holds it.
-    calls: those being answered. dropped: the numbers of those that ended without an answer.
+    calls: those being answered, by their number.
     recorded: the calls that an earlier holder had begun, for repeated requests.
     is_waiting: True until its conversation, held inside the producer, starts again here.
-    segments: the trained segments, once it is finished.
+    finished: its trained segments and its reward; None unless it is finished.
     is_abandoned: it died because its agent fell silent.
     """
 
@@ -54,23 +60,25 @@ class AgentRollout:
     ledger: CallLedger = field(default_factory=CallLedger)
     running: set[asyncio.Task] = field(default_factory=set)
     calls: dict[int, RunningCall] = field(default_factory=dict)
-    dropped: list[int] = field(default_factory=list)
     recorded: Recorded = field(default_factory=Recorded)
     is_waiting: bool = False
     last_seen: float = field(default_factory=time.monotonic)
-    reward: Reward | None = None
+    finished: Rollout | None = None
     reason: str = ""
     error: BaseException | None = None
-    segments: tuple[Segment, ...] = ()
     is_abandoned: bool = False
 
     @property
     def is_open(self) -> bool:
-        return self.reward is None and not self.reason
+        return self.finished is None and not self.reason
+
+    @property
+    def reward(self) -> Reward | None:
+        return None if self.finished is None else self.finished.reward
 
     @property
     def num_sampled(self) -> int:
-        return self.ledger.num_sampled + sum(segment.num_sampled_tokens for segment in self.segments)
+        return self.ledger.num_sampled if self.finished is None else self.finished.num_sampled_tokens
 
     def is_idle(self, now: float, timeout_s: float) -> bool:
         return not self.running and now - self.last_seen > timeout_s
@@ -97,7 +105,7 @@ class AgentRollout:
         if num_bytes > self.group.rollout_bytes:
             self.die(TOO_LARGE)
             return f"{num_bytes:,} bytes, expected at most {self.group.rollout_bytes:,}, its share of a stream entry"
-        self.segments, self.reward = finished.segments, reward
+        self.finished = finished
         self._end()
         return ""
 
@@ -110,27 +118,25 @@ class AgentRollout:
         for task in self.running:
             task.cancel()
 
-    def parts(self, n: int, kept: Mapping[str, Hashable], running: bool) -> Iterator[ProgressPart]:
+    def parts(self, n: int, running: bool) -> Iterator[ProgressPart]:
         """See `Claim.parts`; of the `n`-th rollout of its group."""
-        name, calls, unread = f"rollouts.{n}", f"calls.{n}.", tuple(sorted(self.ledger.unread))
-        mark = self.is_open, unread
-        yield from left_parts(f"left.{n}.", kept, self.recorded.left)
-        if kept.get(name) != mark:
-            finished = None if self.reward is None else Rollout(segments=self.segments, reward=self.reward)
-            num_tokens = 0 if finished is None else finished.num_sampled_tokens
-            left = KeptRollout(
-                id=self.id,
-                unread=unread,
-                reason=self.reason,
-                is_abandoned=self.is_abandoned,
-                finished=finished,
-            )
-            yield ProgressPart(name, mark, num_tokens, partial(encode, left))
-            if not self.is_open:
-                yield from (ProgressPart(call) for call in kept if call.startswith(calls))
-        if self.is_open:
-            yield from call_parts(calls, kept, self.ledger.calls, self.calls.values() if running else ())
-            yield from (ProgressPart(call) for number in self.dropped if (call := f"{calls}{number}") in kept)
+        kept = KeptRollout(
+            id=self.id,
+            unread=tuple(sorted(self.ledger.unread)),
+            reason=self.reason,
+            is_abandoned=self.is_abandoned,
+            finished=self.finished,
+        )
+        num_tokens = 0 if self.finished is None else self.finished.num_sampled_tokens
+        yield ProgressPart(f"rollouts.{n}", (self.is_open, kept.unread), num_tokens, partial(encode, kept))
+        if not self.is_open:
+            return  # calls may be ending still
+        for place, left in self.recorded.left.items():
+            yield ProgressPart(f"left.{n}.{place}", None, left.completion.num_tokens, partial(encode, left))
+        for call in self.ledger.calls:
+            yield answered_part(f"calls.{n}.{call.number}", call)
+        for number, one in self.calls.items():
+            yield running_part(f"calls.{n}.{number}", one, grows=running)
 
     def _end(self) -> None:
         self.let_go()
@@ -146,7 +152,6 @@ class AgentGroup:
     producer_id, instance, fingerprint: of the producer that holds it.
     rollout_bytes: the largest encoded size of one rollout.
     claimed_at: monotonic seconds, like `deadline`.
-    sampled_by: the instances of the producers that held it before.
     """
 
     claim: Claim
@@ -160,7 +165,6 @@ class AgentGroup:
     rollout_bytes: int = MAX_ENTRY_BYTES
     claimed_at: float = field(default_factory=time.monotonic)
     deadline: float = math.inf
-    sampled_by: tuple[str, ...] = ()
     rollouts: list[AgentRollout] = field(default_factory=list)
 
     @property
@@ -174,7 +178,7 @@ class AgentGroup:
 
     @property
     def num_finished(self) -> int:
-        return sum(rollout.reward is not None for rollout in self.rollouts)
+        return sum(rollout.finished is not None for rollout in self.rollouts)
 
     def open(self) -> AgentRollout:
         """Returns a rollout that waits for its conversation, or a new one."""
@@ -195,23 +199,21 @@ class AgentGroup:
 
     def restart(self) -> None:
         """Forgets its rollouts and counts them as a lost try."""
-        self.rollouts, self.sampled_by, self.deadline = [], (), math.inf
-        self.claimed_at = time.monotonic()
-        self.claim.num_lost_before = self.claim.num_tries_lost + 1
+        self.rollouts, self.deadline, self.claimed_at = [], math.inf, time.monotonic()
+        self.claim.num_lost_before, self.claim.sampled_by = self.claim.num_tries_lost + 1, ()
 
     def new_ledger(self) -> CallLedger:
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
         return CallLedger(calls_bytes, self.sampling.token_bytes)
 
-    def parts(self, kept: Mapping[str, Hashable], running: bool) -> Iterator[ProgressPart]:
+    def parts(self, running: bool) -> Iterator[ProgressPart]:
         """See `Claim.parts`; none before its first rollout."""
-        if not self.rollouts:
-            yield from map(ProgressPart, kept)
-        elif "group" not in kept:
-            header = self.record().finished_by(self.instance)
-            yield ProgressPart("group", encode=lambda: encode_group(header, dead=True))
+        if self.rollouts:
+            yield ProgressPart(
+                "group", encode=lambda: encode_group(self.record().finished_by(self.instance), dead=True)
+            )
         for n, rollout in enumerate(self.rollouts):
-            yield from rollout.parts(n, kept, running)
+            yield from rollout.parts(n, running)
 
     def missing(self) -> str:
         """Returns why siblings are missing; empty for a whole group."""
@@ -222,9 +224,7 @@ class AgentGroup:
 
     def outcome(self) -> RolloutGroup | Dead:
         """Returns the group of the finished rollouts; dead without any."""
-        finished = [
-            Rollout(segments=one.segments, reward=one.reward) for one in self.rollouts if one.reward is not None
-        ]
+        finished = [one.finished for one in self.rollouts if one.finished is not None]
         group = self.record(finished)
         if finished:
             return group
@@ -248,7 +248,7 @@ class AgentGroup:
             environment=self.claim.environment,
             task=self.claim.task,
             num_tries_lost=self.claim.num_tries_lost,
-            sampled_by=self.sampled_by,
+            sampled_by=self.claim.sampled_by,
         )
 
 

@@ -165,7 +165,7 @@ class Conversations:
         # An environment may ignore its cancellation: at a deadline, or when another producer continues the rollout.
         if rollout.is_open and not rollout.group.claim.has_moved:
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
-            if rollout.recorded:
+            if rollout.recorded.waiting:
                 agents.restart(rollout.group)
             elif isinstance(outcome, Reward):
                 agents.finish(rollout, outcome)

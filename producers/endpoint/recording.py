@@ -1,7 +1,6 @@
 """What a rollout leaves to the producer that continues it: its calls, finished and running, and its end."""
 
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +15,6 @@ from penstock.schemas.rollout import Rollout, pack_ids
 
 Json = dict[str, Any]
 
-ANSWERED = "answered"
-"""The mark of an answered call; that of a running one is its number of tokens."""
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -72,61 +69,44 @@ class Recorded:
     that was running is continued.
 
     left: those that are in no ledger, by their number among them, until they are answered here.
+    waiting: those that no request has taken yet, the oldest first.
     """
 
     left: dict[int, KeptCall] = field(default_factory=dict)
-    _by_request: dict[bytes, deque[KeptCall]] = field(default_factory=dict)
+    waiting: list[KeptCall] = field(default_factory=list)
 
     def add(self, call: KeptCall, *, in_ledger: bool) -> None:
-        self._by_request.setdefault(call.request, deque()).append(call)
+        self.waiting.append(call)
         if not in_ledger:
             self.left[len(self.left)] = call
 
     def take(self, request: bytes, prompt_ids: Sequence[int]) -> KeptCall | None:
         """Removes and returns the oldest call of this request, if the engine was given the same ids for it."""
-        calls = self._by_request.get(request)
-        if not request or not calls or calls[0].prompt != digest(pack_ids(prompt_ids)):
+        found = next((call for call in self.waiting if call.request == request), None) if request else None
+        if found is None or found.prompt != digest(pack_ids(prompt_ids)):
             return None
-        found = calls.popleft()
-        if not calls:
-            del self._by_request[request]
+        self.waiting.remove(found)
         return found
 
     def put_back(self, call: KeptCall) -> None:
         """Puts back one that was taken and not answered."""
-        self._by_request.setdefault(call.request, deque()).appendleft(call)
+        self.waiting.insert(0, call)
 
     def answered(self, call: KeptCall) -> None:
         """Forgets one that was taken and is in the ledger now."""
         self.left = {place: one for place, one in self.left.items() if one is not call}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._by_request.values()))
+
+def answered_part(name: str, call: Call) -> ProgressPart:
+    return ProgressPart(name, None, call.num_sampled, partial(_answered, call))
 
 
-def call_parts(
-    prefix: str, kept: Mapping[str, Hashable], answered: Sequence[Call], running: Iterable[RunningCall]
-) -> Iterator[ProgressPart]:
-    """Yields the parts of a rollout's calls that have changed since `kept`; of the running ones those that have sampled
-    a token. Answered ones are kept in their order: all before a kept one are kept."""
-    for call in reversed(answered):
-        if kept.get(name := f"{prefix}{call.number}") is ANSWERED:
-            break
-        yield ProgressPart(name, ANSWERED, call.num_sampled, partial(_answered, call))
-    for one in running:
-        name = f"{prefix}{one.number}"
-        found = one.siblings.so_far()
-        if found and (num_tokens := found[0].num_tokens) and kept.get(name) != num_tokens:
-            yield ProgressPart(name, num_tokens, num_tokens, partial(_running, one, found[0]))
-
-
-def left_parts(prefix: str, kept: Mapping[str, Hashable], left: Mapping[int, KeptCall]) -> Iterator[ProgressPart]:
-    """Yields the parts of an earlier holder's calls that are left for the next one, if changed since `kept`."""
-    names = {f"{prefix}{place}": call for place, call in left.items()}
-    yield from (ProgressPart(name) for name in kept if name.startswith(prefix) and name not in names)
-    for name, call in names.items():
-        if name not in kept:
-            yield ProgressPart(name, ANSWERED, call.completion.num_tokens, partial(encode, call))
+def running_part(name: str, call: RunningCall, *, grows: bool) -> ProgressPart:
+    """grows: False leaves it as it was last written, as does a call without a token."""
+    found = call.siblings.so_far() if grows else None
+    if not found or not (num_tokens := found[0].num_tokens):
+        return ProgressPart(name)
+    return ProgressPart(name, num_tokens, num_tokens, partial(_running, call, found[0]))
 
 
 def _answered(call: Call) -> bytes:

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP, in the producer's own event loop: one handler per path, and every error in OpenAI's shape."""
+"""The endpoint of one producer, in its own event loop: a handler per path, and every error in OpenAI's shape."""
 
 import asyncio
 import logging
@@ -21,18 +21,23 @@ from penstock.producers.endpoint.agents import Agents
 from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
 from penstock.producers.endpoint.chat import responses
-from penstock.producers.endpoint.chat.answers import chunks, finish_reason, response
+from penstock.producers.endpoint.chat.answers import AnswerParser, chunks, finish_reason, response
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from penstock.producers.endpoint.connections import Connections
 from penstock.producers.endpoint.groups import AgentRollout, origin_of
+from penstock.producers.endpoint.inside import Conversations
+from penstock.producers.interfaces import Engine
+from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.context import ProducerContext
-from penstock.schemas.config import EndpointConfig
+from penstock.producers.stream.in_flight import Claim, InFlightTable
+from penstock.producers.stream.rollout_progress import RolloutProgress
+from penstock.producers.stream.writer import Writer
+from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import Field
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.ports import EVERYWHERE, on_free_port
-from penstock.schemas.rollout import SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -75,36 +80,63 @@ class Elsewhere(Exception):
         self.url = url
 
 
-class EndpointServer:
-    """Serves `agents` and `calls` over HTTP between `start` and `close`."""
+class AgentEndpoint:
+    """Serves agents between `start` and `close`; `run` runs in between.
+
+    tokenizer: a transformers tokenizer with a chat template.
+    parser: of reasoning and tool calls; None leaves both in the text.
+    pass_on: see `Agents`.
+    """
 
     def __init__(
         self,
         context: ProducerContext,
-        endpoint: EndpointConfig,
         *,
-        agents: Agents,
-        calls: Calls,
-        sampling: SamplingSettings,
-        max_model_len: int,
+        table: InFlightTable,
+        weights: WeightFollower,
+        writer: Writer,
+        progress: RolloutProgress,
+        engine: Engine,
+        environments: RunEnvironments,
+        tokenizer: Any,
+        parser: AnswerParser | None,
+        pass_on: Callable[[Claim], None],
     ) -> None:
+        """
+        Raises:
+            ConfigError: a tokenizer without a chat template, or see `api_key`.
+        """
+        config, endpoint = context.config, context.config.endpoint
+        assert endpoint is not None
+        self._context = context
         self._config = endpoint
         self._key = api_key(endpoint)
-        self._model = Path(context.config.model.path).name
+        self._model = Path(config.model.path).name
         """The name under which the policy is served."""
-        self._agents = agents
-        self._calls = calls
-        self._sampling = sampling
-        self._ignore = endpoint.unsupported == "ignore"
-        self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
-        self._context = context
+        self.calls = Calls(config, engine, weights, tokenizer, parser, context.metrics)
+        self.agents = Agents(
+            context,
+            endpoint,
+            environments=environments,
+            table=table,
+            weights=weights,
+            writer=writer,
+            progress=progress,
+            engine=engine,
+            pass_on=pass_on,
+        )
+        self.conversations = Conversations(
+            environments, self.calls, endpoint, producer_id=context.producer_id, fingerprint=engine.fingerprint
+        )
+        self._sampling = next(iter(environments)).sampling  # all have the same, apart from max_tokens
+        self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.max_model_len
         self._answering: set[asyncio.Protocol] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._others: aiohttp.ClientSession | None = None
         """Connections to other producers' endpoints."""
         self._closing = AsyncExitStack()
         self.url = ""
-        """The address at which agents reach this producer, once it is started."""
+        """Where agents reach this producer; empty before `start`."""
 
     async def start(self) -> None:
         """Listens on the first free port from `endpoint.port` on.
@@ -152,24 +184,29 @@ class EndpointServer:
         log.info("agents are served at %s", self.url)
 
     async def run(self) -> None:
-        """Ends idle rollouts and overdue groups, which time unblocks; runs until cancelled.
+        """Holds the conversations of conversing environments; ends idle rollouts and overdue groups, which time
+        unblocks. Runs until cancelled.
 
         Raises:
             EngineError, RedisGoneError: from a request; the error ends this producer.
         """
         assert self._accepting is not None  # since `start`
-        watching = asyncio.create_task(self._agents.watch())
-        parts = (self._calls.failed, self._accepting, watching)
+        watching = asyncio.create_task(self.agents.watch())
+        parts = (self.calls.failed, self._accepting, watching)
         try:
-            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            await next(part for part in parts if part.done())
+            async with asyncio.TaskGroup() as tasks:
+                if self.conversations.environments.any_converse:
+                    tasks.create_task(self.conversations.run(self.agents))
+                await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+                await next(part for part in parts if part.done())
         finally:
             watching.cancel()
 
-    async def close(self) -> None:
-        """Closes every connection."""
+    async def close(self, *, append: bool) -> None:
+        """Ends what is open and closes every connection. append: see `Agents.close`."""
+        await self.agents.close(append=append)
         await self._closing.aclose()
-        self._calls.close()
+        self.calls.close()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -203,7 +240,7 @@ class EndpointServer:
         except ConnectionError:
             return web.Response()  # the client has gone
         except FATAL as error:
-            self._calls.fail(error)
+            self.calls.fail(error)
             answer = ApiError(503, "this producer serves no longer", code="producer_failed")
         except Exception as error:  # the isolation boundary of this server: one request never ends the others
             log.exception("%s %s failed", request.method, request.path)
@@ -213,9 +250,9 @@ class EndpointServer:
         return web.json_response(answer.body, status=answer.status, headers=answer.headers)
 
     async def _open(self, request: web.Request) -> web.Response:
-        rollout = await self._agents.open()
+        rollout = await self.agents.open()
         group = rollout.group
-        await self._agents.save(group)
+        await self.agents.save(group)
         return _json({
             "id": rollout.id,
             "base_url": f"{request.scheme}://{request.host}/r/{rollout.id}/v1",
@@ -234,12 +271,12 @@ class EndpointServer:
     async def _finish(self, request: web.Request) -> web.Response:
         reward = parse_finish(await request.read())
         rollout_id = _rollout_id(request)
-        if not self._agents.is_finished_with(rollout_id, reward):
+        if not self.agents.is_finished_with(rollout_id, reward):
             rollout = await self._rollout(request)
-            await self._agents.check_held(rollout.group)
-            if wrong := self._agents.finish(rollout, reward):
+            await self.agents.check_held(rollout.group)
+            if wrong := self.agents.finish(rollout, reward):
                 raise ApiError(400, f"rollout {rollout_id} cannot be finished: {wrong}", code=rollout.reason)
-            await self._agents.save(rollout.group)
+            await self.agents.save(rollout.group)
         return _json({"id": rollout_id, "status": "finished"})
 
     async def _answer(self, is_response: bool, request: web.Request) -> web.StreamResponse:
@@ -249,14 +286,14 @@ class EndpointServer:
         def parse() -> tuple[Json, ChatRequest]:
             document = parse_json(data)
             chat = responses.as_chat(document) if is_response else document
-            return document, parse_chat(chat, self._sampling, ignore=self._ignore)
+            return document, parse_chat(chat, self._sampling, ignore=self._config.unsupported == "ignore")
 
         document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
         rollout = await self._rollout(request)
         identity = digest(request.path.encode() + b"\0" + data)
         number = rollout.ledger.begin(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
-        answered = await self._calls.answer(rollout, asked, number, identity)
-        await self._agents.save(rollout.group)
+        answered = await self.calls.answer(rollout, asked, number, identity)
+        await self.agents.save(rollout.group)
         finished = response(
             f"chatcmpl-{rollout.id}-{answered.call.number}",
             self._model,
@@ -291,7 +328,7 @@ class EndpointServer:
                 producer to another.
         """
         rollout_id = _rollout_id(request)
-        rollout = self._agents.find(rollout_id)
+        rollout = self.agents.find(rollout_id)
         if rollout is not None:
             rollout.last_seen = time.monotonic()
             return rollout
@@ -325,7 +362,7 @@ class EndpointServer:
     def _is_here(self, rollout_id: str) -> bool:
         """Returns whether this producer holds the group in which a rollout was opened."""
         origin = origin_of(rollout_id)
-        return origin is not None and self._agents.holds(origin[1])
+        return origin is not None and self.agents.holds(origin[1])
 
     async def _forwarded(self, request: web.Request, url: str) -> web.Response:
         """Forwards a request for as long as that producer holds the rollout: a suspended one still accepts requests.

@@ -115,8 +115,8 @@ class Episodes:
                     return Dead(f"engine: {type(error).__name__}: {error}", None, group)
                 generated_s, context = time.time(), pack_ids(prompt_ids)
                 rollouts = tuple(rollout_of(context, one, UNSCORED) for one in completions)
-                lost, samplers = claim.num_tries_lost, _samplers(claim)
-                group = replace(group, rollouts=rollouts, num_tries_lost=lost, sampled_by=samplers)
+                lost, sampled_by = claim.num_tries_lost, claim.sampled_by
+                group = replace(group, rollouts=rollouts, num_tries_lost=lost, sampled_by=sampled_by)
                 for n, completion in enumerate(completions):
                     if completion.finish_reason == "error":
                         return Dead(f"engine: completion {n} finished with 'error'", None, group)
@@ -157,9 +157,10 @@ class Episodes:
         siblings = Siblings(
             self._engine, prompt_ids, group.sampling, num_siblings, request_id, seed=seed, adopted=before
         )
-
-        claim.num_lost_before = claim.found.num_tries_lost if before and claim.found else None
-        group = replace(group, num_tries_lost=claim.num_tries_lost, sampled_by=_samplers(claim))
+        found = claim.found if before else None
+        claim.num_lost_before = None if found is None else found.num_tries_lost
+        claim.sampled_by = () if found is None else found.samplers
+        group = replace(group, num_tries_lost=claim.num_tries_lost, sampled_by=claim.sampled_by)
 
         def so_far() -> RolloutGroup | None:
             found = siblings.so_far()
@@ -207,11 +208,6 @@ class Episodes:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-
-
-def _samplers(claim: Claim) -> tuple[str, ...]:
-    """Returns the instances of the producers whose tokens this one continues."""
-    return () if claim.found is None or claim.num_lost_before is None else claim.found.samplers
 
 
 def _num_tokens(completions: list[Completion]) -> int:

@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from itertools import chain
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -111,41 +113,37 @@ async def tried(
     raise failed
 
 
-class _Group:
-    """One group's calls."""
+class _Job:
+    """One group's calls, which threads share. num_running: threads that are inside a call."""
 
-    def __init__(self, calls: Sequence[RewardCall], done: "asyncio.Future[Scores]") -> None:
-        self.done = done
+    def __init__(self, calls: Sequence[RewardCall]) -> None:
         self.waiting = deque(enumerate(calls))
         self.rewards: dict[int, Scores] = {}
         self.num_calls = len(calls)
         self.num_running = 0
-        """Threads that are inside a call."""
-        self.is_over = False
-        """All calls are scored, or one has failed, or nobody waits for them."""
-        self.is_abandoned = False
+        self.done: Future[Scores] = Future()
 
 
 class _Threads:
     """Threads that call one component's function."""
 
     def __init__(self, num_threads: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: SimpleQueue[_Group | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = Lock()
         self._num_threads = num_threads
         self._start(num_threads)
 
     async def score(self, calls: Sequence[RewardCall]) -> Scores:
-        group = _Group(calls, self._loop.create_future())
+        job = _Job(calls)
         for _ in range(min(len(calls), self._num_threads)):
-            self._queue.put(group)
+            self._queue.put(job)
         try:
-            return await group.done
+            return await asyncio.wrap_future(job.done)
         except asyncio.CancelledError:
             with self._lock:
-                group.is_over = group.is_abandoned = True
-                self._start(group.num_running)
+                job.waiting.clear()
+                if job.done.cancel():
+                    self._start(job.num_running)
             raise
 
     def close(self) -> None:
@@ -157,41 +155,33 @@ class _Threads:
             Thread(target=self._work, name="rewards", daemon=True).start()
 
     def _work(self) -> None:
-        while (group := self._queue.get()) is not None:
-            try:
-                if not self._share(group):
-                    return
-            except RuntimeError:
-                return  # the loop is closed
+        while (job := self._queue.get()) is not None:
+            if not self._share(job):
+                return
 
-    def _share(self, group: _Group) -> bool:
-        """Makes calls of a group until none is left; returns False if this thread was replaced meanwhile."""
+    def _share(self, job: _Job) -> bool:
+        """Makes calls of a job until none is left; returns False if this thread was replaced meanwhile."""
         while True:
             with self._lock:
-                if group.is_over or not group.waiting:
+                if not job.waiting:
                     return True
-                n, call = group.waiting.popleft()
-                group.num_running += 1
+                n, call = job.waiting.popleft()
+                job.num_running += 1
             failure = None
             try:
-                group.rewards[n] = call.checked(call.function())
+                job.rewards[n] = call.checked(call.function())
             except Exception as error:  # user code: any exception becomes the group's reason
                 failure = call.failure(error)
             with self._lock:
-                if group.is_abandoned:
+                if job.done.cancelled():
                     return False
-                group.num_running -= 1
-                over = failure is not None or len(group.rewards) == group.num_calls
-                if group.is_over or not over:
+                job.num_running -= 1
+                if failure is not None:
+                    job.waiting.clear()
+                elif len(job.rewards) < job.num_calls:
                     continue
-                group.is_over = True
-            self._loop.call_soon_threadsafe(_resolve, group, failure)
-
-
-def _resolve(group: _Group, failure: RewardError | None) -> None:
-    if group.done.done():
-        return
-    if failure is not None:
-        group.done.set_exception(failure)
-    else:
-        group.done.set_result(tuple(reward for n in range(group.num_calls) for reward in group.rewards[n]))
+            with suppress(InvalidStateError):  # another call has failed, or nobody waits any more
+                if failure is not None:
+                    job.done.set_exception(failure)
+                else:
+                    job.done.set_result(tuple(chain.from_iterable(job.rewards[n] for n in range(job.num_calls))))

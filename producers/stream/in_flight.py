@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,15 +14,15 @@ SHARE = 4
 
 
 class ProgressPart(NamedTuple):
-    """A part of a conversation group's progress that has changed.
+    """A part of a conversation group's progress.
 
-    mark: identifies this state of it when changes are looked for the next time.
+    mark: of its state; it is written again once this differs. None for a part that never changes.
     num_tokens: sampled tokens in it.
-    encode: None for a part that was removed.
+    encode: None for a part that stays as it was last written.
     """
 
     name: str
-    mark: Hashable = None
+    mark: object = None
     num_tokens: int = 0
     encode: Callable[[], bytes] | None = None
 
@@ -61,15 +61,15 @@ class Claim:
     """Returns the group as far as its siblings are sampled; None while nothing is, or it is unknown."""
     converses: bool = False
     """Its siblings are conversations; their progress is kept in parts."""
-    parts: Callable[[Mapping[str, Hashable], bool], Iterable[ProgressPart]] | None = None
-    """Returns the parts of its progress that have changed since these marks by name, with True those of running calls
-    too; None if it has no parts."""
+    parts: Callable[[bool], Iterable[ProgressPart]] | None = None
+    """Returns the parts of its progress, with False those of running calls as they were last written; None if it has no
+    parts."""
     has_progress: bool = False
     """Redis may hold its progress, which is dropped with the claim."""
     num_lost_before: int | None = None
     """Tries lost before this holder's, or before the one that it continues; None: counted from attempts and returns."""
-    grows_since: float | None = None
-    """Monotonic seconds; None until Redis has more of its progress than at first."""
+    sampled_by: tuple[str, ...] = ()
+    """The instances of the producers whose tokens this holder continues."""
     has_proved: bool = False
     """Its progress has grown for so long that it cannot be what kills producers: no attempt so far counts any more."""
     has_begun: bool = False

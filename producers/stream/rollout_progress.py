@@ -5,9 +5,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
@@ -36,27 +36,35 @@ LARGEST_PARTS = 4 * MAX_ENTRY_BYTES
 """The most bytes of one group's parts that are read: calls take up to twice an entry, and their text as much again."""
 
 
-@dataclass(slots=True, eq=False)
-class _KeptParts:
-    """The parts of a conversation group that Redis has.
+class _SavedPart(NamedTuple):
+    mark: object
+    num_tokens: int
+    num_bytes: int
 
-    marks: by the part's name. sizes: its tokens and bytes; their sums are `num_tokens` and `num_bytes`.
+
+@dataclass(slots=True, eq=False)
+class _Saved:
+    """What Redis has of a claim's progress.
+
+    num_bytes: that it has or will have.
+    grows_since: monotonic seconds; None until it has more than at first.
+    parts: of a conversation group, by name, like what follows.
     num_recoveries: outages of Redis before the parts were written; a later one may have lost them.
     has_begun: parts were written, with this producer as their holder.
     is_given_up: there was no room for them.
     """
 
-    marks: dict[str, Hashable] = field(default_factory=dict)
-    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_tokens: int = 0
     num_bytes: int = 0
+    grows_since: float | None = None
+    parts: dict[str, _SavedPart] = field(default_factory=dict)
     num_recoveries: int = 0
     has_begun: bool = False
     is_given_up: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def clear(self) -> None:
-        self.marks, self.sizes, self.num_tokens, self.num_bytes = {}, {}, 0, 0
+        self.num_tokens, self.num_bytes, self.parts = 0, 0, {}
 
 
 class RolloutProgress:
@@ -89,9 +97,7 @@ class RolloutProgress:
         self._config = config
         self._instance = instance
         self._ttl_s = int(max(SHORTEST_TTL_S, 2 * config.generation_deadline_s))
-        self._saved: dict[Claim, tuple[int, int]] = {}
-        """Per claim of this table: the tokens that Redis has, and the bytes that it has or will have."""
-        self._kept: dict[Claim, _KeptParts] = {}
+        self._saved: dict[Claim, _Saved] = {}
         self._saving = asyncio.Lock()
         self._full_until = 0.0
         self._failing: set[str] = set()
@@ -121,8 +127,7 @@ class RolloutProgress:
             return
         async with self._saving:
             started = time.monotonic()
-            self._saved = {claim: size for claim, size in self._saved.items() if self._holds(claim)}
-            self._kept = {claim: kept for claim, kept in self._kept.items() if self._holds(claim)}
+            self._saved = {claim: saved for claim, saved in self._saved.items() if self._holds(claim)}
             if self._connection.is_full:
                 await self._make_room()
             batch: dict[Claim, tuple[int, bytes]] = {}
@@ -152,38 +157,43 @@ class RolloutProgress:
         """
         if claim.parts is None or not self._config.progress_s:
             return
-        kept = self._kept.setdefault(claim, _KeptParts())
-        async with kept.lock:
-            if kept.is_given_up or time.monotonic() < self._full_until or claim.parts is None or not self._holds(claim):
+        saved = self._saved.setdefault(claim, _Saved())
+        async with saved.lock:
+            is_full = time.monotonic() < self._full_until
+            if saved.is_given_up or is_full or claim.parts is None or not self._holds(claim):
                 return
-            if kept.num_recoveries != self._connection.num_recoveries:
-                kept.clear()
-                kept.num_recoveries = self._connection.num_recoveries
-            if kept.has_begun and not kept.marks:  # written as a whole again, if it is still this producer's
+            if saved.num_recoveries != self._connection.num_recoveries:
+                saved.parts, saved.num_recoveries = {}, self._connection.num_recoveries
+            if saved.has_begun and not saved.parts:  # written as a whole again, if it is still this producer's
                 await self.find_moved([claim])
                 if claim.has_moved:
                     return
+            before = saved.parts
             try:
-                parts = [(part, part.encode and part.encode()) for part in claim.parts(kept.marks, running)]
+                parts = {part.name: part for part in claim.parts(running)}
+                changed = {
+                    name: part.encode()
+                    for name, part in parts.items()
+                    if part.encode is not None and (name not in before or before[name].mark != part.mark)
+                }
             except (TypeError, ValueError, OverflowError) as error:  # a prompt's or a reward's values are the user's
-                await self._give_up(claim, kept, "%s: %s", claim, error)
+                await self._give_up(claim, saved, "%s: %s", claim, error)
                 return
-            if not parts:
+            gone = before.keys() - parts.keys()
+            if not changed and not gone:
                 return
-            num_tokens, num_bytes = kept.num_tokens, kept.num_bytes
-            for part, data in parts:
-                tokens_before, bytes_before = kept.sizes.get(part.name, (0, 0))
-                num_tokens += part.num_tokens - tokens_before
-                num_bytes += len(data or b"") - bytes_before
+            after = {name: part for name, part in before.items() if name not in gone}
+            for name, data in changed.items():
+                after[name] = _SavedPart(parts[name].mark, parts[name].num_tokens, len(data))
+            num_bytes = sum(part.num_bytes for part in after.values())
             if num_bytes > self._room(claim):
                 limit = self._config.progress_mb
-                await self._give_up(claim, kept, "%s: no room left (producers.progress_mb = %d)", claim, limit)
+                await self._give_up(claim, saved, "%s: no room left (producers.progress_mb = %d)", claim, limit)
                 return
             key, prefix = self._keys.progress(claim.index), f"{self._instance}/"
-            fields: dict[Any, Any] = {prefix + part.name: data for part, data in parts if data is not None}
-            gone = [prefix + part.name for part, data in parts if data is None]
+            fields: dict[Any, Any] = {prefix + name: data for name, data in changed.items()}
             pipeline = self._connection.commands.pipeline(transaction=True)
-            if kept.marks:
+            if before:
                 pipeline.hget(key, Field.INSTANCE)
             else:
                 pipeline.delete(key)
@@ -191,30 +201,24 @@ class RolloutProgress:
             if fields:
                 pipeline.hset(key, mapping=fields)
             if gone:
-                pipeline.hdel(key, *gone)
+                pipeline.hdel(key, *(prefix + name for name in gone))
             pipeline.expire(key, self._ttl_s)
-            marks = kept.marks
             if (answers := await self._tried(pipeline.execute)) is None:
                 return
-            if marks is not kept.marks:  # all was dropped meanwhile
+            if saved.parts is not before:  # all was dropped meanwhile
                 await self._delete(claim)
                 return
-            if marks and answers[0] != self._instance.encode():
-                kept.clear()  # lost by Redis: the next time as a whole
+            if before and answers[0] != self._instance.encode():
+                saved.parts = {}  # lost by Redis: the next time as a whole
                 claim.has_moved = answers[0] is not None
                 return
-            kept.has_begun = True
-            for part, data in parts:
-                if data is None:
-                    del marks[part.name], kept.sizes[part.name]
-                else:
-                    marks[part.name], kept.sizes[part.name] = part.mark, (part.num_tokens, len(data))
-            kept.num_tokens, kept.num_bytes = num_tokens, num_bytes
-            await self._has_written(claim, num_tokens, num_bytes, sum(len(data or b"") for _, data in parts))
+            saved.has_begun, saved.parts = True, after
+            num_tokens = sum(part.num_tokens for part in after.values())
+            await self._has_written(claim, saved, num_tokens, num_bytes, sum(map(len, changed.values())))
 
     async def find_moved(self, claims: Iterable[Claim] | None = None) -> None:
         """Checks which claims, by default all that converse, another producer has begun to continue."""
-        claims = [claim for claim in claims or self._table if claim in self._kept and self._kept[claim].has_begun]
+        claims = [claim for claim in claims or self._table if claim in self._saved and self._saved[claim].has_begun]
         if not claims:
             return
         pipeline = self._connection.commands.pipeline(transaction=False)
@@ -245,9 +249,8 @@ class RolloutProgress:
 
     async def forget(self, claim: Claim) -> None:
         """Drops one claim's progress, whoever saved it."""
-        self._saved.pop(claim, None)
-        if claim in self._kept:
-            self._kept[claim].clear()
+        if claim in self._saved:
+            self._saved[claim].clear()
         await self._delete(claim)
 
     async def end(self) -> None:
@@ -257,9 +260,8 @@ class RolloutProgress:
 
     async def _drop(self) -> None:
         claims = [claim for claim in self._table if claim.has_progress]
-        self._saved = {}
-        for kept in self._kept.values():
-            kept.clear()
+        for saved in self._saved.values():
+            saved.clear()
         if claims:
             await self._delete(*claims)
 
@@ -277,7 +279,7 @@ class RolloutProgress:
         except RecordError as error:
             self._unreadable(claim, error)
             return None
-        return None if await self.is_quarantined(claim, found) else found
+        return None if await self.is_quarantined(claim, found.samplers, found.producer_id) else found
 
     async def _left_by_others(self, claim: Claim, read: Callable[[str], Awaitable[Any]]) -> Any:
         """Reads a claim's progress by the command `read`; returns None if there is none, or none to continue from.
@@ -311,12 +313,12 @@ class RolloutProgress:
             return None if payload is None else _decoded(claim, payload)
         return None
 
-    async def is_quarantined(self, claim: Claim, found: RolloutGroup) -> bool:
-        """Returns whether a quarantined producer has sampled some of what was found, and logs it."""
-        samplers = list(found.samplers)
-        told: Any = await self._tried(lambda: self._connection.commands.hmget(self._keys.parity, samplers))
+    async def is_quarantined(self, claim: Claim, samplers: Sequence[str], holder: str) -> bool:
+        """Returns whether one of the instances that have sampled a claim's progress is quarantined, and logs it.
+        holder: the last one, for the log."""
+        told: Any = await self._tried(lambda: self._connection.commands.hmget(self._keys.parity, list(samplers)))
         if any(map(quarantine_in, told or ())):
-            log.warning("%s starts again, its progress is of a quarantined producer: %s", claim, found.producer_id)
+            log.warning("%s starts again, its progress is of a quarantined producer: %s", claim, holder)
             return True
         return False
 
@@ -332,8 +334,8 @@ class RolloutProgress:
         if group is None:
             return None
         num_tokens = sum(rollout.num_sampled_tokens for rollout in group.rollouts)
-        num_saved, _ = self._saved.get(claim, (0, 0))
-        if num_tokens <= num_saved:
+        saved = self._saved.setdefault(claim, _Saved())
+        if num_tokens <= saved.num_tokens:
             return None
         try:
             payload = encode_group(group.finished_by(self._instance), dead=True)
@@ -343,7 +345,7 @@ class RolloutProgress:
         if len(payload) > self._room(claim):
             self._fail("size", "%s: no room left (producers.progress_mb = %d)", claim, self._config.progress_mb)
             return None
-        self._saved[claim] = num_saved, len(payload)
+        saved.num_bytes = len(payload)
         return num_tokens, payload
 
     async def _write(self, batch: Mapping[Claim, tuple[int, bytes]]) -> None:
@@ -356,29 +358,30 @@ class RolloutProgress:
             claim.has_progress = True  # of a batch that fails Redis may have a part
         if await self._tried(pipeline.execute) is not None:
             for claim, (num_tokens, payload) in batch.items():
-                await self._has_written(claim, num_tokens, len(payload), len(payload))
+                await self._has_written(claim, self._saved[claim], num_tokens, len(payload), len(payload))
 
-    async def _has_written(self, claim: Claim, num_tokens: int, num_bytes: int, num_written: int) -> None:
+    async def _has_written(
+        self, claim: Claim, saved: _Saved, num_tokens: int, num_bytes: int, num_written: int
+    ) -> None:
         """Records what Redis has of a claim, and how many bytes of it were written now."""
         claim.has_progress = True
         self._failing &= {"size"}
-        num_before, _ = self._saved.get(claim, (0, 0))
-        self._metrics.progress_tokens.labels("saved").inc(max(0, num_tokens - num_before))
-        if 0 < num_before < num_tokens:  # the first time it may be an earlier holder's
-            claim.grows_since = claim.grows_since or time.monotonic()
-            claim.has_proved |= time.monotonic() - claim.grows_since >= self._config.claim_idle_s
+        self._metrics.progress_tokens.labels("saved").inc(max(0, num_tokens - saved.num_tokens))
+        if 0 < saved.num_tokens < num_tokens:  # the first time it may be an earlier holder's
+            saved.grows_since = saved.grows_since or time.monotonic()
+            claim.has_proved |= time.monotonic() - saved.grows_since >= self._config.claim_idle_s
         self._metrics.progress_bytes.inc(num_written)
-        self._saved[claim] = num_tokens, num_bytes
+        saved.num_tokens, saved.num_bytes = num_tokens, num_bytes
         if not self._holds(claim) or time.monotonic() < self._full_until:  # appended, or all was dropped, meanwhile
             await self._delete(claim)
 
     def _room(self, claim: Claim) -> float:
         """Returns the most bytes that a claim's progress may take."""
-        others = sum(size for other, (_, size) in self._saved.items() if other is not claim)
+        others = sum(saved.num_bytes for other, saved in self._saved.items() if other is not claim)
         return self._config.progress_mb * 1e6 - others
 
-    async def _give_up(self, claim: Claim, kept: _KeptParts, why: str, *values: object) -> None:
-        kept.is_given_up = True
+    async def _give_up(self, claim: Claim, saved: _Saved, why: str, *values: object) -> None:
+        saved.is_given_up = True
         self._fail("size", why, *values)
         await self.forget(claim)
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from penstock.producers.interfaces import Engine, WeightLoadError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
@@ -23,17 +21,6 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 MANIFESTS_PER_READ = 64
-
-
-class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One successful load. `prefetch_s` is the time until the host's copy is up to date, for which this producer
-    fetched `num_bytes`; `load_s` the time in the engine, `pause_s` the part of it in which no token was sampled."""
-
-    policy_version: int
-    pause_s: float
-    load_s: float
-    prefetch_s: float
-    num_bytes: int
 
 
 def steps_between(held: int, wanted: int) -> float:
@@ -54,6 +41,8 @@ class WeightFollower:
 
     newest: the last manifest of the policy stream; None before the first one.
     loaded: True once the engine holds weights that were announced. Before that it serves nothing.
+    on_load: takes, of each load, `policy_version`; `prefetch_s` until the host's copy was up to date, for which this
+        producer fetched `bytes`; `load_s` in the engine, and `pause_s` of it in which no token was sampled.
     """
 
     def __init__(
@@ -63,7 +52,7 @@ class WeightFollower:
         engine: Engine,
         copy: HostCopy,
         metrics: ProducerMetrics,
-        on_load: Callable[[LoadReport], None] = lambda report: None,
+        on_load: Callable[..., None] = lambda **load: None,
     ) -> None:
         self._connection = connection
         self._stream = keys.policy
@@ -79,11 +68,6 @@ class WeightFollower:
         self.loaded = False
         self.num_failed = 0
         self.last_error = ""
-
-    @property
-    def version(self) -> int:
-        """The version of the policy that the engine holds."""
-        return self._engine.policy_version
 
     @property
     def behind(self) -> float:
@@ -186,13 +170,7 @@ class WeightFollower:
             pause_s = await self._engine.load_weights(manifest, str(self._copy.path), restore)
         finally:
             self._copy.release()
-        report = LoadReport(
-            policy_version=manifest.version,
-            pause_s=pause_s,
-            load_s=time.monotonic() - started,
-            prefetch_s=prefetch_s,
-            num_bytes=self._copy.num_bytes - before,
-        )
+        load_s = time.monotonic() - started
         if not self.loaded:
             log.info("policy %d is loaded: ready to serve", manifest.version)
         self.loaded = True
@@ -203,7 +181,13 @@ class WeightFollower:
         self._metrics.weight_loads.labels("loaded").inc()
         self._metrics.pause_s.observe(pause_s)
         self._metrics.prefetch_s.observe(prefetch_s)
-        self._on_load(report)
+        self._on_load(
+            policy_version=manifest.version,
+            pause_s=pause_s,
+            load_s=load_s,
+            prefetch_s=prefetch_s,
+            bytes=self._copy.num_bytes - before,
+        )
         self._notify()
 
     async def _restore(self) -> str:

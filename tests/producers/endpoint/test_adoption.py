@@ -382,7 +382,7 @@ def new_group(answer: str = "", fingerprint: EngineFingerprint = FINGERPRINT) ->
 
 
 def all_parts(group: AgentGroup) -> dict[str, bytes]:
-    return {part.name: part.encode() for part in group.parts({}, True)}
+    return {part.name: part.encode() for part in group.parts(True)}
 
 
 def left(version: int = 0) -> dict[str, bytes]:

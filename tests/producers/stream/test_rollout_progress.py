@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Hashable, Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -87,9 +86,8 @@ class ProgressDesk:
         claim = self.claim(index)
         claim.converses = True
 
-        def parts(kept: Mapping[str, Hashable], running: bool) -> list[ProgressPart]:
-            changed = [(name, data) for name, data in calls.items() if kept.get(name) != data]
-            return [ProgressPart(name, data, 1, lambda data=data: data) for name, data in changed]
+        def parts(running: bool) -> list[ProgressPart]:
+            return [ProgressPart(name, data, 1, lambda data=data: data) for name, data in calls.items()]
 
         claim.parts = parts
         return claim

@@ -5,13 +5,14 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from penstock.producers.interfaces import Restore, WeightLoadError
 from penstock.producers.weights import follower as module
-from penstock.producers.weights.follower import LoadReport, WeightFollower, steps_between
+from penstock.producers.weights.follower import WeightFollower, steps_between
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import WeightManifest, make_version
@@ -41,11 +42,11 @@ def test_steps_are_counted_within_a_trainer_epoch_only(held: int, wanted: int, s
 class Pickup:
     """WeightFollower at work on a real server, with a trainer's hand to announce."""
 
-    def __init__(self, weights: WeightFollower, engine: ScriptedEngine, trainer, reports: list[LoadReport]) -> None:
+    def __init__(self, weights: WeightFollower, engine: ScriptedEngine, trainer, loads: list[dict[str, Any]]) -> None:
         self.weights = weights
         self.engine = engine
         self.trainer = trainer
-        self.reports = reports
+        self.loads = loads
         self.tasks: list[asyncio.Task] = []
 
     def start(self) -> None:
@@ -64,12 +65,12 @@ async def pickup(
     server, config, built = redis_server(), make_config(), []
 
     def build(engine_type: type[ScriptedEngine] = ScriptedEngine, **engine_settings) -> Pickup:
-        engine, reports = engine_type(**engine_settings), []
+        engine, loads = engine_type(**engine_settings), []
         trainer = hand_trainer(server.client, config, tmp_path)
         connection = connect(server)
         copy = HostCopy(str(tmp_path), "test", connection.place, WeightReader(connection.call, KEYS), metrics)
-        weights = WeightFollower(connection, KEYS, engine, copy, metrics, reports.append)
-        built.append(Pickup(weights, engine, trainer, reports))
+        weights = WeightFollower(connection, KEYS, engine, copy, metrics, lambda **load: loads.append(load))
+        built.append(Pickup(weights, engine, trainer, loads))
         return built[-1]
 
     yield build
@@ -91,8 +92,8 @@ async def test_a_new_producer_waits_for_the_first_manifest_and_says_so_once(pick
     assert [line for line in caplog.messages if "waiting" in line] == ["waiting for the first weights on {test}:policy"]
     manifest = made.trainer.announce(0)
     await made.holds(0)
-    (report,) = made.reports
-    assert report.policy_version == 0 and report.num_bytes == manifest.chunk_bytes and made.weights.behind == 0
+    (load,) = made.loads
+    assert load["policy_version"] == 0 and load["bytes"] == manifest.chunk_bytes and made.weights.behind == 0
 
 
 async def test_a_new_producer_starts_with_the_current_policy(pickup) -> None:
@@ -207,7 +208,7 @@ async def test_producers_of_one_host_fetch_once_and_load_the_same_bits(pickup) -
     for made in pair:
         await made.holds(19)
         assert all(label == number for label, number in made.engine.read)
-    assert sum(report.num_bytes for made in pair for report in made.reports) <= num_bytes
+    assert sum(load["bytes"] for made in pair for load in made.loads) <= num_bytes
 
 
 async def test_a_producer_tells_the_age_of_the_policy_it_holds(pickup, metrics) -> None:
@@ -215,7 +216,7 @@ async def test_a_producer_tells_the_age_of_the_policy_it_holds(pickup, metrics) 
     made.trainer.announce(0, created_s=time.time() - 100)
     made.start()
     await made.holds(0)
-    await until(lambda: made.reports)
+    await until(lambda: made.loads)
     age_s = metrics.registry.get_sample_value("penstock_producer_policy_age_seconds")
     assert age_s is not None and 100 <= age_s < 160
 
