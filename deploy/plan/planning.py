@@ -14,7 +14,7 @@ from penstock.deploy.plan.producer import ALONE, EngineSpeed, RunPace, seats
 from penstock.deploy.plan.recorded import PacedRun, read_run
 from penstock.deploy.plan.simulation import Course, Simulation
 from penstock.deploy.plan.workload import Lengths, lengths_of
-from penstock.deploy.report.telemetry import TelemetryError
+from penstock.deploy.report.telemetry import TelemetryError, mean_lag
 from penstock.deploy.watch.flow import waited_for
 from penstock.schemas.config import ConfigError, Overrides, RunConfig, load_config
 
@@ -151,7 +151,7 @@ def figures_of(course: Course, config: RunConfig) -> dict[str, Any]:
         "groups_ready": course.num_ready,
         "queue": course.queue,
         "credit": course.credit,
-        "lag_mean": sum(lag * num for lag, num in course.lags.items()) / num_lags if num_lags else None,
+        "lag_mean": mean_lag(course.lags),
         "lags": {lag: num / num_lags for lag, num in sorted(course.lags.items())},
         "masked": course.num_masked / num_lags if num_lags else None,
         "stale": course.num_stale / num_arrived if num_arrived else None,

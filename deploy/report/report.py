@@ -65,30 +65,18 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             f"Held-out {figure_name(s['figure'])}",
             f"{shown(held_out.get('initial'), '.3f')} → {shown(held_out.get('final'), '.3f')}",
-            f"{s['answered']}, {shown(s['num_evaluation_prompts'], ',.0f')} problems{_goal(s)}",
+            f"{s['answered']}, {shown(s['num_evaluation_prompts'])} problems{_goal(s)}",
         ),
         _groups(s),
-        (
-            "Updates",
-            shown(s["num_updates"], ",.0f"),
-            f"{shown(s['updates_per_s'], '.2f')}/s in {shown(s['wall_s'], ',.0f')} s",
-        ),
+        ("Updates", shown(s["num_updates"]), f"{shown(s['updates_per_s'], '.2f')}/s in {shown(s['wall_s'])} s"),
         (
             "Completion length",
             f"{shown(lengths.get('first'), ',.1f')} → {shown(lengths.get('last'), ',.1f')}",
             f"tokens; {shown(truncated.get('last'), '.1%')} truncated at the end",
         ),
-        ("Sampled tokens/s", shown(rates["total"], ",.0f"), f"{num_producers} producer{'s' * (num_producers != 1)}"),
-        (
-            "Trained tokens/s",
-            shown(s["trainer_tokens_per_s"], ",.0f"),
-            f"{shown(s['num_tokens_trained'], ',.0f')} tokens",
-        ),
-        (
-            "Mean lag",
-            shown(s["mean_lag"], ".2f"),
-            f"steps; {shown(s['num_tokens_masked_lag'], ',.0f')} tokens masked",
-        ),
+        ("Sampled tokens/s", shown(rates["total"]), f"{num_producers} producer{'s' * (num_producers != 1)}"),
+        ("Trained tokens/s", shown(s["trainer_tokens_per_s"]), f"{shown(s['num_tokens_trained'])} tokens"),
+        ("Mean lag", shown(s["mean_lag"], ".2f"), f"steps; {shown(s['num_tokens_masked_lag'])} tokens masked"),
         (
             "Pause p50 / p99",
             f"{shown(s['pause_s_p50'], '.1f', scale=1000)} / {shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)}",
@@ -103,7 +91,7 @@ def _groups(summary: dict[str, Any]) -> tuple[str, str, str]:
     if skipped and skipped >= MUCH_SKIPPED * (trained + skipped):
         remark = f"their rewards are all equal; {trained:,} trained, {dead:,} dead"
         return "Groups without a learning signal", f"{skipped / (trained + skipped):.0%}", remark
-    return "Groups trained", shown(trained, ",.0f"), f"{shown(skipped, ',.0f')} skipped, {shown(dead, ',.0f')} dead"
+    return "Groups trained", shown(trained), f"{shown(skipped)} skipped, {shown(dead)} dead"
 
 
 def _goal(summary: dict[str, Any]) -> str:
