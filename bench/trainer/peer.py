@@ -12,7 +12,7 @@ from bench.pipeline.modes import ModeRun, run_mode, trainer_parts
 from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
 from bench.section import make_model, measure_apart
 from bench.trainer.long_answers import PeerUpdates, TrlJob
-from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.schemas.config import (
     EnvironmentConfig,
     EvaluationConfig,

@@ -96,7 +96,7 @@ def plan(
     found = None if needs_no_run and str(run) in shipped_run_files() else _recorded(run, runs)
     if found is not None and (parts := -(-found.course.num_updates // MOST_UPDATES)) > 1:
         found = found.thinned(parts)
-    config = load_config(find_run_folder(str(run), runs) / RUN_FILE if found else find_run_file(Path(run)), set)
+    config = load_config(find_run_folder(run, runs) / RUN_FILE if found else find_run_file(Path(run)), set)
     pace = _pace(config, found, numbers)
     if lengths is not None:
         draw = _lengths(str(lengths), runs)
@@ -181,7 +181,7 @@ def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
     given, shipped = Path(run), shipped_run_files()
     if given.is_dir() or (runs / given).is_dir():
         try:
-            return read_run(find_run_folder(str(run), runs))
+            return read_run(find_run_folder(run, runs))
         except (ConfigError, TelemetryError) as error:
             if (file := shipped.get(str(run))) is None:
                 raise

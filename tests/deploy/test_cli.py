@@ -323,6 +323,13 @@ def test_the_command_itself_imports_neither_torch_nor_vllm():
     assert shown.stdout.strip() == "[]"
 
 
+def test_the_command_starts_without_the_libraries_that_only_some_commands_need():
+    heavy = "{'matplotlib', 'numpy', 'redis', 'rich', 'torch', 'vllm'}"
+    program = f"import sys, penstock.deploy.cli; print(sorted({heavy} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
 def test_a_dry_run_imports_torch_for_an_objective_alone_and_transformers_never(model_folder, tmp_path):
     program = (
         "import sys, contextlib, io; from penstock.deploy import cli\n"
