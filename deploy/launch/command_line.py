@@ -60,7 +60,7 @@ def add_json(parser: argparse.ArgumentParser, help: str = "print JSON for a mach
     parser.add_argument("--json", action="store_true", help=help)
 
 
-def print_found(arguments: argparse.Namespace, found: T, print_text: Callable[[T], object]) -> int:
+def print_found(arguments: argparse.Namespace, found: Any, print_text: Callable[[Any], object]) -> int:
     """Prints the result of a command, as JSON if `--json` is given. Returns the exit status 0."""
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
