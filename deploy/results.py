@@ -39,11 +39,10 @@ def report(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> RunResult:
         TelemetryError: a malformed line (named with its file and number), or a file that cannot be read or written.
     """
     from penstock.deploy.report.report import write_report  # imports matplotlib
-    from penstock.deploy.report.summary import write_summary
 
     folder = find_run_folder(run, runs)
     try:
-        summary, page = write_summary(folder), write_report(folder)
+        summary, page = write_report(folder)
     except OSError as error:
         raise TelemetryError(f"no report of {folder}: {error}") from error
     model, best = folder / "model", folder / BEST_FOLDER

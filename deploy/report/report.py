@@ -1,4 +1,4 @@
-"""Writes the report of a run: one HTML page that refers to nothing outside itself."""
+"""Writes the report of a run: its summary, and one HTML page that refers to nothing outside itself."""
 
 import html
 import json
@@ -20,19 +20,21 @@ MUCH_SKIPPED = 0.5
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
-def write_report(run_folder: Path) -> Path:
-    """Writes `report.html` into the run folder and returns its path: one file, nothing loaded from elsewhere.
+def write_report(run_folder: Path) -> tuple[dict[str, Any], Path]:
+    """Writes `summary.json` and `report.html` into the run folder; returns the summary and the page's path.
 
     Raises:
         TelemetryError: no such folder, or a malformed line (named with its file and number).
         ConfigError: `run.toml` is no run file.
     """
     telemetry = read_telemetry(run_folder)
+    summary = summarize(telemetry)
+    write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     run_file = run_folder / "run.toml"
     configuration = run_file.read_text() if run_file.is_file() else "run.toml is missing"
-    report = run_folder / "report.html"
-    write_whole(report, render(telemetry, summarize(telemetry), configuration))
-    return report
+    page = run_folder / "report.html"
+    write_whole(page, render(telemetry, summary, configuration))
+    return summary, page
 
 
 def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str) -> str:

@@ -1,10 +1,8 @@
 """Computes the figures of a run for `summary.json` and the table that ends `penstock run`."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,13 +24,11 @@ from penstock.deploy.report.telemetry import (
     mean_lag,
     metric_values,
     phase_seconds,
-    read_telemetry,
     token_mean,
 )
 from penstock.schemas.attrition import LengthTest
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name, figures_of, lag_key, part_key, parts_of
-from penstock.schemas.process.files import write_whole
 
 COURSE_UPDATES = 20
 """Batches at the run's beginning, and at its end, over which `course` takes means; at most half of the run's."""
@@ -54,22 +50,8 @@ NOTHING_LEARNED = (
 )
 
 
-def write_summary(run_folder: Path) -> dict[str, Any]:
-    """Reads the run folder, writes its `summary.json` and returns the content.
-
-    A figure whose file is missing is None, and `missing` names the file.
-
-    Raises:
-        TelemetryError: no such folder, or a malformed line (named with its file and number).
-        ConfigError: `run.toml` is no run file.
-    """
-    summary = summarize(read_telemetry(run_folder))
-    write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return summary
-
-
 def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
-    """Computes the figures of one run.
+    """Computes the figures of one run. A figure whose file is missing is None, and `missing` names the file.
 
     Times are seconds. `wall_s` is from the first claimed prompt to the last update, and rates are over that time:
     tokens sampled by the producers (evaluations included), and tokens that reached the loss. Group counts are those of
