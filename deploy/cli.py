@@ -30,6 +30,7 @@ from penstock.deploy.launch.command_line import (
     run_as_ranks,
     shipped_run_files,
 )
+from penstock.deploy.launch.run_folder import resolved_toml, save_run_file
 from penstock.deploy.operate import commands as operate
 from penstock.deploy.parity import command as parity
 from penstock.deploy.plan import command as plan
@@ -213,8 +214,6 @@ def _load(arguments: argparse.Namespace, *, resume: bool = False) -> RunConfig:
 def _run(arguments: argparse.Namespace) -> int:
     asked = _load(arguments, resume=arguments.resume)
     if arguments.dry_run:
-        from penstock.deploy.launch.start_checks import resolved_toml
-
         config = check(asked, runs=arguments.runs, resume=arguments.resume)
         print(resolved_toml(config), end="")
         print(f"penstock: all is well with {config.name}: it may be started without --dry-run", file=sys.stderr)
@@ -324,7 +323,6 @@ def _lead(
     if None in config.num_evaluation_prompts.values():  # a run file that `penstock run` has not completed
         config = check(config).config
     from penstock.consumers.__main__ import main as train
-    from penstock.deploy.launch.run_folder import save_run_file
 
     return train(
         config,

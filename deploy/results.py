@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, standard_output
+from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.best import BEST_FOLDER, read_best
 
@@ -29,12 +30,6 @@ class RunResult:
     summary: dict[str, Any] = field(repr=False)
 
 
-def _folder(run: str | Path, runs: str | Path) -> Path:
-    from penstock.deploy.launch.run_folder import find_run_folder
-
-    return find_run_folder(str(run), Path(runs))
-
-
 def report(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> RunResult:
     """Writes `summary.json` and `report.html` of the run of this name in `runs`, or in the folder `run`; the run may be
     in progress.
@@ -44,11 +39,10 @@ def report(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> RunResult:
         TelemetryError: a malformed line (named with its file and number), or a file that cannot be read or written.
     """
     from penstock.deploy.report.report import write_report  # imports matplotlib
-    from penstock.deploy.report.summary import write_summary
 
-    folder = _folder(run, runs)
+    folder = find_run_folder(run, runs)
     try:
-        summary, page = write_summary(folder), write_report(folder)
+        summary, page = write_report(folder)
     except OSError as error:
         raise TelemetryError(f"no report of {folder}: {error}") from error
     model, best = folder / "model", folder / BEST_FOLDER
@@ -70,7 +64,7 @@ def load_updates(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[di
         ConfigError: no such run, or its `run.toml` is no run file.
         TelemetryError: a malformed line (named with its file and number).
     """
-    rows = map(msgspec.to_builtins, read_telemetry(_folder(run, runs)).updates)
+    rows = map(msgspec.to_builtins, read_telemetry(find_run_folder(run, runs)).updates)
     return [row | row.pop("metrics") for row in rows]
 
 
@@ -83,7 +77,7 @@ def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> lis
         ConfigError: no such run, or its `run.toml` is no run file.
         TelemetryError: a malformed line (named with its file and number).
     """
-    rows = map(msgspec.structs.asdict, read_telemetry(_folder(run, runs)).evaluations)
+    rows = map(msgspec.structs.asdict, read_telemetry(find_run_folder(run, runs)).evaluations)
     return [row | row.pop("metrics") for row in rows]
 
 

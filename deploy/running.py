@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, run_coroutine
+from penstock.deploy.launch.run_folder import RUN_FILE, RunFolder
 from penstock.deploy.results import RunResult, report
 from penstock.producers.interfaces import EngineError as EngineError
 from penstock.schemas.config import (
@@ -62,8 +63,6 @@ def load_config(
     else:
         raise ConfigError(f"config = {config!r}: expected a RunConfig, a dict, a run file or the name of a shipped one")
     if resume:
-        from penstock.deploy.launch.run_folder import RUN_FILE
-
         own = Path(runs) / str(fields.get("name", document.get("name"))) / RUN_FILE
         if own.is_file() and not (file.is_file() and own.samefile(file)):
             print(f"penstock: resumed with {own}; {file} is not read again, --set changes a setting", file=sys.stderr)
@@ -179,7 +178,6 @@ def run(
     from penstock.deploy.launch.launcher import Launcher
     from penstock.deploy.launch.live_view import open_view
     from penstock.deploy.launch.producer_pool import PartDied
-    from penstock.deploy.launch.run_folder import RunFolder
     from penstock.deploy.launch.start_checks import check_redis
     from penstock.deploy.parity.command import raise_gate_refusal
 

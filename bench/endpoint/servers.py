@@ -13,7 +13,7 @@ from bench.machine import processor_s
 from bench.result import BenchError
 from bench.section import ended_early, redis_server, started
 from penstock.deploy.launch.child import Child
-from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.producers.engines.settings import engine_arguments
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import decode_heartbeat

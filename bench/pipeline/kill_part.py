@@ -30,7 +30,7 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.child import Child
-from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.producers.engines.vllm import VllmEngine
 from penstock.producers.interfaces import Completion
 from penstock.producers.observe.metrics import ProducerMetrics

@@ -12,7 +12,7 @@ from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import Breakdown, Figure, Goal, compare
 from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, redis_server, run_file_model
-from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.schemas.config import RunConfig, load_config
 
 EVALUATE_EVERY = 5

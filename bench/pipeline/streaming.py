@@ -17,7 +17,7 @@ from bench.pipeline.bare import BareEngine, Meter, tokens_between
 from bench.running import open_producer
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import connect
-from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments

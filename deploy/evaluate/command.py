@@ -5,8 +5,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from penstock.deploy.launch.command_line import (
     DEFAULT_RUNS,
     Command,
@@ -15,6 +13,7 @@ from penstock.deploy.launch.command_line import (
     add_set,
     find_run_file,
     limit_threads,
+    print_found,
     standard_output,
 )
 from penstock.deploy.launch.engine_output import output_in, progress
@@ -44,10 +43,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     """Returns 0, or 1 if prompts have failed."""
     config = load_config(find_run_file(arguments.run_file), arguments.set)
     found = evaluate_model(arguments.model, config, runs=arguments.runs)
-    if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-    else:
-        standard_output().print(results_table(found))
+    print_found(arguments, found, lambda found: standard_output().print(results_table(found)))
     return 1 if found.failures else 0
 
 

@@ -4,7 +4,6 @@ import argparse
 import signal
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.deploy.launch.command_line import Command, add_run
@@ -42,7 +41,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     from penstock.deploy.operate.run_access import find_run
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as closing:
         try:
             name, folder, config = find_run(arguments.run, arguments.runs)
@@ -89,10 +88,6 @@ def _stream(arguments: argparse.Namespace, closing: ExitStack) -> "StreamSource"
 
     run = closing.enter_context(open_run(arguments.run, arguments.runs))
     return StreamSource(run.redis, run.keys)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 COMMAND = Command("inspect", "look at a run's rollouts, token by token, in a browser", _add_arguments, _inspect)

@@ -9,6 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import msgspec
+
 from penstock.schemas.config import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +58,15 @@ def add_set(
 
 def add_json(parser: argparse.ArgumentParser, help: str = "print JSON for a machine") -> None:
     parser.add_argument("--json", action="store_true", help=help)
+
+
+def print_found(arguments: argparse.Namespace, found: Any, print_text: Callable[[Any], object]) -> int:
+    """Prints the result of a command, as JSON if `--json` is given. Returns the exit status 0."""
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        print_text(found)
+    return 0
 
 
 def find_run_file(given: Path) -> Path:

@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 
 from penstock.deploy.launch.endpoints import Samples, scrape, targets
-from penstock.deploy.report.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
+from penstock.deploy.report.telemetry import (
+    EvaluationPoint,
+    ProducerEvent,
+    Update,
+    WeightsLoaded,
+    mean_lag,
+    to_record,
+)
 from penstock.schemas.metrics import TrainerMetric as M
 
 _RATE_WINDOW = 60
@@ -141,6 +148,4 @@ class Progress:
     @property
     def mean_lag(self) -> float | None:
         """Mean lag of the last batch's tokens, in optimizer steps."""
-        histogram = self.update.lag_histogram if self.update is not None else {}
-        total = sum(histogram.values())
-        return sum(lag * count for lag, count in histogram.items()) / total if total else None
+        return mean_lag(self.update.lag_histogram) if self.update is not None else None

@@ -3,11 +3,13 @@
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import tomli_w
 
-from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 from penstock.schemas.process.files import make_private, write_whole
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
@@ -68,6 +70,27 @@ def save_run_file(config: RunConfig, run_folder: Path) -> None:
     write_whole(run_folder / RUN_FILE, resolved_toml(config))
 
 
+def resolved_toml(config: RunConfig) -> str:
+    """Returns the configuration as TOML with every default; fields that are not set are comments at the end."""
+    document = msgspec.to_builtins(config)
+    comments = [f"\n# {path} is not set" for path in _pop_unset(document, "")]
+    return tomli_w.dumps(document) + "".join([*comments, "\n"] if comments else [])
+
+
+def _pop_unset(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Removes None, which TOML cannot express, and yields the fields' paths."""
+    for name, value in list(table.items()):
+        if value is None:
+            del table[name]
+            yield prefix + name
+        elif isinstance(value, dict):
+            yield from _pop_unset(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            for n, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from _pop_unset(item, f"{prefix}{name}[{n}].")
+
+
 def try_lock(run_folder: Path) -> int | None:
     """Takes the lock that the launcher and the server of a run hold while they live; None if it is taken."""
     lock = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -79,9 +102,9 @@ def try_lock(run_folder: Path) -> int | None:
     return lock
 
 
-def find_run_folder(run: str, runs: Path) -> Path:
+def find_run_folder(run: str | Path, runs: str | Path) -> Path:
     """Finds a run's folder by the run's name in `runs`, or by its path. Raises ConfigError if there is none."""
-    folders = [folder for folder in (Path(run), runs / run) if folder.is_dir()]
+    folders = [folder for folder in (Path(run), Path(runs) / run) if folder.is_dir()]
     if not folders:
         raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
     runs_own = (f for f in folders if (f / RECORD_FOLDER).is_dir() or (f / RUN_FILE).is_file())

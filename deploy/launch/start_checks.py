@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import redis
-import tomli_w
 
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.stream.ledger import Ledger
@@ -256,24 +255,3 @@ def estimated_group_bytes(config: RunConfig) -> int:
     per_sampled += _BYTES_PER_TEACHER_LOGPROB * (config.teacher_url is not None)
     rollout = per_sampled * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
     return int(config.group_size * rollout)
-
-
-def resolved_toml(config: RunConfig) -> str:
-    """Returns the configuration as TOML with every default; fields that are not set are comments at the end."""
-    document = msgspec.to_builtins(config)
-    comments = [f"\n# {path} is not set" for path in _pop_unset(document, "")]
-    return tomli_w.dumps(document) + "".join([*comments, "\n"] if comments else [])
-
-
-def _pop_unset(table: dict[str, Any], prefix: str) -> Iterator[str]:
-    """Removes None, which TOML cannot express, and yields the fields' paths."""
-    for name, value in list(table.items()):
-        if value is None:
-            del table[name]
-            yield prefix + name
-        elif isinstance(value, dict):
-            yield from _pop_unset(value, f"{prefix}{name}.")
-        elif isinstance(value, list | tuple):
-            for n, item in enumerate(value):
-                if isinstance(item, dict):
-                    yield from _pop_unset(item, f"{prefix}{name}[{n}].")

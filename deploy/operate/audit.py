@@ -1,6 +1,5 @@
 """`penstock audit`: checks the ledger of a run against Redis and the checkpoints."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from penstock.deploy.operate.ledger_check import (
 from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import FoundLedger, UnreadableError, read_saved_ledger
 from penstock.deploy.report.attrition import AttritionWindow, windows_of
-from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, read_lines
+from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, read_end, read_lines
 from penstock.schemas.attrition import Attrition
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
@@ -146,7 +145,7 @@ def read_ledger(client: redis.Redis, keys: Keys, folder: Path) -> ObservedRun:
         stream=stream,
         requested={_number(index): letter.decode(errors="replace") for index, letter in requested.items()},
         letters={_number(index) for index in letters},
-        finished=commit.get(Commit.FINISHED) == b"1" if commit else _was_finished(folder),
+        finished=commit.get(Commit.FINISHED) == b"1" if commit else read_end(folder).finished,
     )
     return ObservedRun(reading, found, moved=_moment(client, keys) != before)
 
@@ -224,7 +223,7 @@ def _released(commit: dict[bytes, bytes]) -> int:
 
 
 def _audit_without_redis(run: OpenRun, folder: Path) -> Audit:
-    if not _was_finished(folder):
+    if not read_end(folder).finished:  # the trainer's own file, for a Redis that is gone
         raise UnreadableError(
             f"{run.name}: not finished, and only Redis knows where its open indexes are; {run.without_redis}"
         )
@@ -234,14 +233,6 @@ def _audit_without_redis(run: OpenRun, folder: Path) -> Audit:
     found = found._replace(warnings=(*found.warnings, f"by its newest checkpoint alone: {run.without_redis}"))
     unknown: dict[str, Any] = dict.fromkeys(("settled_on_stream", "settled_prompts", "never_released"))
     return _result(run, folder, found, True, msgspec.structs.replace(check_ledger(reading), **unknown), 1)
-
-
-def _was_finished(folder: Path) -> bool:
-    """Returns whether the run is finished by the trainer's own file, for a Redis that is gone."""
-    try:
-        return bool(json.loads((folder / "trainer.json").read_text())["finished"])
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def _result(

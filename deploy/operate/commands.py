@@ -2,13 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import Command, add_json, add_run, add_runs
+from penstock.deploy.launch.command_line import Command, add_json, add_run, add_runs, print_found
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +59,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
     if not (found := list_runs(arguments.runs)):
         print(f"penstock: no run in {arguments.runs}", file=sys.stderr)
-    return _show(arguments, found, print_runs)
+    return print_found(arguments, found, print_runs)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -79,7 +77,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
     shown = {**msgspec.to_builtins(found), "balanced": found.balanced} if arguments.json else found
-    _show(arguments, shown, print_audit)
+    print_found(arguments, shown, print_audit)
     return 0 if found.balanced else 1
 
 
@@ -87,14 +85,16 @@ def _list_dead(arguments: argparse.Namespace) -> int:
     import penstock
     from penstock.deploy.operate.tables import print_letters
 
-    return _show(arguments, penstock.list_dead(arguments.run, runs=arguments.runs), print_letters)
+    return print_found(arguments, penstock.list_dead(arguments.run, runs=arguments.runs), print_letters)
 
 
 def _show_dead(arguments: argparse.Namespace) -> int:
     import penstock
     from penstock.deploy.operate.tables import print_contents
 
-    return _show(arguments, penstock.show_dead(arguments.run, arguments.index, runs=arguments.runs), print_contents)
+    return print_found(
+        arguments, penstock.show_dead(arguments.run, arguments.index, runs=arguments.runs), print_contents
+    )
 
 
 def _requeue_dead(arguments: argparse.Namespace) -> int:
@@ -102,21 +102,21 @@ def _requeue_dead(arguments: argparse.Namespace) -> int:
     from penstock.deploy.operate.tables import print_requeued
 
     options = {option: getattr(arguments, option) for option in ("indexes", "reason", "every", "runs")}
-    return _show(arguments, penstock.requeue_dead(arguments.run, **options), print_requeued)
+    return print_found(arguments, penstock.requeue_dead(arguments.run, **options), print_requeued)
 
 
 def _list_producers(arguments: argparse.Namespace) -> int:
     import penstock
     from penstock.deploy.operate.tables import print_producers
 
-    return _show(arguments, penstock.list_producers(arguments.run, runs=arguments.runs), print_producers)
+    return print_found(arguments, penstock.list_producers(arguments.run, runs=arguments.runs), print_producers)
 
 
 def _list_weights(arguments: argparse.Namespace) -> int:
     import penstock
     from penstock.deploy.operate.tables import print_weights
 
-    return _show(arguments, penstock.list_weights(arguments.run, runs=arguments.runs), print_weights)
+    return print_found(arguments, penstock.list_weights(arguments.run, runs=arguments.runs), print_weights)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -133,46 +133,18 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(arguments: argparse.Namespace, found: Any, print_found: Callable[[Any], None]) -> int:
-    if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-    else:
-        print_found(found)
-    return 0
-
-
 COMMANDS = (
     Command("list", "list the runs on this machine, the latest first", _add_list_arguments, _list),
     Command("audit", "show where each released index of a run is; status 1 when one is not", _add_arguments, _audit),
     Command("dead list", "list the dead letters of a run", _add_arguments, _list_dead),
-    Command(
-        "dead show",
-        "show the letters of one index with their content",
-        _add_show_arguments,
-        _show_dead,
-    ),
-    Command(
-        "dead requeue",
-        "release dead indexes again",
-        _add_requeue_arguments,
-        _requeue_dead,
-    ),
+    Command("dead show", "show the letters of one index with their content", _add_show_arguments, _show_dead),
+    Command("dead requeue", "release dead indexes again", _add_requeue_arguments, _requeue_dead),
     Command(
         "export",
         "make a Hugging Face folder of a checkpoint's model, or peft's of its adapter",
         _add_export_arguments,
         _export,
     ),
-    Command(
-        "producers",
-        "list a run's producers, and claims whose producer is gone",
-        _add_arguments,
-        _list_producers,
-    ),
-    Command(
-        "weights",
-        "list the policies in a run's weight log, and who holds which",
-        _add_arguments,
-        _list_weights,
-    ),
+    Command("producers", "list a run's producers, and claims whose producer is gone", _add_arguments, _list_producers),
+    Command("weights", "list the policies in a run's weight log, and who holds which", _add_arguments, _list_weights),
 )

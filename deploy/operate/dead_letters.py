@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import LedgerState, UnreadableError, read_saved_ledger
-from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Commit, Field, number_in
 from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, decode_group, unpack_ids
@@ -281,6 +280,8 @@ def _decoder(run: OpenRun) -> Decode:
 
     @functools.cache
     def tokenizer() -> Any:
+        from penstock.producers.rollout.episode import load_tokenizer  # imports aiohttp
+
         try:
             return load_tokenizer(run.config) if run.config is not None else None
         except ConfigError:

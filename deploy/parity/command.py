@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.consumers.parity.report import REPORT_FILE, Verdict
 from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, find_run_file, shipped_run_files
+from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.deploy.parity.rollout_file import RolloutFileError, is_rollout_file
 from penstock.schemas.config import ConfigError, load_config
 
@@ -304,7 +305,6 @@ def raise_gate_refusal(run_folder: Path, since_s: float) -> None:
     verdict = gate_refusal(run_folder, since_s)
     if verdict is None:
         return
-    from penstock.deploy.launch.run_folder import RUN_FILE
     from penstock.deploy.parity.display import print_verdict
 
     print_verdict(verdict)

@@ -3,9 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, standard_output
+from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, print_found, standard_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,10 +69,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     numbers = {option.strip("-").replace("-", "_") for option in _NUMBERS}
     given = {name: getattr(arguments, name) for name in (*numbers, "lengths", "set", "runs")}
     found = plan(arguments.run, **given)
-    if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-    else:
-        _print(found)
+    print_found(arguments, found, _print)
     return 1 if found.planned["failure"] else 0
 
 

@@ -14,7 +14,7 @@ from penstock.deploy.plan.producer import ALONE, EngineSpeed, RunPace, seats
 from penstock.deploy.plan.recorded import PacedRun, read_run
 from penstock.deploy.plan.simulation import Course, Simulation
 from penstock.deploy.plan.workload import Lengths, lengths_of
-from penstock.deploy.report.telemetry import TelemetryError
+from penstock.deploy.report.telemetry import TelemetryError, mean_lag
 from penstock.deploy.watch.flow import waited_for
 from penstock.schemas.config import ConfigError, Overrides, RunConfig, load_config
 
@@ -96,7 +96,7 @@ def plan(
     found = None if needs_no_run and str(run) in shipped_run_files() else _recorded(run, runs)
     if found is not None and (parts := -(-found.course.num_updates // MOST_UPDATES)) > 1:
         found = found.thinned(parts)
-    config = load_config(find_run_folder(str(run), runs) / RUN_FILE if found else find_run_file(Path(run)), set)
+    config = load_config(find_run_folder(run, runs) / RUN_FILE if found else find_run_file(Path(run)), set)
     pace = _pace(config, found, numbers)
     if lengths is not None:
         draw = _lengths(str(lengths), runs)
@@ -151,7 +151,7 @@ def figures_of(course: Course, config: RunConfig) -> dict[str, Any]:
         "groups_ready": course.num_ready,
         "queue": course.queue,
         "credit": course.credit,
-        "lag_mean": sum(lag * num for lag, num in course.lags.items()) / num_lags if num_lags else None,
+        "lag_mean": mean_lag(course.lags),
         "lags": {lag: num / num_lags for lag, num in sorted(course.lags.items())},
         "masked": course.num_masked / num_lags if num_lags else None,
         "stale": course.num_stale / num_arrived if num_arrived else None,
@@ -181,7 +181,7 @@ def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
     given, shipped = Path(run), shipped_run_files()
     if given.is_dir() or (runs / given).is_dir():
         try:
-            return read_run(find_run_folder(str(run), runs))
+            return read_run(find_run_folder(run, runs))
         except (ConfigError, TelemetryError) as error:
             if (file := shipped.get(str(run))) is None:
                 raise

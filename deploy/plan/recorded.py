@@ -22,6 +22,8 @@ from penstock.deploy.report.telemetry import (
     RunTelemetry,
     Update,
     WeightsLoaded,
+    lag_totals,
+    metric_values,
     read_telemetry,
 )
 from penstock.schemas.attrition import Attrition
@@ -305,12 +307,9 @@ def _pairs(telemetry: RunTelemetry) -> list[tuple[Update, Update]]:
 
 def _course(telemetry: RunTelemetry) -> Course:
     pairs, ledger = _pairs(telemetry), telemetry.ledger
-    lags: Counter[int] = Counter()
-    for update in telemetry.updates:
-        lags.update(update.lag_histogram)
     seconds = sum(update.time_s - before.time_s for before, update in pairs)
     queues = [update.queue_depth for update in telemetry.updates if update.queue_depth is not None]
-    credits = [update.metrics["credit"] for update in telemetry.updates if "credit" in update.metrics]
+    credits = metric_values(telemetry.updates, "credit")
     return Course(
         num_updates=len(telemetry.updates),
         num_intervals=len(pairs),
@@ -318,7 +317,7 @@ def _course(telemetry: RunTelemetry) -> Course:
         num_tokens=sum(sum(update.lag_histogram.values()) for _, update in pairs),
         waits=sum(update.wait_s or 0.0 for _, update in pairs) / seconds,
         paused=_paused(telemetry),
-        lags=dict(lags),
+        lags=dict(lag_totals(telemetry.updates)),
         num_masked=sum(update.num_tokens_masked_lag for update in telemetry.updates),
         queue=fmean(queues) if queues else None,
         credit=fmean(credits) if credits else None,

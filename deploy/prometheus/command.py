@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from penstock.deploy.launch.command_line import Command, add_run
+from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.redis_url import connection_file
 
@@ -68,8 +69,6 @@ def exporter_command(run_folder: Path, address: str) -> str | None:
 
 
 def _prometheus(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.launch.run_folder import RUN_FILE
-
     folders = (Path(arguments.run), arguments.runs / arguments.run)
     found = [folder for folder in folders if (folder / RUN_FILE).is_file()]
     if not found:

@@ -61,7 +61,7 @@ def _record(run: str | Path, runs: str | Path) -> Iterator[Record]:
             "record export: pyarrow is not installed; expected the extra: pip install 'penstock[parquet]'"
         )
     try:
-        record = Record(find_run_folder(str(run), Path(runs)))
+        record = Record(find_run_folder(run, runs))
         yield record
     except RecordReadError as error:
         raise ConfigError(str(error)) from None

@@ -1,7 +1,5 @@
 """The figures of the report that a function draws: a run's telemetry, into matplotlib axes."""
 
-from collections import Counter
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
@@ -31,7 +29,7 @@ from penstock.deploy.report.drawing import (
     time_axis,
 )
 from penstock.deploy.report.summary import answered, pauses_of, sampled_tokens
-from penstock.deploy.report.telemetry import RunTelemetry
+from penstock.deploy.report.telemetry import RunTelemetry, lag_totals
 from penstock.schemas.config import EvaluationConfig
 from penstock.schemas.metrics import error_key, figure_name, part_key, parts_of
 
@@ -105,9 +103,7 @@ def reward_parts(telemetry: RunTelemetry, ax: Axes) -> bool:
     "Most tokens should lie at or below the lag bound; red is beyond it and was masked.",
 )
 def lag_histogram(telemetry: RunTelemetry, ax: Axes) -> bool:
-    totals: Counter[int] = Counter()
-    for line in telemetry.updates:
-        totals.update(line.lag_histogram)
+    totals = lag_totals(telemetry.updates)
     if not totals.total():
         return False
     bound = telemetry.config.lag_bound if telemetry.config else None

@@ -1,4 +1,4 @@
-"""Writes the report of a run: one HTML page that refers to nothing outside itself."""
+"""Writes the report of a run: its summary, and one HTML page that refers to nothing outside itself."""
 
 import html
 import json
@@ -20,19 +20,21 @@ MUCH_SKIPPED = 0.5
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
-def write_report(run_folder: Path) -> Path:
-    """Writes `report.html` into the run folder and returns its path: one file, nothing loaded from elsewhere.
+def write_report(run_folder: Path) -> tuple[dict[str, Any], Path]:
+    """Writes `summary.json` and `report.html` into the run folder; returns the summary and the page's path.
 
     Raises:
         TelemetryError: no such folder, or a malformed line (named with its file and number).
         ConfigError: `run.toml` is no run file.
     """
     telemetry = read_telemetry(run_folder)
+    summary = summarize(telemetry)
+    write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     run_file = run_folder / "run.toml"
     configuration = run_file.read_text() if run_file.is_file() else "run.toml is missing"
-    report = run_folder / "report.html"
-    write_whole(report, render(telemetry, summarize(telemetry), configuration))
-    return report
+    page = run_folder / "report.html"
+    write_whole(page, render(telemetry, summary, configuration))
+    return summary, page
 
 
 def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str) -> str:
@@ -65,30 +67,18 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             f"Held-out {figure_name(s['figure'])}",
             f"{shown(held_out.get('initial'), '.3f')} → {shown(held_out.get('final'), '.3f')}",
-            f"{s['answered']}, {shown(s['num_evaluation_prompts'], ',.0f')} problems{_goal(s)}",
+            f"{s['answered']}, {shown(s['num_evaluation_prompts'])} problems{_goal(s)}",
         ),
         _groups(s),
-        (
-            "Updates",
-            shown(s["num_updates"], ",.0f"),
-            f"{shown(s['updates_per_s'], '.2f')}/s in {shown(s['wall_s'], ',.0f')} s",
-        ),
+        ("Updates", shown(s["num_updates"]), f"{shown(s['updates_per_s'], '.2f')}/s in {shown(s['wall_s'])} s"),
         (
             "Completion length",
             f"{shown(lengths.get('first'), ',.1f')} → {shown(lengths.get('last'), ',.1f')}",
             f"tokens; {shown(truncated.get('last'), '.1%')} truncated at the end",
         ),
-        ("Sampled tokens/s", shown(rates["total"], ",.0f"), f"{num_producers} producer{'s' * (num_producers != 1)}"),
-        (
-            "Trained tokens/s",
-            shown(s["trainer_tokens_per_s"], ",.0f"),
-            f"{shown(s['num_tokens_trained'], ',.0f')} tokens",
-        ),
-        (
-            "Mean lag",
-            shown(s["mean_lag"], ".2f"),
-            f"steps; {shown(s['num_tokens_masked_lag'], ',.0f')} tokens masked",
-        ),
+        ("Sampled tokens/s", shown(rates["total"]), f"{num_producers} producer{'s' * (num_producers != 1)}"),
+        ("Trained tokens/s", shown(s["trainer_tokens_per_s"]), f"{shown(s['num_tokens_trained'])} tokens"),
+        ("Mean lag", shown(s["mean_lag"], ".2f"), f"steps; {shown(s['num_tokens_masked_lag'])} tokens masked"),
         (
             "Pause p50 / p99",
             f"{shown(s['pause_s_p50'], '.1f', scale=1000)} / {shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)}",
@@ -103,7 +93,7 @@ def _groups(summary: dict[str, Any]) -> tuple[str, str, str]:
     if skipped and skipped >= MUCH_SKIPPED * (trained + skipped):
         remark = f"their rewards are all equal; {trained:,} trained, {dead:,} dead"
         return "Groups without a learning signal", f"{skipped / (trained + skipped):.0%}", remark
-    return "Groups trained", shown(trained, ",.0f"), f"{shown(skipped, ',.0f')} skipped, {shown(dead, ',.0f')} dead"
+    return "Groups trained", shown(trained), f"{shown(skipped)} skipped, {shown(dead)} dead"
 
 
 def _goal(summary: dict[str, Any]) -> str:

@@ -1,11 +1,8 @@
 """Computes the figures of a run for `summary.json` and the table that ends `penstock run`."""
 
-import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,14 +19,16 @@ from penstock.deploy.report.telemetry import (
     Started,
     Update,
     WeightsLoaded,
+    lag_totals,
     mean_by_lag,
-    read_telemetry,
+    mean_lag,
+    metric_values,
+    phase_seconds,
     token_mean,
 )
 from penstock.schemas.attrition import LengthTest
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name, figures_of, lag_key, part_key, parts_of
-from penstock.schemas.process.files import write_whole
 
 COURSE_UPDATES = 20
 """Batches at the run's beginning, and at its end, over which `course` takes means; at most half of the run's."""
@@ -51,22 +50,8 @@ NOTHING_LEARNED = (
 )
 
 
-def write_summary(run_folder: Path) -> dict[str, Any]:
-    """Reads the run folder, writes its `summary.json` and returns the content.
-
-    A figure whose file is missing is None, and `missing` names the file.
-
-    Raises:
-        TelemetryError: no such folder, or a malformed line (named with its file and number).
-        ConfigError: `run.toml` is no run file.
-    """
-    summary = summarize(read_telemetry(run_folder))
-    write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return summary
-
-
 def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
-    """Computes the figures of one run.
+    """Computes the figures of one run. A figure whose file is missing is None, and `missing` names the file.
 
     Times are seconds. `wall_s` is from the first claimed prompt to the last update, and rates are over that time:
     tokens sampled by the producers (evaluations included), and tokens that reached the loss. Group counts are those of
@@ -76,6 +61,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
     start_s, end_s = telemetry.start_s, telemetry.end_s
     wall_s = end_s - start_s if start_s is not None and end_s is not None and telemetry.updates else None
     tokens = token_counts(telemetry)
+    phases = phase_seconds(telemetry.updates)
     return {
         "name": telemetry.name,
         "seed": config.seed if config else None,
@@ -100,7 +86,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "attrition": attrition_figures(ledger.attrition) if ledger and ledger.attrition.rollouts else None,
         **tokens,
         "trainer_tokens_per_s": _ratio(tokens["num_tokens_trained"], wall_s),
-        "trainer_time_share": trainer_time_share(telemetry, wall_s),
+        "trainer_time_share": {phase: seconds / wall_s for phase, seconds in phases.items()} if wall_s else None,
         **_producer_figures(telemetry),
         **_engine(telemetry),
         "missing": list(telemetry.missing),
@@ -111,17 +97,14 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
 def token_counts(telemetry: RunTelemetry) -> dict[str, Any]:
     """Counts tokens trained, masked for lag and rejected by the correction; takes tokens and mismatch by lag."""
     updates = telemetry.updates
-    histogram: Counter[int] = Counter()
-    for line in updates:
-        histogram.update(line.lag_histogram)
-    mismatches = _values(updates, "mismatch_lag0")
+    histogram, mismatches = lag_totals(updates), metric_values(updates, "mismatch_lag0")
     found = {
         "num_tokens_trained": sum(line.num_tokens_trained for line in updates),
         "num_tokens_masked_lag": sum(line.num_tokens_masked_lag for line in updates),
         "num_tokens_rejected": sum(line.num_tokens_rejected for line in updates),
         "lag_histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
-        "mean_lag": _ratio(sum(lag * count for lag, count in histogram.items()), histogram.total()),
-        "ess_fraction_min": min(_values(updates, "ess_fraction"), default=None),
+        "mean_lag": mean_lag(histogram),
+        "ess_fraction_min": min(metric_values(updates, "ess_fraction"), default=None),
         "mismatch_lag0": float(np.mean(mismatches)) if mismatches else None,
         "mismatch_by_lag": mismatch_by_lag(updates),
     }
@@ -135,7 +118,7 @@ def mismatch_by_lag(updates: Sequence[Update]) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {}
     for label in LAG_LABELS:
-        num_tokens = sum(_values(updates, lag_key("num_tokens", label)))
+        num_tokens = sum(metric_values(updates, lag_key("num_tokens", label)))
         if num_tokens:
             found[label] = {"num_tokens": num_tokens}
         for name in ("kl", "k3_kl", "chi2", "weight_mean", "masked_frac"):
@@ -143,10 +126,6 @@ def mismatch_by_lag(updates: Sequence[Update]) -> dict[str, dict[str, float]]:
             if mean is not None:
                 found[label][name] = mean
     return found
-
-
-def _values(updates: Iterable[Update], name: str) -> list[float]:
-    return [line.metrics[name] for line in updates if name in line.metrics]
 
 
 def answered(config: RunConfig | None) -> str:
@@ -192,7 +171,7 @@ def course(updates: Sequence[Update]) -> dict[str, dict[str, float]] | None:
     parts = {part_key(name) for update in updates for name in parts_of(update.metrics)}
     found = {}
     for name in (*COURSE, *sorted(parts)):
-        first, last = _values(updates[:count], name), _values(updates[-count:], name)
+        first, last = metric_values(updates[:count], name), metric_values(updates[-count:], name)
         if first and last:
             found[name] = {"first": float(np.mean(first)), "last": float(np.mean(last))}
     return found
@@ -214,21 +193,11 @@ def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint])
             for point in points
             if (figures := point.environments.get(name))
         ]
-        groups = {each: int(sum(_values(own, each))) for each in ("num_groups_trained", "num_groups_skipped")}
+        groups = {each: int(sum(metric_values(own, each))) for each in ("num_groups_trained", "num_groups_skipped")}
         in_batches = [line for line in own if REWARD in line.metrics]
         bias = {each: token_mean(own, each) for each in ("lag_mean", "ess_fraction", "chi2", "masked_frac")}
         found[name] = {**groups, "course": course(in_batches), "held_out": held_out(evaluated), "bias": bias}
     return found
-
-
-def trainer_time_share(telemetry: RunTelemetry, wall_s: float | None) -> dict[str, float] | None:
-    """Returns the shares of `wall_s` in which the trainer waits for groups, steps and publishes weights."""
-    if not wall_s:
-        return None
-    return {
-        phase: sum(getattr(line, f"{phase}_s") or 0.0 for line in telemetry.updates) / wall_s
-        for phase in ("wait", "step", "publish")
-    }
 
 
 def sampled_tokens(events: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -353,9 +322,9 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
 def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns (label, value) pairs for a reader; `n/a` for a missing figure."""
     s = summary
-    groups = [f"{_count(s[f'num_groups_{what}'])} {what}" for what in ("trained", "skipped", "dead", "cancelled")]
+    groups = [f"{shown(s[f'num_groups_{what}'])} {what}" for what in ("trained", "skipped", "dead", "cancelled")]
     rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
-    by_producer = ", ".join(f"{name} {_count(rate)}" for name, rate in rates["by_producer"].items())
+    by_producer = ", ".join(f"{name} {shown(rate)}" for name, rate in rates["by_producer"].items())
     share = s["trainer_time_share"] or {}
     time_shares = ", ".join(f"{phase} {value:.0%}" for phase, value in share.items())
     engine = s["engine"] or {}
@@ -383,23 +352,23 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "updates",
-            f"{_count(s['num_updates'])} in {shown(s['wall_s'], ',.1f', ' s')}, {shown(s['updates_per_s'], '.3f')}/s",
+            f"{shown(s['num_updates'])} in {shown(s['wall_s'], ',.1f', ' s')}, {shown(s['updates_per_s'], '.3f')}/s",
         ),
-        ("groups", f"{_count(s['num_groups_released'])} released: " + ", ".join(groups)),
+        ("groups", f"{shown(s['num_groups_released'])} released: " + ", ".join(groups)),
         *([("rollouts", _rollouts(s["attrition"]["outcomes"]))] if s["attrition"] else []),
-        ("tokens trained", f"{_count(s['num_tokens_trained'])}, {_count(s['trainer_tokens_per_s'])}/s"),
+        ("tokens trained", f"{shown(s['num_tokens_trained'])}, {shown(s['trainer_tokens_per_s'])}/s"),
         ("tokens by lag", lag_shares(s["lag_histogram"], s["lag_bound"])),
-        ("masked for lag", f"{_count(s['num_tokens_masked_lag'])} tokens"),
-        ("rejected", f"{_count(s['num_tokens_rejected'])} tokens, by the importance correction"),
+        ("masked for lag", f"{shown(s['num_tokens_masked_lag'])} tokens"),
+        ("rejected", f"{shown(s['num_tokens_rejected'])} tokens, by the importance correction"),
         ("k3 KL by lag", _by_lag(s["mismatch_by_lag"], "k3_kl")),
         ("χ² by lag", _by_lag(s["mismatch_by_lag"], "chi2")),
-        ("tokens sampled", f"{_count(rates['total'])}/s" + (f"  ({by_producer})" if by_producer else "")),
+        ("tokens sampled", f"{shown(rates['total'])}/s" + (f"  ({by_producer})" if by_producer else "")),
         ("trainer's time", time_shares or NOTHING),
         (
             "pauses",
             f"{shown(s['pause_s_p50'], '.1f', ' ms', scale=1000)} p50, "
             f"{shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)} p99, "
-            f"{_count(s['num_weight_loads'])} weight loads, {shown(s['paused_share'], '.1%')} of the time",
+            f"{shown(s['num_weight_loads'])} weight loads, {shown(s['paused_share'], '.1%')} of the time",
         ),
         ("engine", f"{engine.get('engine', NOTHING)} {engine.get('version', '')}".strip()),
         ("seed", str(s["seed"]) if s["seed"] is not None else NOTHING),
@@ -471,10 +440,6 @@ def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:
     return ", ".join(f"{label}: {value:.2g}" for label, value in values.items()) or NOTHING
 
 
-def shown(value: float | None, spec: str, unit: str = "", *, scale: float = 1.0) -> str:
+def shown(value: float | None, spec: str = ",.0f", unit: str = "", *, scale: float = 1.0) -> str:
     """Formats a figure for a reader; `n/a` if it is None."""
     return NOTHING if value is None else f"{value * scale:{spec}}{unit}"
-
-
-def _count(value: float | None) -> str:
-    return shown(value, ",.0f")

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,9 @@ from penstock.schemas.metrics import REWARD, figures_of, lag_key
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.process.clock import TOLERATED_S
 from penstock.schemas.rollout import EngineFingerprint
+
+PHASES = ("wait", "step", "publish")
+"""Parts of the trainer's time; an update has the seconds of each."""
 
 
 class TelemetryError(ValueError):
@@ -75,7 +79,18 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
         return {REWARD: self.reward, **figures_of(self.metrics)}
 
 
-class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of `trainer.json` that says whether the run is over."""
+
+    finished: bool = False
+    num_updates: int = 0
+
+    def is_over(self, updates: Sequence[Update]) -> bool:
+        """Returns whether the run is finished. A resumed run has updates beyond an old ledger that says so."""
+        return self.finished and (updates[-1].update if updates else 0) <= self.num_updates
+
+
+class TrainerLedger(RunEnd, frozen=True, kw_only=True):
     """`trainer.json`: what became of every released group, as of the last checkpoint."""
 
     num_updates: int
@@ -93,7 +108,6 @@ class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
     first_prompt_s: float | None = None
     """None or 0 before the first batch, as is `last_update_s`."""
     last_update_s: float | None = None
-    finished: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="start"):
@@ -158,9 +172,7 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """True if the run is finished. A resumed run has updates beyond an old ledger that says so."""
-        newest = self.updates[-1].update if self.updates else 0
-        return self.ledger is not None and self.ledger.finished and newest <= self.ledger.num_updates
+        return self.ledger is not None and self.ledger.is_over(self.updates)
 
     @property
     def start_s(self) -> float | None:
@@ -329,6 +341,30 @@ def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Updat
     return [placed[update] for update in sorted(placed)]
 
 
+def metric_values(updates: Iterable[Update], name: str) -> list[float]:
+    """Returns a metric of the updates that have it."""
+    return [line.metrics[name] for line in updates if name in line.metrics]
+
+
+def phase_seconds(updates: Sequence[Update]) -> dict[str, float]:
+    """Returns the trainer's seconds in each of `PHASES`."""
+    return {phase: sum(getattr(line, f"{phase}_s") or 0.0 for line in updates) for phase in PHASES}
+
+
+def lag_totals(updates: Iterable[Update]) -> Counter[int]:
+    """Counts the tokens of all updates by lag."""
+    totals: Counter[int] = Counter()
+    for line in updates:
+        totals.update(line.lag_histogram)
+    return totals
+
+
+def mean_lag(histogram: Mapping[int, int]) -> float | None:
+    """Returns the mean over tokens, of their numbers by lag; None without tokens."""
+    total = sum(histogram.values())
+    return sum(lag * count for lag, count in histogram.items()) / total if total else None
+
+
 def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
     """Returns the mean of a metric over the tokens of one lag bucket; None if no batch has it."""
     return token_mean(updates, lag_key(name, label), lag_key("num_tokens", label))
@@ -367,6 +403,14 @@ def read_ledger(file: Path) -> TrainerLedger | None:
         return msgspec.convert(_parse(text), TrainerLedger)
     except (json.JSONDecodeError, msgspec.ValidationError) as error:
         raise TelemetryError(f"{file}: {error}") from None
+
+
+def read_end(run_folder: Path) -> RunEnd:
+    """Reads the part of a run's ledger file that says whether it is over; not finished if it cannot be read."""
+    try:
+        return msgspec.json.decode((run_folder / "trainer.json").read_bytes(), type=RunEnd)
+    except (OSError, msgspec.DecodeError):
+        return RunEnd()
 
 
 def _natural_order(file: Path) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.deploy.launch.live_view import shown_version
+from penstock.deploy.report.telemetry import metric_values
 from penstock.deploy.watch.snapshot import Pauses, RunSnapshot
 from penstock.deploy.watch.text import (
     NOTHING,
@@ -103,9 +104,7 @@ def _groups(seen: RunSnapshot) -> RenderableType:
 
 def _weights(seen: RunSnapshot) -> list[RenderableType]:
     """Shows how policies reach producers, as far as recent batches, Redis and endpoints tell."""
-    recent = [update.metrics for update in seen.recent]
-    figures = {key: [line[key] for line in recent if key in line] for key in _WEIGHT_FIGURES}
-    changed, sizes, blocked_s, chains, in_redis = figures.values()
+    changed, sizes, blocked_s, chains, in_redis = (metric_values(seen.recent, key) for key in _WEIGHT_FIGURES)
     parts = [
         f"{percent(fmean(changed))} changed by an update" if changed else "",
         f"{size(fmean(sizes))} each" if sizes else "",

@@ -2,7 +2,6 @@
 not answer."""
 
 import contextlib
-import json
 import math
 import socket
 import time
@@ -20,7 +19,7 @@ from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.operate.producer_list import lag_by_commit, read_parity
 from penstock.deploy.operate.run_access import own_url
-from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, place_evaluations
+from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, place_evaluations, read_end
 from penstock.deploy.watch.scraped import Scraped
 from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, ProducerSeen, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
@@ -114,9 +113,7 @@ class Gatherer:
     def _is_over(self, seen: RedisSeen | None, updates: Sequence[Update]) -> bool:
         if seen is not None:
             return seen.finished
-        ledger = _ledger(self._folder) if self._folder is not None else {}
-        newest = updates[-1].update if updates else 0
-        return ledger.get("finished") is True and newest <= ledger.get("num_updates", 0)
+        return self._folder is not None and read_end(self._folder).is_over(updates)
 
     def _pauses(self, producer: str, until_s: float) -> Pauses:
         events = self._files.pauses.get(producer) if self._files is not None else None
@@ -219,11 +216,3 @@ def _starting(endpoint: MetricsEndpoint) -> str | None:
     """Returns the producer of an endpoint that has sampled nothing yet; None for any other endpoint."""
     sampled = endpoint.samples.get("penstock_tokens_generated_total") if endpoint.samples is not None else None
     return endpoint.role if sampled == 0 else None
-
-
-def _ledger(folder: Path) -> dict[str, Any]:
-    try:
-        ledger = json.loads((folder / "trainer.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return ledger if isinstance(ledger, dict) else {}

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from penstock.deploy.report.telemetry import metric_values
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import number, safe, sparkline
 from penstock.schemas.metrics import REWARD, figure_name, figures_of
@@ -67,4 +68,4 @@ def _rows(seen: RunSnapshot) -> Iterator[tuple[str, list[float]]]:
             label = safe(where + figure_name(name), _LABEL)
             yield label, [line[name] for line in lines if name in line]
     for label, key in _ROWS:
-        yield label, [line[key] for line in updates if key in line]
+        yield label, metric_values(seen.updates, key)

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.deploy.report.telemetry import Update, mean_by_lag
+from penstock.deploy.report.telemetry import Update, mean_by_lag, metric_values
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
 from penstock.schemas.metrics import LAG_LABELS, lag_key, lag_label
@@ -78,7 +78,7 @@ def _cell_style(key: str, value: float | None) -> str:
 
 def _mismatch(seen: RunSnapshot, width: int) -> Text:
     """Shows the mismatch at lag 0, and its band: the trainer's, else that of the run file's dtype."""
-    gaps = [update.metrics["mismatch_lag0"] for update in seen.updates if "mismatch_lag0" in update.metrics]
+    gaps = metric_values(seen.updates, "mismatch_lag0")
     band = seen.trainer.get("penstock_mismatch_lag0_band_nats") if seen.trainer is not None else None
     if band is None and seen.config is not None:
         from penstock.consumers.parity.report import TOLERANCES
@@ -103,7 +103,7 @@ def _sparklines(seen: RunSnapshot, width: int) -> list[Text]:
     lines = []
     for label, key in (("ESS before", "ess_fraction"), ("ESS applied", "applied_ess_fraction"), ("χ²", "chi2"),
                        ("weight", "weight_mean")):  # fmt: skip
-        values = [update.metrics[key] for update in seen.updates if key in update.metrics]
+        values = metric_values(seen.updates, key)
         if values:
             line = Text(sparkline(values[-500:], max(6, width - 34)), style="cyan")
             lines.append(joined([Text(f"{label:<17}", style="bold"), line, number(values[-1])]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.deploy.launch.endpoints import MetricsEndpoint, Samples
-from penstock.deploy.report.telemetry import EvaluationPoint, Update
+from penstock.deploy.report.telemetry import PHASES, EvaluationPoint, Update
 from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key, part_key
 from penstock.schemas.metrics import TrainerMetric as M
 
@@ -72,7 +72,7 @@ class Scraped:
 
 
 def _counters(samples: Samples) -> _Counters:
-    seconds = (samples.get("penstock_step_seconds_sum", phase=phase) or 0.0 for phase in ("wait", "step", "publish"))
+    seconds = (samples.get("penstock_step_seconds_sum", phase=phase) or 0.0 for phase in PHASES)
     return _Counters(
         round(samples.get("penstock_updates_total") or 0), samples.get("penstock_tokens_trained_total") or 0.0, *seconds
     )

@@ -10,7 +10,6 @@ import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -148,11 +147,7 @@ def _keys() -> Iterator[Callable[[], str]]:
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Makes SIGTERM end the view as Ctrl-C does, which restores the terminal."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

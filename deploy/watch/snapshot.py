@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from penstock.deploy.launch.endpoints import Samples
-from penstock.deploy.report.telemetry import EvaluationPoint, Update
+from penstock.deploy.report.telemetry import EvaluationPoint, Update, phase_seconds
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 from penstock.schemas.producer_parity import ProducerParity
@@ -126,11 +126,8 @@ class RunSnapshot:
 
     @property
     def shares(self) -> dict[str, float] | None:
-        """Shares of the trainer's time over the recent batches: `wait`, `step`, `publish`."""
-        spent = {
-            phase: sum(getattr(update, f"{phase}_s") or 0.0 for update in self.recent)
-            for phase in ("wait", "step", "publish")
-        }
+        """Shares of the trainer's time over the recent batches, by phase."""
+        spent = phase_seconds(self.recent)
         total_s = sum(spent.values())
         return {phase: seconds / total_s for phase, seconds in spent.items()} if total_s else None
 

@@ -36,7 +36,7 @@ from bench.result import (
 )
 from mode_runs import mode_run as timed_run
 from penstock.deploy.launch.child import Child
-from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.deploy.report.telemetry import EvaluationPoint
 from penstock.producers.stream.timed_steps import TimedSteps
 from penstock.schemas.config import RunConfig, load_config

@@ -20,7 +20,7 @@ from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.deploy import cli
-from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.schemas.config import ObjectivePlug, Plug, RunConfig, TrainerConfig
 from penstock.schemas.process.files import write_whole
 from tests.chaos.aim import Target

@@ -4,13 +4,25 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 
 import msgspec
 import pytest
 
 from penstock.deploy.launch import run_folder
-from penstock.deploy.launch.run_folder import RunFolder, save_run_file
-from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig, load_config
+from penstock.deploy.launch.run_folder import RunFolder, resolved_toml, save_run_file
+from penstock.schemas.config import (
+    ConfigError,
+    CorrectionConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    Rejection,
+    RewardConfig,
+    RunConfig,
+    TrainerConfig,
+    WeightedReward,
+    load_config,
+)
 
 CONFIG = RunConfig(
     name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B", kwargs={"width": 2})
@@ -21,6 +33,26 @@ def test_saved_run_file_reads_back_as_the_same_configuration(tmp_path):
     with RunFolder(CONFIG, tmp_path, resume=False) as folder:
         folder.save(CONFIG)
         assert load_config(folder.path / "run.toml") == CONFIG
+
+
+def test_resolved_configuration_reads_back_with_every_default_written_out(tmp_path):
+    text = resolved_toml(CONFIG)
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert load_config(file) == CONFIG
+    document = tomllib.loads(text)
+    assert document["engine"]["prefix_caching"] is False and document["correction"]["threshold"] == 2.0
+    assert "# engine.max_model_len is not set" in text
+
+
+def test_resolved_configuration_reads_back_with_what_is_not_set_in_a_list_of_tables(tmp_path):
+    correction = CorrectionConfig(rejection=(Rejection("token_k1", 2.0), Rejection("token_k1", 2.0, 0.5)))
+    reward = RewardConfig(components=(WeightedReward(name="right", path="environment", weight=0.5),), timeout_s=2.0)
+    config = msgspec.structs.replace(CONFIG, correction=correction, reward=reward)
+    file = tmp_path / "run.toml"
+    file.write_text(resolved_toml(config))
+    assert load_config(file) == config
+    assert "# correction.rejection[0].lower is not set" in file.read_text()
 
 
 def test_a_name_that_exists_is_refused_with_both_ways_out(tmp_path):

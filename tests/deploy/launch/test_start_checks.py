@@ -1,7 +1,5 @@
 """The checks before a start name what is wrong with a run."""
 
-import tomllib
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from penstock.deploy.launch.start_checks import (
     check_objective,
     estimated_group_bytes,
     place_parts,
-    resolved_toml,
 )
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.config import (
@@ -30,13 +27,11 @@ from penstock.schemas.config import (
     ModelConfig,
     Plug,
     RedisConfig,
-    Rejection,
     RewardConfig,
     RunConfig,
     SamplingConfig,
     TrainerConfig,
     WandbConfig,
-    WeightedReward,
     load_config,
 )
 from penstock.schemas.prompt import Prompt
@@ -183,26 +178,6 @@ def test_the_estimate_is_not_below_a_full_group(config, top_k):
         sampling=SamplingSettings(),
     )
     assert len(encode_group(group)) <= estimated_group_bytes(config) <= 2 * len(encode_group(group))
-
-
-def test_resolved_configuration_reads_back_with_every_default_written_out(config, tmp_path):
-    text = resolved_toml(config)
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    assert load_config(file) == config
-    document = tomllib.loads(text)
-    assert document["engine"]["prefix_caching"] is False and document["correction"]["threshold"] == 2.0
-    assert "# engine.max_model_len is not set" in text
-
-
-def test_resolved_configuration_reads_back_with_what_is_not_set_in_a_list_of_tables(config, tmp_path):
-    correction = CorrectionConfig(rejection=(Rejection("token_k1", 2.0), Rejection("token_k1", 2.0, 0.5)))
-    reward = RewardConfig(components=(WeightedReward(name="right", path="environment", weight=0.5),), timeout_s=2.0)
-    config = changed(config, correction=correction, reward=reward)
-    file = tmp_path / "run.toml"
-    file.write_text(resolved_toml(config))
-    assert load_config(file) == config
-    assert "# correction.rejection[0].lower is not set" in file.read_text()
 
 
 def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):

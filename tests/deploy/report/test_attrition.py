@@ -13,7 +13,7 @@ from penstock.deploy.operate.saved_ledger import SavedLedger
 from penstock.deploy.operate.tables import print_audit
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.report import write_report
-from penstock.deploy.report.summary import table_rows, warnings_of, write_summary
+from penstock.deploy.report.summary import table_rows, warnings_of
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.attrition import UNKNOWN, Attrition, LengthTest, Rollouts, length_bucket
 from wire_examples import group_of_lengths
@@ -105,7 +105,7 @@ WINDOWS = (
 
 
 def test_the_report_has_the_section_with_windows_of_updates(run_folder: Path) -> None:
-    page = write_report(run_folder).read_text()
+    page = write_report(run_folder)[1].read_text()
     section = page[page.index("What was sampled and what was trained") :]
     assert "20 of the 64 longest groups" in section
     assert "1 groups are not settled" in section
@@ -114,7 +114,7 @@ def test_the_report_has_the_section_with_windows_of_updates(run_folder: Path) ->
 
 
 def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
-    summary = write_summary(run_folder)
+    summary, _ = write_report(run_folder)
     assert json.loads((run_folder / "summary.json").read_text()) == summary
     found = summary["attrition"]
     assert found["outcomes"]["sampled"]["completion_tokens"] == 610.0

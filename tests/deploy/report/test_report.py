@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from docs.run_picture import NAMES, write_picture
 from penstock.deploy.report.figures import FIGURES, draw
 from penstock.deploy.report.report import key_figures, write_report
-from penstock.deploy.report.summary import table_rows, write_summary
+from penstock.deploy.report.summary import summarize, table_rows
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
 from penstock.schemas.metrics import LAG_LABELS
 
@@ -172,6 +173,14 @@ def write_run(
     return folder
 
 
+def summary_of(folder: Path) -> dict[str, Any]:
+    return summarize(read_telemetry(folder))
+
+
+def page_of(folder: Path) -> Path:
+    return write_report(folder)[1]
+
+
 class ParsedPage(HTMLParser):
     """Every tag, attribute and visible text of a page, and the tags left open."""
 
@@ -206,7 +215,7 @@ class ParsedPage(HTMLParser):
 def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with its report."""
     folder = write_run(tmp_path_factory.mktemp("runs") / "demo")
-    assert write_report(folder) == folder / "report.html"
+    assert page_of(folder) == folder / "report.html"
     return folder
 
 
@@ -315,7 +324,7 @@ def test_learning_is_drawn_of_the_goals_figure_under_its_name(
     assert legend == [f"{label} (training, sampled)", f"{label} (held out, greedy)"] + ["goal 0.45"] * bool(goal)
     assert list(ax.lines[0].get_ydata()) == [update.metrics[figure] for update in telemetry.updates]
     assert list(ax.lines[2].get_ydata()) == [point.figures[figure] for point in telemetry.evaluations]
-    tiles = {name: remark for name, _, remark in key_figures(write_summary(folder))}
+    tiles = {name: remark for name, _, remark in key_figures(summary_of(folder))}
     assert ("goal 0.45 after" in tiles[f"Held-out {label}"]) == bool(goal)
 
 
@@ -329,7 +338,7 @@ def test_groups_that_teach_nothing_are_a_key_figure_where_they_are_many(
     folder = write_run(tmp_path / "demo", num_updates=60)
     ledger = json.loads((folder / "trainer.json").read_text())
     (folder / "trainer.json").write_text(json.dumps({**ledger, "num_groups_skipped": num_skipped * 60}))
-    figures = {name: shown for name, shown, _ in key_figures(write_summary(folder))}
+    figures = {name: shown for name, shown, _ in key_figures(summary_of(folder))}
     assert figures[label] == value
     assert len(figures) == 8, "two rows of four"
 
@@ -340,7 +349,7 @@ def test_a_run_without_correction_shows_its_mismatch_just_as_well(tmp_path: Path
     applied = ("applied_", "weight_", "corrected_", "masked_", "reference_")
     lines = [{key: value for key, value in line.items() if not key.startswith(applied)} for line in lines]
     write_lines(folder / "updates.jsonl", lines)
-    page = ParsedPage(write_report(folder).read_text(encoding="utf-8"))
+    page = ParsedPage(page_of(folder).read_text(encoding="utf-8"))
     figures = [value for tag, name, value in page.attributes if tag == "figure" and name == "id"]
     gone = {"weight-by-lag", "masked-by-lag", "reference-kl"}
     assert figures == [spec.name for spec in FIGURES if spec.name not in gone], "no empty panel is drawn"
@@ -352,7 +361,7 @@ def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
     )
     configuration = (folder / "run.toml").read_text() + "# <script>alert(2)</script>\n"
     (folder / "run.toml").write_text(configuration)
-    report = write_report(folder).read_text(encoding="utf-8")
+    report = page_of(folder).read_text(encoding="utf-8")
     page = ParsedPage(report)
     assert "script" not in page.tags and "b" not in page.tags
     text = " ".join(page.texts)
@@ -363,13 +372,13 @@ def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
 def test_a_folder_name_is_escaped_where_the_run_file_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "<script>alert(1)<_script>"
     folder.mkdir()
-    page = ParsedPage(write_report(folder).read_text(encoding="utf-8"))
+    page = ParsedPage(page_of(folder).read_text(encoding="utf-8"))
     assert "script" not in page.tags
     assert "<script>alert(1)<_script>" in page.texts
 
 
 def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
-    page = ParsedPage(write_report(tmp_path).read_text(encoding="utf-8"))
+    page = ParsedPage(page_of(tmp_path).read_text(encoding="utf-8"))
     text = " ".join(page.texts)
     assert "Missing files: run.toml, updates.jsonl, evaluations.jsonl, trainer.json, producers/*.jsonl." in text
     assert "svg" not in page.tags
@@ -377,18 +386,18 @@ def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: 
 
 
 def test_a_run_of_one_update_is_drawn(tmp_path: Path) -> None:
-    page = ParsedPage(write_report(write_run(tmp_path / "demo", num_updates=1)).read_text(encoding="utf-8"))
+    page = ParsedPage(page_of(write_run(tmp_path / "demo", num_updates=1)).read_text(encoding="utf-8"))
     assert page.tags.count("svg") == len(FIGURES)
 
 
 def test_a_long_run_does_not_make_the_page_longer(tmp_path: Path, report: str) -> None:
     folder = write_run(tmp_path / "demo", num_updates=3000)
-    assert len(write_report(folder).read_text(encoding="utf-8")) < 2.2 * len(report)
+    assert len(page_of(folder).read_text(encoding="utf-8")) < 2.2 * len(report)
 
 
 def test_the_same_run_gives_the_same_bytes(reported: Path) -> None:
     first = (reported / "report.html").read_bytes()
-    assert write_report(reported).read_bytes() == first
+    assert page_of(reported).read_bytes() == first
 
 
 def test_a_metric_that_was_never_finite_leaves_its_figure_out(tmp_path: Path) -> None:
@@ -444,7 +453,7 @@ def test_tile_and_figure_give_the_same_percentiles_of_the_pauses(tmp_path: Path)
         file.write_text(json.dumps(early) + "\n" + file.read_text())
     (ax,) = drawn("pauses", read_telemetry(folder))
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    summary = write_summary(folder)
+    summary = summary_of(folder)
     assert f"p50 {1000 * summary['pause_s_p50']:.1f} ms" in legend
     assert f"p99 {1000 * summary['pause_s_p99']:.1f} ms" in legend
 
@@ -478,8 +487,8 @@ def test_the_report_of_a_run_under_way_says_so_and_as_of_when(tmp_path: Path) ->
     for name in ("updates.jsonl", "evaluations.jsonl", "producers/producer-1.jsonl"):
         cut(folder / name, 7)  # each is being written just now
     began_s = time.time()
-    summary = write_summary(folder)
-    text = write_report(folder).read_text()
+    summary = summary_of(folder)
+    text = page_of(folder).read_text()
     assert summary["finished"] is False and began_s <= summary["as_of_s"] <= time.time()
     assert summary["num_updates"] == 39 and summary["num_torn_lines"] == 3
     stated = re.search(r"This run is not over, as of ([\d-]+ [\d:]+) UTC; the last update was [\d,]+ s before\.", text)
@@ -497,7 +506,7 @@ def test_the_report_of_a_run_under_way_says_so_and_as_of_when(tmp_path: Path) ->
 def test_the_report_of_a_run_that_lacks_a_file_is_written_all_the_same(tmp_path: Path, missing: str) -> None:
     folder = write_run(tmp_path / "demo", num_updates=30, producers=("producer-0",))
     (folder / missing).unlink()
-    text = write_report(folder).read_text()
+    text = page_of(folder).read_text()
     assert "Missing files: " in text and missing.replace("producer-0", "*") in text
     assert ("This run is not over" in text) == (missing == "trainer.json")
 
@@ -505,8 +514,8 @@ def test_the_report_of_a_run_that_lacks_a_file_is_written_all_the_same(tmp_path:
 @pytest.mark.usefixtures("unrendered")
 def test_a_run_that_is_continued_after_its_end_is_not_over(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "demo", num_updates=40)
-    assert write_summary(folder)["finished"] is True and "state" not in dict(table_rows(write_summary(folder)))
-    assert "This run is not over" not in write_report(folder).read_text()
+    assert summary_of(folder)["finished"] is True and "state" not in dict(table_rows(summary_of(folder)))
+    assert "This run is not over" not in page_of(folder).read_text()
     ledger = json.loads((folder / "trainer.json").read_text())
     (folder / "trainer.json").write_text(json.dumps({**ledger, "num_updates": 30}))  # of before the resume
-    assert write_summary(folder)["finished"] is False
+    assert summary_of(folder)["finished"] is False

@@ -1,11 +1,12 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from penstock.deploy.report.summary import print_table, table_rows, warnings_of, write_summary
+from penstock.deploy.report.summary import print_table, summarize, table_rows, warnings_of
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.policy import make_version
 
@@ -113,9 +114,12 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
+def summary_of(run_folder: Path) -> dict[str, Any]:
+    return summarize(read_telemetry(run_folder))
+
+
 def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
-    summary = write_summary(run_folder)
-    assert json.loads((run_folder / "summary.json").read_text()) == summary
+    summary = summary_of(run_folder)
     expected: dict[str, object] = {
         "name": "demo",
         "seed": 3,
@@ -158,7 +162,7 @@ def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
 
 
 def test_producer_rates_are_those_of_the_run_and_survive_a_restart(run_folder: Path) -> None:
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     rates = summary["producer_tokens_per_s"]
     assert rates["by_producer"] == pytest.approx({"producer-0": 100.0, "producer-1": 35.0})
     assert rates["total"] == pytest.approx((3000 + 700) / 30)
@@ -166,7 +170,7 @@ def test_producer_rates_are_those_of_the_run_and_survive_a_restart(run_folder: P
 
 
 def test_pauses_before_the_first_prompt_do_not_count(run_folder: Path) -> None:
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["num_weight_loads"] == 3
     assert summary["pause_s_p50"] == pytest.approx(0.03)
     assert summary["pause_s_p99"] == pytest.approx(0.03 + 0.98 * 0.01)
@@ -176,14 +180,14 @@ def test_pauses_before_the_first_prompt_do_not_count(run_folder: Path) -> None:
 
 def test_a_goal_that_was_not_reached_has_no_time(run_folder: Path) -> None:
     write_lines(run_folder / "evaluations.jsonl", [evaluation_line(0, 0.4, 1001.0), evaluation_line(3, 0.8, 1031.0)])
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert (summary["goal"], summary["goal_reached_s"]) == (0.9, None)
     assert dict(table_rows(summary))["goal"] == "reward/exact 0.9 not reached"
 
 
 def test_without_a_goal_no_line_is_about_one(run_folder: Path) -> None:
     (run_folder / "run.toml").write_text(RUN_FILE.replace(GOAL, ""))
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert (summary["figure"], summary["goal"], summary["goal_reached_s"]) == ("reward", None, None)
     rows = dict(table_rows(summary))
     assert "goal" not in rows and "accuracy" not in str(rows)
@@ -192,7 +196,7 @@ def test_without_a_goal_no_line_is_about_one(run_folder: Path) -> None:
 
 def test_a_goal_of_a_part_that_no_evaluation_has_says_which_there_are(run_folder: Path) -> None:
     (run_folder / "run.toml").write_text(RUN_FILE.replace("reward/exact", "reward/exakt"))
-    goal = dict(table_rows(write_summary(run_folder)))["goal"]
+    goal = dict(table_rows(summary_of(run_folder)))["goal"]
     assert goal == "reward/exakt 0.9 is never reached: evaluations have reward, reward/exact"
 
 
@@ -200,7 +204,7 @@ def test_the_course_of_rewards_and_completions_is_in_summary_and_table(run_folde
     fields = {"reward_std": 0.5, "completion_tokens": 3.0, "truncated_frac": 0.25, "reward/exact": 0.4}
     last = {"reward": 0.9, "reward_std": 0.1, "completion_tokens": 40.0, "truncated_frac": 0.0, "reward/exact": 0.8}
     write_lines(run_folder / "updates.jsonl", [update_line(1, **fields), update_line(2), update_line(3, **last)])
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["course"] == {
         "reward": {"first": 0.5, "last": 0.9},
         "reward_std": {"first": 0.5, "last": 0.1},
@@ -228,7 +232,7 @@ def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> 
     write_lines(run_folder / "updates.jsonl", lines)
     evaluated = evaluation_line(3, 0.8, 1031.0) | {"environments": {"words": {"reward": 0.25}}}
     write_lines(run_folder / "evaluations.jsonl", [evaluated])
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["environments"]["sums"]["num_groups_trained"] == 6
     rows = dict(table_rows(summary))
     assert rows["  sums"].startswith("0.100 → 0.700  (exact 1.000 → 1.000); held-out n/a; 6 groups trained, 3 skipped")
@@ -249,7 +253,7 @@ def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> No
     points += [evaluation_line(make_version(1, 0), 0.52, 1050.0, update=2)]
     points += [evaluation_line(make_version(1, 1), 0.6, 1060.0, update=3)]
     write_lines(run_folder / "evaluations.jsonl", points)
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["num_updates"] == 3
     assert summary["num_tokens_trained"] == 40 + 40 + 25
     assert summary["lag_histogram"] == {"0": 45, "1": 60}
@@ -261,7 +265,7 @@ def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> No
 def test_a_batch_without_an_optimizer_step_does_not_replace_the_update_before_it(run_folder: Path) -> None:
     failed = update_line(2, skipped_reason="non-finite loss", num_tokens_trained=0, lag_histogram={})
     write_lines(run_folder / "updates.jsonl", [update_line(1), update_line(2), failed, update_line(3)])
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["num_updates"] == 3
     assert summary["num_tokens_trained"] == 120
 
@@ -284,7 +288,7 @@ def test_an_evaluation_belongs_to_the_update_that_made_its_policy(run_folder: Pa
 )
 def test_a_missing_file_is_named_and_its_figures_are_null(run_folder: Path, name: str, figure: str) -> None:
     (run_folder / name).unlink()
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["missing"] == [name]
     assert summary[figure] is None
     assert "missing" in table(summary)
@@ -293,14 +297,14 @@ def test_a_missing_file_is_named_and_its_figures_are_null(run_folder: Path, name
 def test_missing_producer_telemetry_is_named_and_its_figures_are_null(run_folder: Path) -> None:
     for file in (run_folder / "producers").iterdir():
         file.unlink()
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["missing"] == ["producers/*.jsonl"]
     names = ("producer_tokens_per_s", "pause_s_p50", "pause_s_p99", "num_weight_loads", "paused_share", "engine")
     assert all(summary[name] is None for name in names)
 
 
 def test_an_empty_run_folder_gives_a_summary_without_figures(tmp_path: Path) -> None:
-    summary = write_summary(tmp_path)
+    summary = summary_of(tmp_path)
     assert len(summary["missing"]) == 5
     assert summary["wall_s"] is None and summary["num_updates"] is None
     assert "n/a" in table(summary)
@@ -308,13 +312,13 @@ def test_an_empty_run_folder_gives_a_summary_without_figures(tmp_path: Path) -> 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TelemetryError, match="nowhere: no such run folder"):
-        write_summary(tmp_path / "nowhere")
+        summary_of(tmp_path / "nowhere")
 
 
 def test_a_torn_last_line_is_left_out_and_counted(run_folder: Path) -> None:
     with (run_folder / "updates.jsonl").open("a") as file:
         file.write('{"update": 4, "policy_version": 4, "lag_histogram": {"0": 3}')
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["num_torn_lines"] == 1
     assert summary["num_updates"] == 3
 
@@ -323,7 +327,7 @@ def test_a_torn_line_before_a_resume_is_left_out_and_counted(run_folder: Path) -
     file = run_folder / "updates.jsonl"
     first, *rest = file.read_text().splitlines()
     file.write_text("\n".join([first, rest[0][:40], *rest]) + "\n")
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["num_torn_lines"] == 1
     assert summary["num_updates"] == 3
 
@@ -343,30 +347,30 @@ def test_a_malformed_line_is_an_error_that_names_file_and_line(run_folder: Path,
     first, *rest = file.read_text().splitlines()
     file.write_text("\n".join([first, row, *rest]) + "\n")
     with pytest.raises(TelemetryError, match=rf"updates\.jsonl: line 2: .*{message}"):
-        write_summary(run_folder)
+        summary_of(run_folder)
 
 
 def test_an_unknown_event_of_a_producer_is_an_error(run_folder: Path) -> None:
     write_lines(run_folder / "producers" / "producer-0.jsonl", [{"event": "surprise"}])
     with pytest.raises(TelemetryError, match=r"producer-0\.jsonl: line 1: .*surprise"):
-        write_summary(run_folder)
+        summary_of(run_folder)
 
 
 def test_a_malformed_ledger_is_an_error_that_names_the_file(run_folder: Path) -> None:
     (run_folder / "trainer.json").write_text('{"num_updates": 3}')
     with pytest.raises(TelemetryError, match=r"trainer\.json: .*num_groups_released"):
-        write_summary(run_folder)
+        summary_of(run_folder)
 
 
 def test_numbers_that_are_not_finite_are_read_as_absent(run_folder: Path) -> None:
     lines = [update_line(1, ess_fraction=float("nan"), loss=float("inf")), update_line(2)]
     write_lines(run_folder / "updates.jsonl", lines)
-    assert write_summary(run_folder)["ess_fraction_min"] == pytest.approx(0.98)
+    assert summary_of(run_folder)["ess_fraction_min"] == pytest.approx(0.98)
 
 
 def test_a_producer_with_another_engine_is_named(run_folder: Path) -> None:
     write_lines(run_folder / "producers" / "producer-2.jsonl", [started(1001.0, dtype="bfloat16")])
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert summary["engine"] == FINGERPRINT
     assert summary["engines_that_differ"] == ["producer-2"]
     assert summary["producer_tokens_per_s"]["by_producer"]["producer-2"] is None
@@ -375,14 +379,14 @@ def test_a_producer_with_another_engine_is_named(run_folder: Path) -> None:
 def test_the_engine_mismatch_at_lag_0_is_averaged_over_updates(run_folder: Path) -> None:
     lines = [update_line(1, mismatch_lag0=2e-6), update_line(2, mismatch_lag0=4e-6), update_line(3)]
     write_lines(run_folder / "updates.jsonl", lines)
-    assert write_summary(run_folder)["mismatch_lag0"] == pytest.approx(3e-6)
+    assert summary_of(run_folder)["mismatch_lag0"] == pytest.approx(3e-6)
 
 
 def test_mismatch_by_lag_is_the_mean_over_the_tokens_of_all_updates(run_folder: Path) -> None:
     first = {"num_tokens/lag_0": 10, "k3_kl/lag_0": 1e-3, "kl/lag_0": 0.0, "num_tokens/lag_2-3": 4, "chi2/lag_2-3": 0.5}
     second = {"num_tokens/lag_0": 30, "k3_kl/lag_0": 5e-3, "kl/lag_0": None, "weight_mean/lag_0": 0.75}
     write_lines(run_folder / "updates.jsonl", [update_line(1, **first), update_line(2, **second), update_line(3)])
-    summary = write_summary(run_folder)
+    summary = summary_of(run_folder)
     assert list(summary["mismatch_by_lag"]) == ["0", "2-3"]
     fresh, older = summary["mismatch_by_lag"].values()
     assert fresh == pytest.approx({"num_tokens": 40, "kl": 0.0, "k3_kl": 4e-3, "weight_mean": 0.75})
@@ -406,7 +410,7 @@ def table(summary: dict) -> str:
 
 
 def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> None:
-    text = table(write_summary(run_folder))
+    text = table(summary_of(run_folder))
     assert max(len(line) for line in text.splitlines()) <= 80
     for part in ("0.400 → 0.890", "0.9 after 14.0 s", "20 released", "0: 16.7%", "producer-1 35", "vllm 0.32.0"):
         assert part in text
@@ -415,7 +419,7 @@ def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> Non
 
 def test_the_table_shows_names_with_brackets_as_they_are(run_folder: Path) -> None:
     (run_folder / "producers" / "producer-1.jsonl").rename(run_folder / "producers" / "[red]x.jsonl")
-    assert "[red]x" in table(write_summary(run_folder))
+    assert "[red]x" in table(summary_of(run_folder))
 
 
 @pytest.mark.parametrize(
