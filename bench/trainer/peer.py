@@ -15,7 +15,6 @@ from bench.pipeline.section import EVALUATE_EVERY, random_model, run_config, sav
 from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
 from bench.section import Bench, NoPeersError, make_model, measure_apart, peers_python, run_file_model
 from bench.trainer.peer_job import PeerUpdates, TrlJob, TrlUpdates
-from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.schemas.config import (
     EnvironmentConfig,
     EvaluationConfig,
