@@ -13,7 +13,7 @@ from tests.chaos.losses import GRACE_S
 from tests.chaos.proxy import PRODUCER_COMMANDS, TRAINER_COMMANDS
 from tests.chaos.roles import LONGEST
 from tests.chaos.tally import requests_in
-from weight_host import harm_copy
+from weight_host import corrupt_copy
 
 if TYPE_CHECKING:
     from tests.chaos.storm import Seat, Storm
@@ -251,7 +251,7 @@ def _copy_harmed(storm: "Storm", draw: Random) -> str | None:
         return None
     harm = draw.choice(["torn", "stateless", "cut short", "removed"])
     try:
-        harm_copy(folders[0], harm, wait=False)
+        corrupt_copy(folders[0], harm, wait=False)
     except (OSError, ValueError):  # it is in use, or not whole at this moment
         return None
     return f"it is {harm}"

@@ -40,6 +40,6 @@ class FaultyWorker(EngineReport):
         worker.penstock_replaced = (norm, "variance_epsilon", norm.variance_epsilon)
         norm.variance_epsilon = epsilon
 
-    def penstock_mend(self) -> None:
+    def penstock_repair(self) -> None:
         worker: Any = self
         setattr(*worker.penstock_replaced)

@@ -12,8 +12,8 @@ from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.report import ParityReport
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_floats, unpack_floats
-from played_engine import PlayedAnswer, PlayedEngine, group_of, publish_perturbed
 from training_groups import configuration, tiny_model
+from transformers_engine import TransformersAnswer, TransformersEngine, group_of, publish_perturbed
 
 VOCABULARY = 48
 COLD = SamplingSettings(temperature=0.7, max_tokens=16)
@@ -43,8 +43,8 @@ class ParityBench:
         files = publish_perturbed(folder / "weights", folder / "model", [0, 1, 2, 3], dtype=dtype)
         return cls(folder / "model", files, dtype)
 
-    def engine(self, **settings: Any) -> PlayedEngine:
-        return PlayedEngine(self.folder, self.files, dtype=self.dtype, **settings)
+    def engine(self, **settings: Any) -> TransformersEngine:
+        return TransformersEngine(self.folder, self.files, dtype=self.dtype, **settings)
 
     def check(self, groups: Sequence[RolloutGroup], **arguments: Any) -> ParityReport:
         config = configuration(self.folder, model=ModelConfig(path=str(self.folder), dtype=self.dtype))
@@ -57,7 +57,7 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 
 def groups_of(
-    answers: Sequence[PlayedAnswer], sampling: SamplingSettings = COLD, **settings: Any
+    answers: Sequence[TransformersAnswer], sampling: SamplingSettings = COLD, **settings: Any
 ) -> list[RolloutGroup]:
     return [group_of(n, answer, sampling, **settings) for n, answer in enumerate(answers, 1)]
 

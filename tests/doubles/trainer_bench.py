@@ -12,7 +12,6 @@ import redis
 
 import penstock.consumers.__main__ as entry
 from cutting_proxy import CuttingProxy
-from hardy_producer import HardyProducer
 from mini_producer import MiniProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.connection import TrainerConnection
@@ -21,6 +20,7 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
+from resilient_producer import ResilientProducer
 from scripted_learner import FILE, KilledError
 
 RUN_FILE = """
@@ -84,8 +84,8 @@ class TrainerBench:
     def producer(self, answer=None) -> MiniProducer:
         return self._start(MiniProducer(self.url, "test", answer))
 
-    def hardy_producer(self, answer=None, url: str | None = None) -> HardyProducer:
-        return self._start(HardyProducer(url or self.url, "test", answer))
+    def resilient_producer(self, answer=None, url: str | None = None) -> ResilientProducer:
+        return self._start(ResilientProducer(url or self.url, "test", answer))
 
     def proxy(self) -> CuttingProxy:
         """A proxy before the server that knows the trainer's scripts by name."""

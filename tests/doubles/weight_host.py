@@ -36,7 +36,7 @@ def are_bits(found: Weights, expected: Weights) -> bool:
     )
 
 
-class KeepingEngine(ScriptedEngine):
+class VerifyingEngine(ScriptedEngine):
     """Keeps the tensors that it has loaded last, and of each load whether they were those published as that version.
 
     expected: by version, what was published.
@@ -60,7 +60,7 @@ class HostProducer:
         self, url: str, folder: Path, keys: Keys, expected: Mapping[int, Weights], outage_s: float = 20
     ) -> None:
         self.metrics = ProducerMetrics()
-        self.engine = KeepingEngine(expected)
+        self.engine = VerifyingEngine(expected)
         self.connection = ProducerConnection.open(url, outage_s=outage_s, metrics=self.metrics)
         reader = WeightReader(self.connection.call, keys)
         self.copy = HostCopy(str(folder), keys.run, "redis", reader, self.metrics)
@@ -84,7 +84,7 @@ class HostProducer:
         await self.connection.close()
 
 
-def harm_copy(folder: Path, harm: str, *, wait: bool = True) -> None:
+def corrupt_copy(folder: Path, harm: str, *, wait: bool = True) -> None:
     """Harms a host's copy while nobody loads from it; raises BlockingIOError if somebody does, unless it may wait.
 
     `torn`: half of its bytes are others, and it is dirty, as a kill in the middle of a patch leaves it. `overwritten`:

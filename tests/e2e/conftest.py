@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from demo_run import DemoRun
+from monitored_run import GROUPS_PER_BATCH, PACED, MonitoredRun
 from penstock.schemas.config import DEFAULT_OBJECTIVE
 from waiting import wait_for
-from watched_run import GROUPS_PER_BATCH, PACED, WatchedRun
 
 NUM_UPDATES = 40
 
 
 @pytest.fixture(scope="session")
-def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRun]:
+def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MonitoredRun]:
     """A recorded run of the demo that trains until a test asks for its end; a Prometheus scrapes it all along.
 
     It has a term for a reference model: there are panels for it. Its batches are small and its rewards take their time,
@@ -25,7 +25,7 @@ def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     settings = {"objective.path": DEFAULT_OBJECTIVE, "objective.kwargs.kl_coefficient": 0.001}
     settings |= {"environment.path": "paced:Paced", "groups_per_batch": GROUPS_PER_BATCH}
     settings |= {"model.path": demo_model, "num_updates": 5000, "record": "true", "metrics.port": 0}
-    run = WatchedRun(tmp_path_factory.mktemp("live"), "live", **settings, **{"evaluation.num_prompts": 16})
+    run = MonitoredRun(tmp_path_factory.mktemp("live"), "live", **settings, **{"evaluation.num_prompts": 16})
     (run.project / "paced.py").write_text(PACED)
     try:
         run.begin()
@@ -36,7 +36,7 @@ def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="session")
-def ended_run(live_run: WatchedRun) -> WatchedRun:
+def ended_run(live_run: MonitoredRun) -> MonitoredRun:
     """The same after its end, which tests of the live run come before: its connections to Redis are cut once, then a
     signal stops it."""
     live_run.cut_and_stop()

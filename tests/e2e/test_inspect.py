@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from browser import Browser, needs_browser
+from monitored_run import GROUPS_PER_BATCH, MonitoredRun
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
-from watched_run import GROUPS_PER_BATCH, WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @contextmanager
-def inspected(run: WatchedRun, *arguments: str) -> Iterator[str]:
+def inspected(run: MonitoredRun, *arguments: str) -> Iterator[str]:
     """The URL; the inspector ends cleanly at the end."""
     command = run.command("inspect", run.name, "--port", "0", *arguments)
     with subprocess.Popen(command, cwd=run.project, stdout=subprocess.PIPE, text=True) as process:
@@ -41,7 +41,7 @@ def ask(url: str, path: str) -> Any:
         connection.close()
 
 
-def test_a_live_run_is_looked_at_on_its_stream(live_run: WatchedRun) -> None:
+def test_a_live_run_is_looked_at_on_its_stream(live_run: MonitoredRun) -> None:
     with inspected(live_run, "--stream") as url:
         first = ask(url, "/api/run")
         assert first["kind"] == "stream" and first["num_groups"] > 0
@@ -57,7 +57,7 @@ def test_a_live_run_is_looked_at_on_its_stream(live_run: WatchedRun) -> None:
     assert set(segment["proximal_logprobs"]) == {None}
 
 
-def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: WatchedRun) -> None:
+def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: MonitoredRun) -> None:
     record = Record(ended_run.folder)
     at = max(record.groups(), key=lambda at: (at.entry.outcome == "trained", at.entry.max_lag))
     recorded = record.group(at)
@@ -80,7 +80,7 @@ def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: WatchedRun) -> No
 
 
 @needs_browser
-def test_a_browser_shows_a_real_rollout(ended_run: WatchedRun) -> None:
+def test_a_browser_shows_a_real_rollout(ended_run: MonitoredRun) -> None:
     with inspected(ended_run) as url:
         browser = Browser()
         try:

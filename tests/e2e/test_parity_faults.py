@@ -310,7 +310,7 @@ async def test_a_layer_with_another_rope_or_norm_epsilon_is_named(faulty: Probed
         print(report.verdict.sentence)
         report = with_layers(report, await faulty.layers())
     finally:
-        await rpc("penstock_mend")
+        await rpc("penstock_repair")
     assert named(report, "layer").startswith(layer)
     off = [each.name for each in report.layers if each.error > each.allowed]
     assert off == [layer], "no other layer is blamed"

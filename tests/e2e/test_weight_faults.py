@@ -14,9 +14,9 @@ import penstock.consumers.weights.shard as shard_module
 import penstock.producers.weights.follower as follower_module
 from penstock.consumers.weights.shard import Task
 from penstock.schemas.weights.stores import REDIS
-from publishing import Publishing, WalkingMasters
+from publishing_trainer import PublishingTrainer, RandomWalkMasters
 from waiting import until
-from weight_host import HostProducer, harm_copy
+from weight_host import HostProducer, corrupt_copy
 
 pytestmark = pytest.mark.redis
 
@@ -26,12 +26,12 @@ class WeightRig:
 
     def __init__(self, url: str, folder: Path, client: redis.Redis) -> None:
         self.url, self.folder, self.client = url, folder, client
-        self.masters = WalkingMasters(0)
-        self.trainers = [Publishing(url, folder, self.masters)]
+        self.masters = RandomWalkMasters(0)
+        self.trainers = [PublishingTrainer(url, folder, self.masters)]
         self.producers: list[HostProducer] = []
 
     @property
-    def trainer(self) -> Publishing:
+    def trainer(self) -> PublishingTrainer:
         return self.trainers[-1]
 
     @property
@@ -49,7 +49,7 @@ class WeightRig:
         before = self.trainer
         for name, tensor in before.expected[parent].items():
             self.masters.weights[name].copy_(tensor)
-        self.trainers.append(Publishing(self.url, self.folder, self.masters, before.epoch + 1, after=before))
+        self.trainers.append(PublishingTrainer(self.url, self.folder, self.masters, before.epoch + 1, after=before))
         self.trainer.parent = parent
         self.trainer.publish()
         self.trainer.settle()
@@ -136,7 +136,7 @@ async def test_a_copy_that_is_harmed_is_built_anew_for_whoever_comes_next(
     bench.publish()
     bench.join()
     await bench.all_serve(bench.publish())
-    harm_copy(bench.producers[0].copy.folder, harm)
+    corrupt_copy(bench.producers[0].copy.folder, harm)
     if who == "joining":
         bench.join()
     else:

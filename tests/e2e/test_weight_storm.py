@@ -20,8 +20,8 @@ from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.weights.log import read_log
 from penstock.schemas.weights.reading import WeightReader
 from penstock.schemas.weights.stores import FolderChunks
-from publishing import Publishing, WalkingMasters
-from weight_host import are_bits, harm_copy, read
+from publishing_trainer import PublishingTrainer, RandomWalkMasters
+from weight_host import are_bits, corrupt_copy, read
 
 pytestmark = pytest.mark.redis
 
@@ -37,9 +37,9 @@ class WeightStorm:
     def __init__(self, url: str, client: redis.Redis, folder: Path, seed: int, deltas: str, anchors: str) -> None:
         self.url, self.client, self.folder = url, client, folder
         self.draw = random.Random(seed)
-        self.masters = WalkingMasters(seed)
+        self.masters = RandomWalkMasters(seed)
         self.places = {"deltas": deltas, "anchors": anchors, "keep": KEEP}
-        self.trainer = Publishing(url, folder, self.masters, **self.places)
+        self.trainer = PublishingTrainer(url, folder, self.masters, **self.places)
         self.keys = self.trainer.keys
         self.checkpoints: dict[int, dict[str, torch.Tensor]] = {}
         self.copies: list[HostCopy] = []
@@ -73,7 +73,9 @@ class WeightStorm:
         parent = self.draw.choice(sorted(self.checkpoints))
         for name, tensor in self.checkpoints[parent].items():
             self.masters.weights[name].copy_(tensor)
-        self.trainer = Publishing(self.url, self.folder, self.masters, before.epoch + 1, after=before, **self.places)
+        self.trainer = PublishingTrainer(
+            self.url, self.folder, self.masters, before.epoch + 1, after=before, **self.places
+        )
         self.trainer.parent = parent
         self.publish()
         assert self.stored() <= self.trainer.named()
@@ -98,11 +100,11 @@ class WeightStorm:
         self.trainer.publisher.announce_again()
         self.trainer.settle()
 
-    def harm_copy(self) -> None:
+    def corrupt_copy(self) -> None:
         copy = self.draw.choice(self.copies)
         if (copy.folder / "read").exists() and copy.path.exists():
             harm = self.draw.choice(COPY_HARMS)
-            harm_copy(copy.folder, harm)
+            corrupt_copy(copy.folder, harm)
             if harm == "overwritten":  # unseen until the next patch, except by who joins
                 for number, other in enumerate(self.copies):
                     if other.folder == copy.folder:
@@ -187,7 +189,7 @@ def test_a_storm_of_faults_never_shows_other_bits_and_leaves_nothing_behind(
         still = number % 100 > 50  # a long chain of small deltas
         storm.masters.walk(draw.choice([0.0, 0.0003]) if still else draw.choice([0.0, 0.001, 0.01, 0.01, 0.1, 0.6]))
         storm.publish()
-        for fault, share in ((storm.harm_copy, 0.08), (storm.come_and_go, 0.1), (storm.harm_chunk, 0.03)):
+        for fault, share in ((storm.corrupt_copy, 0.08), (storm.come_and_go, 0.1), (storm.harm_chunk, 0.03)):
             if draw.random() < share:
                 fault()
         if draw.random() < 0.02:

@@ -22,7 +22,7 @@ from penstock.schemas.rollout import RolloutGroup, decode_group
 from producer_run import QUICK, Numbers
 from real_server import RealServer
 from scripted_engine import ScriptedEngine
-from tagged_calls import TaggedCalls
+from tag_parser import TagParser
 from waiting import until
 
 QUICK_PRODUCERS = replace(QUICK, claim_idle_s=600.0)
@@ -116,7 +116,7 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
             teacher=teacher,
         )
         environments = several(config, by_name) if by_name else alone(config, environment)
-        producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TaggedCalls())
+        producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TagParser())
         await producer.open()
         task = asyncio.create_task(producer.serve())
         await until(lambda: task.done() or (producer.weights.loaded and producer.endpoint.url != ""))

@@ -23,7 +23,7 @@ SHAPES = {"embedding": (97, 16), "layer": (64, 33), "norm": (33,), "scale": ()}
 Weights = dict[str, torch.Tensor]
 
 
-class WalkingMasters:
+class RandomWalkMasters:
     """Float32 masters of a few tensors, published in bfloat16; `norm` in float32."""
 
     def __init__(self, seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
@@ -49,21 +49,21 @@ class WalkingMasters:
         return {name: tensor.to(_dtype(name), copy=True) for name, tensor in self.weights.items()}
 
 
-class Publishing:
+class PublishingTrainer:
     """One trainer's epoch as the weight log knows it. `expected`: by version the weights that were published."""
 
     def __init__(
         self,
         url: str,
         folder: Path,
-        masters: WalkingMasters,
+        masters: RandomWalkMasters,
         epoch: int = 0,
         *,
         deltas: str = REDIS,
         anchors: str | None = None,
         redis_bytes: int = 1 << 29,
         keep: int = 8,
-        after: "Publishing | None" = None,
+        after: "PublishingTrainer | None" = None,
         pinned: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self.keys = Keys("test")

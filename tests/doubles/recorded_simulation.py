@@ -20,7 +20,7 @@ from penstock.schemas.rollout import RolloutGroup, Timings, encode_group
 TRAINER = "trainer"
 
 
-class WrittenSimulation(Simulation):
+class RecordedSimulation(Simulation):
     """Written to `runs` by `write`. Its clock begins at 1 s: a time of 0 means unknown in telemetry.
 
     ahead_s: how far clocks are ahead of Redis', by `TRAINER` or a producer's name.

@@ -30,7 +30,7 @@ class Paced(Arithmetic):
 """The module `paced`: an environment for about one update a second."""
 
 
-class WatchedRun(DemoRun):
+class MonitoredRun(DemoRun):
     """began_s, ended_s: between which Prometheus saw the run at work; num_cut: connections to Redis that were cut."""
 
     def begin(self) -> None:

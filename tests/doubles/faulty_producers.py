@@ -8,19 +8,19 @@ from pathlib import Path
 import msgspec
 import redis
 
+from engine_faults import LENGTH, SIBLINGS, label_late, sampled_by
 from parity_bench import COLD, ParityBench, prompts
 from penstock.consumers.parity.logged_versions import LoggedVersions
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import Rollout, RolloutGroup, encode_group
 from penstock.schemas.weights.reading import WeightReader
-from played_engine import PlayedEngine, group_of
-from played_faults import LENGTH, SIBLINGS, label_late, sampled_by
+from transformers_engine import TransformersEngine, group_of
 
 NAMES = ("good", "bad", "fine")
 
 
-class PlayedProducers:
+class FaultyProducers:
     """Answers prompts in turn, as `MiniProducer.answer`; the bad one whatever the trainer says of it.
 
     since: the first policy that it samples with the fault. first: producers of the first answers.
@@ -42,7 +42,7 @@ class PlayedProducers:
         reader = WeightReader(lambda command: command(client), keys)
         self._policies = LoggedVersions(bench.folder, folder, reader)
         self._bench, self._fault, self._since = bench, fault, since
-        self._engine = PlayedEngine(bench.folder, {}, dtype=bench.dtype)
+        self._engine = TransformersEngine(bench.folder, {}, dtype=bench.dtype)
         self._names = chain(first, cycle(NAMES))
         self._ready: tuple[int, deque[RolloutGroup]] = (-1, deque())
         self.answered: dict[int, list[str]] = {}

@@ -13,7 +13,7 @@ from penstock.schemas.keys import PRODUCERS_GROUP
 _PASSING = ("NOGROUP", "UNBLOCKED", "MISCONF")
 
 
-class HardyProducer(MiniProducer):
+class ResilientProducer(MiniProducer):
     """Goes on after outages, an emptied server and a full one. `answers` counts by index, `num_pauses` refusals for
     want of memory."""
 

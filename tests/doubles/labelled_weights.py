@@ -15,7 +15,7 @@ from shared_engine import StateDict
 FIRST_TOKEN = 8
 
 
-def telling(base: Mapping[str, torch.Tensor], token: int) -> StateDict:
+def weights_of_token(base: Mapping[str, torch.Tensor], token: int) -> StateDict:
     """Weights whose greedy token is `token` after any context: blocks add nothing, one row of the head wins, tied to
     the embedding or not."""
     weights = {name: tensor.clone() for name, tensor in base.items()}

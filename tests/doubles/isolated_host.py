@@ -28,7 +28,7 @@ def has_namespaces() -> bool:
     return shutil.which("unshare") is not None and subprocess.run([*NAMESPACE, "true"]).returncode == 0
 
 
-class LoneHost:
+class IsolatedHost:
     """Runs one Python program that sees nothing in the folders `hidden`. `url` is of a server on a UNIX socket.
 
     folder: the host's temporary one. log: the program's output.

@@ -18,7 +18,7 @@ def sampled_by(group: RolloutGroup, name: str, index: int) -> RolloutGroup:
     return msgspec.structs.replace(group, producer_id=name, sampled_by=(f"instance of {name}",), index=index)
 
 
-def played(bench: ParityBench, sampling: SamplingSettings = COLD, **settings) -> list[RolloutGroup]:
+def sample_groups(bench: ParityBench, sampling: SamplingSettings = COLD, **settings) -> list[RolloutGroup]:
     return groups_of(
         bench.engine().generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=sampling, **settings), sampling
     )
@@ -31,11 +31,11 @@ def raw(bench: ParityBench) -> list[RolloutGroup]:
 
 
 def another_temperature(bench: ParityBench) -> list[RolloutGroup]:
-    return with_sampling(played(bench, SamplingSettings(temperature=1.2, max_tokens=16)), temperature=0.7)
+    return with_sampling(sample_groups(bench, SamplingSettings(temperature=1.2, max_tokens=16)), temperature=0.7)
 
 
 def top_p_that_is_not_recorded(bench: ParityBench) -> list[RolloutGroup]:
-    return with_sampling(played(bench, msgspec.structs.replace(COLD, top_p=0.7)), top_p=1.0)
+    return with_sampling(sample_groups(bench, msgspec.structs.replace(COLD, top_p=0.7)), top_p=1.0)
 
 
 def retokenized(bench: ParityBench) -> list[RolloutGroup]:
@@ -52,11 +52,11 @@ def retokenized(bench: ParityBench) -> list[RolloutGroup]:
         )
         return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
-    return list(map(changed, played(bench)))
+    return list(map(changed, sample_groups(bench)))
 
 
 def swapped_siblings(bench: ParityBench) -> list[RolloutGroup]:
-    return with_logprobs(played(bench), lambda siblings: [siblings[1], siblings[0], *siblings[2:]])
+    return with_logprobs(sample_groups(bench), lambda siblings: [siblings[1], siblings[0], *siblings[2:]])
 
 
 def labels_only(bench: ParityBench) -> list[RolloutGroup]:
@@ -70,7 +70,7 @@ def labels_only(bench: ParityBench) -> list[RolloutGroup]:
 
 
 def stale_prefix(bench: ParityBench) -> list[RolloutGroup]:
-    return played(bench, stale=(3, 19))
+    return sample_groups(bench, stale=(3, 19))
 
 
 def another_layer(bench: ParityBench) -> list[RolloutGroup]:
@@ -86,7 +86,7 @@ def bfloat16_head(bench: ParityBench) -> list[RolloutGroup]:
 
 def not_finite(bench: ParityBench) -> list[RolloutGroup]:
     """Broken weights: one logprob of the last sibling is NaN, so that the trainer refuses the group."""
-    return with_logprobs(played(bench), lambda siblings: [*siblings[:-1], [math.nan, *siblings[-1][1:]]])
+    return with_logprobs(sample_groups(bench), lambda siblings: [*siblings[:-1], [math.nan, *siblings[-1][1:]]])
 
 
 def interrupted(bench: ParityBench, late: int = 0) -> list[RolloutGroup]:

@@ -30,7 +30,7 @@ def make_bench(folder: Path) -> ParityBench:
     return bench
 
 
-def played_groups(bench: ParityBench, *, num_prompts: int = 4, first: int = 1, seed: int = 0) -> list[RolloutGroup]:
+def sampled_groups(bench: ParityBench, *, num_prompts: int = 4, first: int = 1, seed: int = 0) -> list[RolloutGroup]:
     """Siblings that version 1 began and version 2 ended, and such that version 2 sampled alone."""
     engine = bench.engine()
     asked = prompts(num_prompts, 6, seed)
@@ -53,7 +53,7 @@ def context_of(group: RolloutGroup) -> list[int]:
     return unpack_ids(segment.token_ids)[: segment.loss_mask[0][0]].tolist()
 
 
-class RecordedRun:
+class ParityRun:
     """Run `recorded` in `runs`, with what a trainer and a producer would have left there and in Redis."""
 
     def __init__(self, runs: Path, bench: ParityBench, client: redis.Redis) -> None:

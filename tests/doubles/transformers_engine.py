@@ -28,7 +28,7 @@ from wire_examples import FINGERPRINT
 
 
 @dataclass
-class PlayedCompletion:
+class TransformersCompletion:
     """One sibling; versions, logprobs and the sets that the sampler kept, token by token."""
 
     token_ids: list[int]
@@ -38,11 +38,11 @@ class PlayedCompletion:
 
 
 @dataclass
-class PlayedAnswer:
+class TransformersAnswer:
     """The siblings of one prompt."""
 
     prompt: list[int]
-    siblings: list[PlayedCompletion]
+    siblings: list[TransformersCompletion]
 
 
 @lru_cache(maxsize=4)
@@ -52,7 +52,7 @@ def _model(folder: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
-class PlayedEngine:
+class TransformersEngine:
     """folder: a transformers model. files: published weights by version.
 
     dtype: of the body. head: "float32" or "bfloat16", what the head's logits are computed in.
@@ -87,7 +87,7 @@ class PlayedEngine:
         clear: bool = False,
         preempted: Sequence[int] = (),
         stale: tuple[int, int] | None = None,
-    ) -> list[PlayedAnswer]:
+    ) -> list[TransformersAnswer]:
         """Prompts of one length. `updates`: before step n the weights of that version are loaded.
 
         clear: an update makes it compute all keys and values again; so does a preemption, before these steps.
@@ -118,10 +118,10 @@ class PlayedEngine:
             out.append((token[:, 0], reported.gather(1, token)[:, 0], version, drawn > -torch.inf))
             ids = torch.cat([ids, token], 1)
         return [
-            PlayedAnswer(
+            TransformersAnswer(
                 prompts[p],
                 [
-                    PlayedCompletion(
+                    TransformersCompletion(
                         [int(t[r]) for t, _, _, _ in out],
                         [float(b[r]) for _, b, _, _ in out],
                         [v for _, _, v, _ in out],
@@ -170,7 +170,7 @@ def processed(logits: Tensor, prompt: Tensor, sampled: Tensor, sampling: Samplin
 
 
 def group_of(
-    index: int, answer: PlayedAnswer, sampling: SamplingSettings, *, with_masks: bool = False, text: str = "?"
+    index: int, answer: TransformersAnswer, sampling: SamplingSettings, *, with_masks: bool = False, text: str = "?"
 ) -> RolloutGroup:
     """The record of one prompt's siblings."""
     rollouts = []
