@@ -1,4 +1,4 @@
-"""A host that shares nothing with a run but its Redis: a mount namespace in which the run's folders are empty."""
+"""A host that shares only Redis with a run: a mount namespace in which the run's folders are empty."""
 
 import os
 import shutil
@@ -25,13 +25,14 @@ mount -t tmpfs none /dev/shm && cd "$TMPDIR" && exec "$@"
 
 
 def has_namespaces() -> bool:
+    """Returns whether this user may create mount namespaces."""
     return shutil.which("unshare") is not None and subprocess.run([*NAMESPACE, "true"]).returncode == 0
 
 
 class IsolatedHost:
-    """Runs one Python program that sees nothing in the folders `hidden`. `url` is of a server on a UNIX socket.
+    """Runs one Python program that sees the folders `hidden` empty. `url` is of a server on a UNIX socket.
 
-    folder: the host's temporary one. log: the program's output.
+    folder: the host's temporary folder. log: the program's output.
     """
 
     def __init__(self, url: str, hidden: Sequence[Path]) -> None:
@@ -43,7 +44,7 @@ class IsolatedHost:
         assert not any(self.folder.is_relative_to(each) for each in hidden)
 
     def start(self, *arguments: str) -> None:
-        """`python ARGUMENTS...`"""
+        """Starts `python ARGUMENTS...`."""
         hidden = [str(folder) for folder in self._hidden]
         script = ["sh", "-c", SCRIPT, "sh", self._socket, str(self.folder / "redis.sock"), *hidden, "--"]
         doubles = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}"

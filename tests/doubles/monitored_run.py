@@ -1,4 +1,4 @@
-"""A run of the demo from its first second to its last, in a Prometheus that is still up afterwards."""
+"""A run of the demo, monitored from start to end by a Prometheus that stays up afterwards."""
 
 import json
 import os
@@ -27,13 +27,15 @@ class Paced(Arithmetic):
         await asyncio.sleep(2)
         return super().reward(prompt, completion)
 """
-"""The module `paced`: an environment for about one update a second."""
+"""The module `paced`: an environment for about one update per second."""
 
 
 class MonitoredRun(DemoRun):
-    """began_s, ended_s: between which Prometheus saw the run at work; num_cut: connections to Redis that were cut."""
+    """A monitored run. began_s, ended_s: times of its first and last scrape; num_cut: connections to Redis that were
+    cut."""
 
     def begin(self) -> None:
+        """Starts the run, and Prometheus if it is installed."""
         self.began_s = time.time()
         self.num_cut = 0
         self._cut_s = 0.0
@@ -58,36 +60,37 @@ class MonitoredRun(DemoRun):
         self.prometheus = PrometheusServer(file, self.runs)
 
     def _start_exporter(self, line: str, address: str) -> None:
-        """Runs the command as it is shown, in a shell."""
+        """Runs the command in a shell, as it is displayed."""
         log = self.runs / "exporter.log"
         with log.open("wb") as output:
             self._exporter = subprocess.Popen(line, shell=True, start_new_session=True, stdout=output, stderr=output)
         wait_until_served(f"http://{address}/metrics", self._exporter, log)
 
     def cut_and_stop(self) -> None:
-        """Cuts the connections to Redis once, sees the run recover and stops it by a signal."""
+        """Cuts the connections to Redis once, waits until the run has recovered and stops it by a signal."""
         with redis.Redis.from_url(json.loads(connection_file(self.folder).read_text())["url"]) as client:
             try:
                 self.wait_for(lambda: self._cut_connections(client))
                 self.wait_for_update(self.updates()[-1]["update"] + 25)
-            finally:  # also where that fails: the other tests need the processors
+            finally:  # also after a failure: the other tests need the processors
                 self.ended_s = time.time()
                 self.stop()
 
     def _cut_connections(self, client: redis.Redis) -> bool:
-        """Cuts everybody's but this one, every two seconds until the trainer has noticed: it waits for an answer half
-        of the time, and an idle connection is opened again without anybody's noticing."""
+        """Cuts every connection but this one, every two seconds, until the trainer has logged an outage; returns
+        whether it has. It waits for a reply half of the time, and reopens an idle connection silently."""
         if time.monotonic() > self._cut_s + 2:
             self._cut_s = time.monotonic()
             self.num_cut += int(client.client_kill_filter(_type="normal"))
         return " is away " in (self.folder / "logs" / "trainer.log").read_text()
 
     def over(self, expr: str) -> list[tuple[dict[str, str], list[float]]]:
-        """The values of a query while the run was at work, by labels."""
+        """Returns the values of a query during the run, by labels."""
         assert self.prometheus is not None
         return self.prometheus.over(expr, self.began_s, self.ended_s)
 
     def close(self) -> None:
+        """Stops Prometheus, the exporter and the run."""
         if self.prometheus is not None:
             self.prometheus.close()
         if self._exporter is not None and self._exporter.poll() is None:

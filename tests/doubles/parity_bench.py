@@ -1,4 +1,4 @@
-"""A model, its published versions and an engine played on it, for tests of the parity check."""
+"""A model, its published versions and an engine in transformers, for tests of the parity check."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ COLD = SamplingSettings(temperature=0.7, max_tokens=16)
 
 @dataclass
 class ParityBench:
-    """files: published weights by version. dtype: of the engine's body, the weights and the trainer."""
+    """A model's folder. files: published weights by version. dtype: of the engine's body, the weights and the
+    trainer."""
 
     folder: Path
     files: Mapping[int, Path]
@@ -63,14 +64,14 @@ def groups_of(
 
 
 def with_sampling(groups: Sequence[RolloutGroup], **changes: Any) -> list[RolloutGroup]:
-    """Records that say something else of how they were sampled."""
+    """Returns the groups with other sampling settings in their records."""
     return [
         msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, **changes)) for group in groups
     ]
 
 
 def with_logprobs(groups: Sequence[RolloutGroup], change: Any) -> list[RolloutGroup]:
-    """`change` takes the siblings' lists of logprobs of one group and returns them changed."""
+    """Returns the groups with other logprobs: `change` maps the siblings' lists of logprobs of one group."""
     return [
         _changed(group, change([list(unpack_floats(_only(r).behavior_logprobs)) for r in group.rollouts]))
         for group in groups

@@ -1,4 +1,4 @@
-"""A tiny model on the real vLLM, probed and checked as the parity check is used."""
+"""A tiny model on the real vLLM, probed and checked as `penstock parity` does."""
 
 import itertools
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ PROMPTS = ([10, 17, 5, 11, 8], [4, 4, 9], [20, 30, 2, 3, 40, 5, 6, 7], [55])
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Letters and pairs of letters: most texts have many spellings in tokens, and encoding finds one of them."""
+    """Returns a tokenizer of letters and pairs of letters: most texts have many tokenizations, of which encoding finds
+    one."""
     vocabulary = {token: n for n, token in enumerate(TOKENS)}
     bpe = Tokenizer(models.BPE(vocabulary, MERGES))
     bpe.decoder = decoders.Fuse()
@@ -37,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(*, tied: bool, seed: int, num_layers: int = 2) -> Qwen3ForCausalLM:
-    """A random model whose distributions are neither flat nor peaked, and which never ends a text."""
+    """Returns a random model whose distributions are neither flat nor peaked, and which never ends a text."""
     torch.manual_seed(seed)
     made = Qwen3ForCausalLM(
         Qwen3Config(
@@ -63,6 +64,7 @@ def model(*, tied: bool, seed: int, num_layers: int = 2) -> Qwen3ForCausalLM:
 
 
 def posed(prompts: Sequence[list[int]] = PROMPTS) -> list[PosedPrompt]:
+    """Returns prompts of these ids as the probe poses them."""
     spelling = tokenizer()
     return [PosedPrompt(Prompt(text=spelling.decode(ids)), ids) for ids in prompts]
 
@@ -78,11 +80,11 @@ class ProbedEngine:
         self._numbers = itertools.count(1)
 
     def model(self, seed: int) -> Qwen3ForCausalLM:
-        """Another model of the same shape."""
+        """Returns another random model of the same shape."""
         return model(tied=self._base.config.tie_word_embeddings, seed=seed)
 
     def policy(self, base: Qwen3ForCausalLM | None = None, *, nudge: float = 0.0) -> WeightUpdate:
-        """The next policy: `base`, each parameter changed by a share of about `nudge`."""
+        """Publishes the next policy: `base` with each parameter changed by a share of about `nudge`."""
         version = next(self._numbers)
         torch.manual_seed(version)
         weights = {
@@ -114,7 +116,7 @@ class ProbedEngine:
         max_tokens: int = 96,
         **sampling: Any,
     ) -> list[RolloutGroup]:
-        """Groups of siblings, with the updates in flight."""
+        """Samples groups of siblings while the updates arrive."""
         settings = SamplingSettings(max_tokens=max_tokens, **sampling)
         return await probe(engine or self.engine, posed(prompts), settings, group_size=GROUP_SIZE, updates=updates)
 
@@ -122,7 +124,7 @@ class ProbedEngine:
         return check_parity(groups, config=self.config, weights=self.weights.get, tokenizer=tokenizer())
 
     async def layers(self) -> tuple[LayerGap, ...]:
-        """Engine and trainer layer by layer, on one sequence and the policy that the engine holds."""
+        """Compares engine and trainer layer by layer, on one sequence and the policy that the engine holds."""
         path = self.folder / "hidden_states.safetensors"
         await self.engine.capture([n % VOCABULARY for n in range(3, 100, 2)], str(path))
         trainer = PackedModel(self.config.model.path, self.config.model.dtype, torch.device("cpu"))
@@ -139,7 +141,7 @@ class ProbedEngine:
 async def start(
     vllm_engine: Any, folder: Path, *, tied: bool, dtype: str = "float32", eager: bool = False, **engine: Any
 ) -> ProbedEngine:
-    """Boots vLLM on a random model; `engine` are further settings of the run file's section."""
+    """Boots vLLM on a random model. engine: further settings of the run file's section."""
     base = model(tied=tied, seed=0)
     base.to(getattr(torch, dtype)).save_pretrained(folder / "model")
     args = {"skip_tokenizer_init": True, "enforce_eager": eager} | engine.pop("args", {})

@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: started on a free port, asked over HTTP, ended by its process."""
+"""A real Prometheus for tests, started on a free port and queried over HTTP."""
 
 import json
 import math
@@ -27,6 +27,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 def free_port() -> int:
+    """Returns a port that nobody listens on now; another process may take it before it is used."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
@@ -34,7 +35,7 @@ def free_port() -> int:
 
 
 def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 60.0) -> None:
-    """Waits for an answer from `url`; fails with the log if the process ends or the time is over."""
+    """Waits for an answer from `url`; fails with the log if the process ends or after `timeout_s`."""
 
     def answers() -> bool:
         try:
@@ -59,7 +60,7 @@ class PrometheusServer:
         wait_until_served(f"{self.url}/-/ready", self._process, self._log)
 
     def ask(self, path: str, **parameters: object) -> Any:
-        """The `data` of an answer of the HTTP API."""
+        """Returns the `data` of an answer of the HTTP API."""
         query = urllib.parse.urlencode(parameters)
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as reply:
@@ -70,7 +71,7 @@ class PrometheusServer:
     def over(
         self, expr: str, start_s: float, end_s: float, step_s: float = 1.0
     ) -> list[tuple[dict[str, str], list[float]]]:
-        """Labels and finite values of each series of `expr` over a time, those without any left out."""
+        """Returns the labels and finite values of each series of `expr` over a period; omits series without any."""
         found = self.ask("query_range", query=expr, start=start_s, end=end_s, step=step_s)["result"]
         series = [(one["metric"], [float(value) for _, value in one["values"]]) for one in found]
         finite = [(labels, [value for value in values if math.isfinite(value)]) for labels, values in series]
@@ -81,4 +82,4 @@ class PrometheusServer:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(60)

@@ -1,4 +1,4 @@
-"""A parser of answers without vLLM: calls between <tool_call> tags, reasoning between <think> tags."""
+"""Parses answers without vLLM: calls between <tool_call> tags, reasoning between <think> tags."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""An engine played by transformers: it samples token by token with a KV cache, takes weights in flight, and can be told
-to be wrong."""
+"""An engine in transformers: it samples token by token with a KV cache, loads weights in flight, and can be made to
+report wrong logprobs."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from wire_examples import FINGERPRINT
 
 @dataclass
 class TransformersCompletion:
-    """One sibling; versions, logprobs and the sets that the sampler kept, token by token."""
+    """One sibling: versions, logprobs and the sets of tokens that the sampler kept, token by token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -47,15 +47,15 @@ class TransformersAnswer:
 
 @lru_cache(maxsize=4)
 def _model(folder: Path, dtype: str) -> Any:
-    """Loaded once, by the first engine: transformers changes classes of its own while it loads, so that two threads
-    that do so at a time leave them changed, and faults make engines in a producer's thread."""
+    """Loads a model once. transformers modifies its own classes during a load, so two threads that load at the same
+    time would leave them modified, and some engines are made in a producer's thread."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
 class TransformersEngine:
-    """folder: a transformers model. files: published weights by version.
+    """An engine on a transformers model in `folder`. files: published weights by version.
 
-    dtype: of the body. head: "float32" or "bfloat16", what the head's logits are computed in.
+    dtype: of the body. head: "float32" or "bfloat16", the type of the head's logits.
     convention: maps (logits [B, V], sampling, log-softmax that the sampler draws from [B, V]) to the reported
         log-softmax [B, V]; None reports the distribution that was sampled from.
     """
@@ -70,7 +70,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """[T, V] float32 of one sequence, by the weights loaded last."""
+        """Returns the logits of one sequence, [T, V] float32, with the weights loaded last."""
         return self.model(input_ids=torch.tensor([ids])).logits[0].float()
 
     @torch.no_grad()
@@ -88,10 +88,11 @@ class TransformersEngine:
         preempted: Sequence[int] = (),
         stale: tuple[int, int] | None = None,
     ) -> list[TransformersAnswer]:
-        """Prompts of one length. `updates`: before step n the weights of that version are loaded.
+        """Samples `siblings` answers to each of `prompts`, which have the same length.
 
-        clear: an update makes it compute all keys and values again; so does a preemption, before these steps.
-        stale: (version, tokens) of the context's keys and values that older weights computed.
+        updates: versions whose weights are loaded, by the step before which they are.
+        clear: an update discards the keys and values computed so far. preempted: steps before which they are, too.
+        stale: (version, tokens): older weights compute the keys and values of so many tokens of the context.
         """
         sampling = sampling or SamplingSettings(max_tokens=num_tokens)
         random = torch.Generator().manual_seed(seed)
@@ -150,7 +151,7 @@ class TransformersEngine:
 
 
 def processed(logits: Tensor, prompt: Tensor, sampled: Tensor, sampling: SamplingSettings) -> Tensor:
-    """[B, V] log-softmax of what vLLM samples from: penalties, temperature, top-k, top-p in this order."""
+    """Returns the log-softmax [B, V] that vLLM samples from: penalties, temperature, top-k, top-p in this order."""
     z = logits.float().clone()
     counts = F.one_hot(sampled, z.shape[1]).sum(1) if sampled.shape[1] else torch.zeros_like(z, dtype=torch.long)
     seen = (counts > 0) | (F.one_hot(prompt, z.shape[1]).sum(1) > 0)
@@ -172,7 +173,7 @@ def processed(logits: Tensor, prompt: Tensor, sampled: Tensor, sampling: Samplin
 def group_of(
     index: int, answer: TransformersAnswer, sampling: SamplingSettings, *, with_masks: bool = False, text: str = "?"
 ) -> RolloutGroup:
-    """The record of one prompt's siblings."""
+    """Returns the record of one prompt's siblings."""
     rollouts = []
     for n, own in enumerate(answer.siblings):
         start = len(answer.prompt)
@@ -202,7 +203,7 @@ def group_of(
 
 
 def spans(versions: Sequence[int], start: int) -> tuple[VersionSpan, ...]:
-    """Run-length encoded."""
+    """Returns the run-length encoding of the versions of tokens from `start` on."""
     found: list[VersionSpan] = []
     for n, version in enumerate(versions):
         if found and found[-1].version == version:
@@ -215,7 +216,8 @@ def spans(versions: Sequence[int], start: int) -> tuple[VersionSpan, ...]:
 def publish_perturbed(
     folder: Path, base: Path, versions: Sequence[int], *, size: float = 0.02, dtype: str = "float32"
 ) -> dict[int, Path]:
-    """A published file for each version: each a step of relative size `size` from the one before."""
+    """Writes a published file for each version, each a step of relative size `size` from the one before; returns
+    them."""
     state = load_file(base / "model.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     files = {}

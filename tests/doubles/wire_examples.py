@@ -1,4 +1,4 @@
-"""The group whose encodings are kept as golden payloads: two siblings, the second of two turns."""
+"""Makes the group whose encodings are the golden payloads: two siblings, the second of two turns."""
 
 from msgspec.structs import replace
 
@@ -72,7 +72,7 @@ def group(index: int = 41) -> RolloutGroup:
 def group_of_lengths(
     *lengths: int, index: int = 41, version: int = 7, reward: float = 0.0, tries_lost: int = 0
 ) -> RolloutGroup:
-    """A group of rollouts of one turn, with so many sampled tokens each."""
+    """Returns a group of single-turn rollouts with these numbers of sampled tokens."""
     return replace(
         group(index),
         rollouts=tuple(
@@ -97,7 +97,7 @@ AT_TEMPERATURE_1 = SamplingSettings(temperature=1.0, max_tokens=16)
 
 
 def taught_group() -> RolloutGroup:
-    """The group with the logprobs of a teacher's server."""
+    """Returns the group with the logprobs of a teacher."""
     plain = group()
     (one,), (two,) = (rollout.segments for rollout in plain.rollouts)
     taught = (
@@ -109,7 +109,7 @@ def taught_group() -> RolloutGroup:
 
 
 def group_in_flight() -> RolloutGroup:
-    """The group while it is sampled: one sibling is finished, one is not, one has no token yet."""
+    """Returns the group while it is sampled: one sibling is finished, one is not, and one has no token yet."""
     (segment,) = single_turn().segments
     part = replace(
         segment,
