@@ -1,4 +1,4 @@
-"""`penstock inspect` over a real run: its stream while it goes on, its record, and the page of it."""
+"""`penstock inspect` on a real run: its stream while it trains, its record, and the page."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark
 
 @contextmanager
 def inspected(run: MonitoredRun, *arguments: str) -> Iterator[str]:
-    """The URL; the inspector ends cleanly at the end."""
+    """Runs the inspector and yields its URL; it must end cleanly."""
     command = run.command("inspect", run.name, "--port", "0", *arguments)
     with subprocess.Popen(command, cwd=run.project, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -33,6 +33,7 @@ def inspected(run: MonitoredRun, *arguments: str) -> Iterator[str]:
 
 
 def ask(url: str, path: str) -> Any:
+    """Returns the decoded answer to a GET request."""
     connection = http.client.HTTPConnection(url.split("/")[2], timeout=60)
     try:
         connection.request("GET", path)
@@ -46,7 +47,7 @@ def test_a_live_run_is_looked_at_on_its_stream(live_run: MonitoredRun) -> None:
         first = ask(url, "/api/run")
         assert first["kind"] == "stream" and first["num_groups"] > 0
         assert any("findings" in note for note in first["notes"])
-        # What comes while it looks is taken in, and kept though the trainer trims it.
+        # New groups are added, and kept although the trainer trims them.
         live_run.wait_for(lambda: ask(url, "/api/run")["num_groups"] > first["num_groups"])
         row = ask(url, "/api/groups?outcome=unsettled&size=1")["rows"][0]
         group = ask(url, f"/api/groups/{row['key']}")

@@ -1,4 +1,4 @@
-"""A real engine on a host that sees no file of a live run joins it, by Redis alone."""
+"""A real engine on a host that sees no file of a live run joins it through Redis alone."""
 
 import json
 import os
@@ -57,12 +57,12 @@ def test_an_engine_without_a_base_model_samples_what_the_trainer_expects(
         finally:
             host.close()
     gaps = wait_for(lambda: _gaps(live_run, "far"), lambda found: len(found) > 100, timeout_s=120)
-    # Of an update or two; engines of other weights are off by nats.
+    # The lag of an update or two; engines with other weights are off by nats.
     assert np.abs(gaps).mean() < 0.1, np.abs(gaps).mean()
 
 
 def _gaps(run: MonitoredRun, producer_id: str) -> np.ndarray:
-    """Proximal minus behavior logprobs of the tokens that this producer sampled and the trainer scored."""
+    """Returns proximal minus behavior logprobs of the tokens that this producer sampled and the trainer scored."""
     record, gaps = Record(run.folder), [np.empty(0)]
     for at in record.groups():
         if at.entry.producer_id != producer_id:

@@ -46,11 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the commands run."""
+    """Makes `tmp_path` the working directory of the commands."""
     monkeypatch.chdir(tmp_path)
 
 
 def penstock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a `penstock` command; returns its status, output and errors."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
     output, errors = (folder / f"{words[0]}-{name}" for name in ("output", "errors"))
     for file in (output, errors):

@@ -1,4 +1,4 @@
-"""A real run looked at while it trains: at a terminal, through a pipe, by its report, and in its logs."""
+"""A real run observed while it trains: at a terminal, through a pipe, in its report, and in its logs."""
 
 import json
 
