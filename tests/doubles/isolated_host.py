@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-ROOT = Path(__file__).parents[2]
+from forked_programs import PYTHONPATH
+
 NAMESPACE = ["unshare", "--mount", "--map-root-user"]
 # Arguments: the server's socket, its new place, folders to hide, --, the command.
 SCRIPT = """
@@ -47,8 +48,7 @@ class IsolatedHost:
         """Starts `python ARGUMENTS...`."""
         hidden = [str(folder) for folder in self._hidden]
         script = ["sh", "-c", SCRIPT, "sh", self._socket, str(self.folder / "redis.sock"), *hidden, "--"]
-        doubles = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}"
-        environment = os.environ | {"PYTHONPATH": doubles, "TMPDIR": str(self.folder), "PENSTOCK_LOG": "text"}
+        environment = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(self.folder), "PENSTOCK_LOG": "text"}
         with self.log.open("wb") as output:
             command = [*NAMESPACE, *script, sys.executable, *arguments]
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

@@ -12,7 +12,8 @@ import yaml
 
 from demo_run import DemoRun
 from penstock.schemas.process.redis_url import connection_file
-from prometheus_server import PrometheusServer, free_port, has_prometheus, wait_until_served
+from prometheus_server import PrometheusServer, has_prometheus, wait_until_served
+from real_server import at_free_port
 
 EXPORTER = shutil.which("prometheus-redis-exporter") or shutil.which("redis_exporter")
 GROUPS_PER_BATCH = 8
@@ -48,23 +49,25 @@ class MonitoredRun(DemoRun):
 
     def _watch(self) -> None:
         """Starts Prometheus and the exporter as `penstock prometheus` says."""
-        address = f"127.0.0.1:{free_port()}"
-        shown = self.ask("prometheus", self.name, *(["--redis-exporter", address] if EXPORTER else []))
         if EXPORTER:
-            (line,) = (line for line in shown.splitlines() if "--redis.addr" in line)
-            self._start_exporter(line.replace("prometheus-redis-exporter", EXPORTER), address)
+            self._exporter = at_free_port(self._start_exporter)
+        else:
+            self.ask("prometheus", self.name)
         file = self.folder / "prometheus.yml"
         config = yaml.safe_load(file.read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         file.write_text(yaml.safe_dump(config))
         self.prometheus = PrometheusServer(file, self.runs)
 
-    def _start_exporter(self, line: str, address: str) -> None:
-        """Runs the command in a shell, as it is displayed."""
-        log = self.runs / "exporter.log"
+    def _start_exporter(self, port: int) -> subprocess.Popen[bytes]:
+        """Runs the command that `penstock prometheus` displays, in a shell."""
+        shown = self.ask("prometheus", self.name, "--redis-exporter", f"127.0.0.1:{port}")
+        (line,) = (line for line in shown.splitlines() if "--redis.addr" in line)
+        line, log = line.replace("prometheus-redis-exporter", EXPORTER or ""), self.runs / "exporter.log"
         with log.open("wb") as output:
-            self._exporter = subprocess.Popen(line, shell=True, start_new_session=True, stdout=output, stderr=output)
-        wait_until_served(f"http://{address}/metrics", self._exporter, log)
+            exporter = subprocess.Popen(line, shell=True, start_new_session=True, stdout=output, stderr=output)
+        wait_until_served(f"http://127.0.0.1:{port}/metrics", exporter, log)
+        return exporter
 
     def cut_and_stop(self) -> None:
         """Cuts the connections to Redis once, waits until the run has recovered and stops it by a signal."""

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
@@ -16,9 +15,9 @@ from penstock.consumers.parity.inference import captured_version, compare_layers
 from penstock.consumers.parity.report import LayerGap, ParityReport
 from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, probe
 from penstock.schemas.config import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
-from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
+from shared_engine import publish, qwen3
 
 LETTERS = "abcdefg"
 MERGES = [(one, two) for one in LETTERS for two in LETTERS]
@@ -38,29 +37,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(*, tied: bool, seed: int, num_layers: int = 2) -> Qwen3ForCausalLM:
-    """Returns a random model whose distributions are neither flat nor peaked, and which never ends a text."""
-    torch.manual_seed(seed)
-    made = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=512,
-            tie_word_embeddings=tied,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.15)
-    return made
+    """Returns a model of `qwen3` for the tokenizer that never ends a text."""
+    without_end = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    return qwen3(tied=tied, seed=seed, vocab_size=VOCABULARY, num_hidden_layers=num_layers, **without_end)
 
 
 def posed(prompts: Sequence[list[int]] = PROMPTS) -> list[PosedPrompt]:
@@ -91,18 +70,9 @@ class ProbedEngine:
             name: (parameter.detach() * (1 + nudge * torch.randn_like(parameter))).to(self._dtype).contiguous()
             for name, parameter in (base or self._base).named_parameters()
         }
-        path = self.weights[version] = self.folder / f"v{version}.safetensors"
-        save_file(weights, path)
-        tensors = tuple(
-            TensorSpec(name=name, dtype=self.config.model.dtype, shape=tuple(t.shape)) for name, t in weights.items()
-        )
-        manifest = WeightManifest(
-            version=version,
-            parent_version=version - 1,
-            total_bytes=path.stat().st_size,
-            tensors=tensors,
-        )
-        return WeightUpdate(manifest, str(path))
+        manifest, path = publish(weights, version, self.folder)
+        self.weights[version] = Path(path)
+        return WeightUpdate(manifest, path)
 
     async def load(self, update: WeightUpdate) -> None:
         await self.engine.load_weights(update.manifest, update.path)

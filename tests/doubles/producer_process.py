@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from forked_programs import ForkedProgram
+from forked_programs import PYTHONPATH, ForkedProgram
 from penstock.schemas.config import RunConfig
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 import time
@@ -45,7 +44,7 @@ class ProducerProcesses:
         """Starts a producer. log: the log's name, if not the id. engine: arguments of the ScriptedEngine."""
         variables = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
+            "PYTHONPATH": PYTHONPATH,
             "REDIS_URL": url,
             "SCRIPTED_ENGINE": json.dumps(engine),
             "PENSTOCK_LOG": "text",

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from real_server import at_free_port
 from waiting import wait_for
 
 
@@ -24,14 +24,6 @@ needs_prometheus = pytest.mark.skipif(
     not has_prometheus(),
     reason="needs prometheus and promtool on PATH (the Debian package prometheus)",
 )
-
-
-def free_port() -> int:
-    """Returns a port that nobody listens on now; another process may take it before it is used."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 60.0) -> None:
@@ -48,16 +40,20 @@ def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path, tim
 
 
 class PrometheusServer:
-    """`config` is a file whose rules and targets it reads; its data lie in `folder`."""
+    """A server with the rules and targets of the file `config`; its data are in `folder`."""
 
     def __init__(self, config: Path, folder: Path) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self._command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
         self._log = folder / "prometheus.log"
-        command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
-        command += [f"--web.listen-address={self.url.removeprefix('http://')}", "--log.level=warn"]
+        self._process = at_free_port(self._start)
+
+    def _start(self, port: int) -> subprocess.Popen[bytes]:
+        self.url = f"http://127.0.0.1:{port}"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until_served(f"{self.url}/-/ready", self._process, self._log)
+            command = [*self._command, f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_until_served(f"{self.url}/-/ready", process, self._log)
+        return process
 
     def ask(self, path: str, **parameters: object) -> Any:
         """Returns the `data` of an answer of the HTTP API."""

@@ -18,6 +18,7 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.policy import make_version
 from penstock.schemas.weights.reading import WeightReader
 from penstock.schemas.weights.stores import REDIS
+from weight_host import are_bits
 
 SHAPES = {"embedding": (97, 16), "layer": (64, 33), "norm": (33,), "scale": ()}
 Weights = dict[str, torch.Tensor]
@@ -117,16 +118,7 @@ class PublishingTrainer:
     def check(self, version: int) -> None:
         """Checks that a reader gets the bits that were published."""
         self.reader.write(self.reader.log().way(version), self._file)
-        found = load_file(self._file)
-        expected = self.expected[version]
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-            assert (
-                found[name].view(torch.uint8).equal(tensor.view(torch.uint8))
-                if tensor.ndim
-                else torch.equal(found[name], tensor)
-            ), f"policy {version}: {name}"
+        assert are_bits(load_file(self._file), self.expected[version]), f"policy {version}"
 
     def chunks(self, client: redis.Redis) -> set[str]:
         """Returns the keys of the chunks in Redis."""

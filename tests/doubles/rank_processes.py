@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forked_programs import ForkedProgram, start_program
+from forked_programs import PYTHONPATH, ForkedProgram, start_program
 
 _PROGRAM = "import sys; from rank_processes import work; work(*sys.argv[1:])"
 
@@ -61,7 +61,7 @@ def _running(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": PYTHONPATH,
     }
     processes = [
         start_program(

@@ -1,6 +1,8 @@
 """A real Redis or Valkey at one address that tests can stop, restart and freeze."""
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,14 +30,21 @@ def installed_servers() -> dict[str, Path]:
 T = TypeVar("T")
 
 
+def free_port() -> int:
+    """Returns a port that is free now, below those that the kernel gives to sockets which ask for any."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(end, 20_000))
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def at_free_port(start: Callable[[int], T]) -> T:
     """Returns `start(port)`, tried with other ports if it fails: another process may have taken the first one."""
     for attempts_left in reversed(range(5)):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         try:
-            return start(port)
+            return start(free_port())
         except (RuntimeError, AssertionError):
             if not attempts_left:
                 raise

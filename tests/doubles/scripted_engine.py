@@ -17,7 +17,8 @@ from typing import Any
 from penstock.producers.interfaces import Completion, EngineError, Restore, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
-from penstock.schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
+from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
+from wire_examples import spans
 
 SETTINGS_VARIABLE = "SCRIPTED_ENGINE"
 FINGERPRINT = EngineFingerprint(
@@ -172,7 +173,7 @@ class ScriptedEngine:
                 Completion(
                     token_ids=array("i", sampled).tobytes(),
                     behavior_logprobs=array("f", [-0.5 - 0.01 * t for t in range(len(sampled))]).tobytes(),
-                    version_spans=_spans(versions[: len(sampled)]),
+                    version_spans=spans(versions[: len(sampled)]),
                     finish_reason=reason,
                     sampling_mask=_masks(sampled, sampling.top_k) if sampling.is_truncated else None,
                 )
@@ -225,13 +226,3 @@ def _starts_with(prompt_ids: list[int], ids: list[int]) -> bool:
 def _masks(ids: list[int], top_k: int) -> tuple[bytes, ...]:
     """Returns masks as if each token were the first of `top_k` that were kept."""
     return tuple(array("i", range(token, token + top_k)).tobytes() for token in ids)
-
-
-def _spans(versions: list[int]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    for position, version in enumerate(versions):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
-        else:
-            spans.append(VersionSpan(version, position, position + 1))
-    return tuple(spans)

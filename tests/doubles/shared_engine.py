@@ -30,24 +30,24 @@ PROMPT = [3, 17, 5, 40, 8]
 StateDict = dict[str, torch.Tensor]
 
 
-def qwen3(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    """Returns a random model whose distributions are neither flat nor peaked."""
+def qwen3(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Qwen3ForCausalLM:
+    """Returns a random model whose distributions are neither flat nor peaked. changes: of its configuration."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
-        eos_token_id=EOS,
-        bos_token_id=0,
-        pad_token_id=2,
-    )
-    model = Qwen3ForCausalLM(config)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "eos_token_id": EOS,
+        "bos_token_id": 0,
+        "pad_token_id": 2,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**settings | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

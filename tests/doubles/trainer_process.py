@@ -4,11 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from forked_programs import ForkedProgram, start_program
+from forked_programs import PYTHONPATH, ForkedProgram, start_program
 from trainer_bench import TrainerBench
 from waiting import wait_for
-
-ROOT = Path(__file__).parents[2]
 
 SLOW_STEPS = """
 class Learner(ScriptedLearner):
@@ -55,8 +53,7 @@ class TrainerProcesses:
     ) -> subprocess.Popen | ForkedProgram:
         """Starts a trainer. fresh: the process imports everything itself."""
         bench = self._bench
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
-        environment = {**os.environ, "PYTHONPATH": path, "REDIS_URL": bench.url, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "REDIS_URL": bench.url, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("PENSTOCK_LOG", "text")
         command = ["trainer", str(bench.file), "--runs", str(bench.runs), *arguments]
         for override in bench.overrides:

@@ -20,11 +20,10 @@ from penstock.schemas.rollout import (
     RolloutGroup,
     SamplingSettings,
     Segment,
-    VersionSpan,
     pack_floats,
     pack_ids,
 )
-from wire_examples import FINGERPRINT
+from wire_examples import FINGERPRINT, spans
 
 
 @dataclass
@@ -200,17 +199,6 @@ def group_of(
         fingerprint=FINGERPRINT,
         sampling=sampling,
     )
-
-
-def spans(versions: Sequence[int], start: int) -> tuple[VersionSpan, ...]:
-    """Returns the run-length encoding of the versions of tokens from `start` on."""
-    found: list[VersionSpan] = []
-    for n, version in enumerate(versions):
-        if found and found[-1].version == version:
-            found[-1] = VersionSpan(version, found[-1].start, start + n + 1)
-        else:
-            found.append(VersionSpan(version, start + n, start + n + 1))
-    return tuple(found)
 
 
 def publish_perturbed(

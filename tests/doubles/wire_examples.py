@@ -1,5 +1,7 @@
 """Makes the group whose encodings are the golden payloads: two siblings, the second of two turns."""
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from penstock.schemas.prompt import Prompt, Reward
@@ -26,6 +28,17 @@ FINGERPRINT = EngineFingerprint(
     async_scheduling=False,
     other={"max_num_seqs": "64"},
 )
+
+
+def spans(versions: Sequence[int], start: int = 0) -> tuple[VersionSpan, ...]:
+    """Returns the version spans of tokens from `start` on, given the version of each."""
+    found: list[VersionSpan] = []
+    for position, version in enumerate(versions, start):
+        if found and found[-1].version == version:
+            found[-1] = VersionSpan(version, found[-1].start, position + 1)
+        else:
+            found.append(VersionSpan(version, position, position + 1))
+    return tuple(found)
 
 
 def single_turn() -> Rollout:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from forked_programs import ForkedProgram, start_penstock
+from forked_programs import PYTHONPATH, ForkedProgram, start_penstock
 from penstock.schemas.record_reader import Record
-from prometheus_server import free_port
+from real_server import free_port
 from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start("agent", "example.py", "argument")` runs Python, `start("run", "run", "demo")` runs `penstock run demo`.
     The output goes to `tmp_path / "agent"` or `tmp_path / "run"`."""
     processes: list[Process] = []
-    variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}"}
+    variables = os.environ | {"PYTHONPATH": PYTHONPATH}
 
     def run(name: str, *arguments: str) -> Process:
         if name == "run":

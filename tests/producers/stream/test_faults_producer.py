@@ -11,13 +11,13 @@ import pytest
 import redis
 
 from cutting_proxy import CuttingProxy
+from forked_programs import PYTHONPATH
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream import heartbeat as heartbeat_module
 from penstock.schemas.config import EnvironmentConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
-from producer_process import ROOT
 from producer_run import KEYS, Run, ids
 from real_server import at_free_port
 from scripted_engine import ScriptedEngine
@@ -107,7 +107,7 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
     trainer = hand_trainer(server.client, config, tmp_path)
     trainer.announce(0)
     trainer.release(1, 4)
-    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "tests" / "doubles")])
+    path = os.pathsep.join([str(tmp_path), PYTHONPATH])
     lives = 0
     while server.client.xlen(KEYS.prompts):
         lives += 1
