@@ -35,7 +35,7 @@ class ChaosServer:
         self._sizes: deque[tuple[float, int]] = deque()
         self.child: Child | None = None
         self.client = redis.Redis(
-            unix_socket_path=str(self.socket), protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=1.0
+            unix_socket_path=str(self.socket), protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0
         )
         self.is_stopped = False
 

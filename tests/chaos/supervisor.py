@@ -134,7 +134,7 @@ class Supervisor:
         if len(self.trainers) == 1:
             return self.trainers[0]
         try:
-            owner: Any = self.server.client.get(self.keys.lease) or b""
+            owner: Any = (self.server.answers() and self.server.client.get(self.keys.lease)) or b""
         except redis.RedisError:
             owner = b""
         pids = _with_parent(int(owner.split(b"-")[-2])) if owner else ()
@@ -342,7 +342,7 @@ class Supervisor:
 
     def _read_commit(self) -> dict[bytes, bytes]:
         try:
-            return self.server.client.hgetall(self.keys.commit)  # type: ignore[return-value]
+            return self.server.client.hgetall(self.keys.commit) if self.server.answers() else {}  # type: ignore[return-value]
         except redis.RedisError:
             return {}
 

@@ -96,7 +96,7 @@ class ProducerThread(threading.Thread):
         """Serves in the caller's event loop, where an engine may be running already, instead of in a thread."""
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         metrics, tasks = ProducerMetrics(), self._tasks
-        connection = ProducerConnection.open(self._url, outage_s=45.0, metrics=metrics)
+        connection = ProducerConnection.open(self._url, outage_s=90.0, metrics=metrics)
         try:
             context = ProducerContext(
                 self._config, runs=self._runs, producer_id=self._id, connection=connection, metrics=metrics

@@ -72,7 +72,7 @@ class TrainerBench:
         return self.runs / "test"
 
     def trainer(self, *, resume: bool = False, standby: bool = False, url: str | None = None) -> Trainer:
-        connection = TrainerConnection(url or self.url, outage_s=45)
+        connection = TrainerConnection(url or self.url, outage_s=90)
         self.connections.append(connection)
         self.metrics = TrainerMetrics()
         trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume, standby=standby)

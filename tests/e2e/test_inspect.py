@@ -27,7 +27,7 @@ def inspected(run: MonitoredRun, *arguments: str) -> Iterator[str]:
             assert process.stdout is not None
             yield next(line for line in process.stdout if line.startswith("http")).split()[0]
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 
