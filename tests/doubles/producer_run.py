@@ -39,7 +39,7 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple("0123456789+= -abcdefghijklmnopqrstuvwxyz".index(character) + 2 for character in text)
 
 
-class Run:
+class ProducerRun:
     """One server, one trainer operated by the test, and the producers that it starts."""
 
     def __init__(self, server, config: RunConfig, trainer, build: Callable[..., Producer]) -> None:

@@ -25,7 +25,7 @@ from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest
 from producer_process import ProducerProcesses
-from producer_run import QUICK, Numbers, Run
+from producer_run import QUICK, Numbers, ProducerRun
 from real_server import RealServer, installed_servers
 from scripted_engine import ScriptedEngine
 from weight_writer import WeightWriter
@@ -180,11 +180,13 @@ async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> A
 
 
 @pytest.fixture
-async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_path) -> AsyncIterator[Callable[..., Run]]:
+async def run(
+    redis_server, connect, make_config, hand_trainer, metrics, tmp_path
+) -> AsyncIterator[Callable[..., ProducerRun]]:
     """`run(**changes)` starts a server with policy 0 announced, for producers in this event loop."""
-    started: list[Run] = []
+    started: list[ProducerRun] = []
 
-    def begin(*arguments: str, **changes: object) -> Run:
+    def begin(*arguments: str, **changes: object) -> ProducerRun:
         server, config = redis_server(*arguments), make_config(**{"producers": QUICK, **changes})
         tokenizer, environment = load_tokenizer(config), Numbers()
 
@@ -194,7 +196,7 @@ async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_pat
             )
             return Producer(context, engine, alone(config, environment), tokenizer)
 
-        started.append(Run(server, config, hand_trainer(server.client, config, tmp_path), build))
+        started.append(ProducerRun(server, config, hand_trainer(server.client, config, tmp_path), build))
         started[-1].trainer.announce(0)
         return started[-1]
 
