@@ -1,4 +1,5 @@
-"""Fixtures of all rooms: a real server, the real engine, models made once; tests that the machine cannot run skip."""
+"""Fixtures for all rooms: real servers, the real engine, models made once; tests that the machine cannot run are
+skipped."""
 
 import fcntl
 import importlib.util
@@ -23,14 +24,14 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# What a shell starts in the background ignores Ctrl-C and has its children ignore it.
+# A process that a shell starts in the background ignores Ctrl-C, and so do its children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# A run of the tests never touches a Redis of the user's.
+# The tests never use a Redis of the user.
 os.environ.pop("REDIS_URL", None)
 
 
-# Before xdist's own, which reads the groups.
+# Before xdist's own hook, which reads the groups.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpu = shutil.which("nvidia-smi") is not None and os.system("nvidia-smi -L > /dev/null 2>&1") == 0
@@ -42,19 +43,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(_group(set(getattr(item, "fixturenames", ())))))
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: install the extra cpu or gpu"))
-    items.sort(key=_place)
+    items.sort(key=_order)
 
 
 def _group(names: set[str]) -> str:
-    """One worker shares its engines among the tests that ask for them, one the runs of the demo, one starts others."""
+    """Returns the xdist group of a test by its fixtures: one worker runs the tests that share engines, one those of the
+    demo's runs, one the tests that start their own runs."""
     if names & {"vllm_engine", "shared_engine"}:
         return "engines"
     return "demo" if names & {"live_run", "resumed_run"} else "runs"
 
 
-def _place(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
-    """The engine's tests come first, or one worker would be left alone with them at the end; of these, the tests of the
-    shared live run come last and side by side, so that no other test runs beside it. Then come the other slow ones."""
+def _order(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
+    """Returns the sort key of a test. Tests with the engine come first, or one worker would be left alone with them at
+    the end; of these, the tests of the shared live run come last and next to each other, so that no other test runs at
+    the same time. The other slow tests follow."""
     names = getattr(item, "fixturenames", ())
     is_others = item.get_closest_marker("vllm") is None
     is_quick = is_others and item.get_closest_marker("slow") is None
@@ -63,7 +66,7 @@ def _place(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A trainer takes the signals over for the rest of its process, which here goes on."""
+    """Restores the signal handlers, which a trainer replaces for the rest of its process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -72,7 +75,7 @@ def signals() -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=["redis", "valkey"])
 def server_binary(request: pytest.FixtureRequest) -> Path:
-    """A server's binary: what rests on one is shown on both."""
+    """A server's binary: tests with it run on both servers."""
     found = installed_servers()
     if request.param not in found:
         pytest.skip(f"no {request.param} server on this machine")
@@ -81,7 +84,7 @@ def server_binary(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def server_url(server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a real server that lives as long as this test process."""
+    """The URL of a real server that lives as long as this test process."""
     from penstock.deploy.launch.redis_server import RedisServer
     from penstock.deploy.launch.server_binary import inspect
 
@@ -92,7 +95,7 @@ def server_url(server_binary: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def redis_url(server_url: str) -> str:
-    """URL of a real and empty server."""
+    """The URL of a real, empty server."""
     with redis.Redis.from_url(server_url, protocol=2) as client:
         client.flushall()
     return server_url
@@ -100,14 +103,14 @@ def redis_url(server_url: str) -> str:
 
 @pytest.fixture
 def redis_client(redis_url: str) -> Iterator[redis.Redis]:
-    """A client of a real and empty server."""
+    """A client of a real, empty server."""
     with redis.Redis.from_url(redis_url, protocol=2) as client:
         yield client
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder that passes for a model where nothing loads it."""
+    """A folder that is accepted as a model as long as nothing loads it."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -116,8 +119,8 @@ def model_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_engine() -> Iterator[type]:
-    """VllmEngine, whose processes are forked from one that has imported vLLM."""
-    # Importing vLLM and torch's compiler raises deprecation warnings of their own.
+    """VllmEngine, with processes forked from one that has imported vLLM."""
+    # The import of vLLM and of torch's compiler raises deprecation warnings.
     with warnings.catch_warnings(action="ignore"):
         from penstock.producers.engines.vllm import VllmEngine
     with forked_engines():
@@ -150,8 +153,8 @@ def shared_engine(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def make_model_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`make_model_once("addition")` is the model of that task, which the first test process that asks makes for all."""
-    # Worker processes of xdist have folders of their own in the one that they share.
+    """`make_model_once("addition")` returns the model of that task, made by the first test process that asks."""
+    # Each xdist worker has its own folder inside the shared one.
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -178,7 +181,7 @@ def calculator_model(make_model_once: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The URL of a server that speaks S3."""
+    """The URL of an S3 server."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", 0)
@@ -190,7 +193,7 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture
 def s3_bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a new bucket, which this process has the credentials for."""
+    """The URL of a new bucket, with credentials in this process's environment."""
     import fsspec
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)

@@ -1,4 +1,4 @@
-"""The house rules on imports and names, read from the source."""
+"""The rules on imports and names, checked in the source."""
 
 import ast
 import functools
@@ -32,7 +32,7 @@ VLLM_FILES = {
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 BESIDE_IT = {"process": {"prometheus_client", "redis"}, "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"}}
-"""What the wings of the contract need besides."""
+"""What wings of the contract import in addition."""
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
 ROOF = ROOT / "deploy" / "roof" / "__init__.py"
 """The package `penstock` itself."""
@@ -51,7 +51,7 @@ def name(file: Path) -> str:
 
 
 def module(file: Path) -> str:
-    """The name that a file of the house is imported by."""
+    """Returns the name under which a file is imported."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(("penstock", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
@@ -61,7 +61,7 @@ MODULES = {module(file): file for file in FILES}
 
 @functools.cache
 def imports(file: Path) -> frozenset[str]:
-    """Every module that a file imports anywhere, with its full dotted name."""
+    """Returns the full dotted names of all modules that a file imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -74,17 +74,17 @@ def imports(file: Path) -> frozenset[str]:
 
 
 def rooms(file: Path) -> set[str]:
-    """The rooms of the house that a file imports from."""
+    """Returns the rooms that a file imports from."""
     return {imported.split(".")[1] for imported in imports(file) if imported.startswith("penstock.")}
 
 
 def packages(file: Path) -> set[str]:
-    """Top-level packages that a file imports from."""
+    """Returns the top-level packages that a file imports from."""
     return {imported.partition(".")[0] for imported in imports(file)}
 
 
 def offenders(files: Iterable[Path], forbidden: Callable[[Path], set[str]]) -> dict[str, list[str]]:
-    """Imports against a rule, by the name of the file; empty if every file keeps it."""
+    """Returns the imports that break a rule, by file; empty if every file keeps it."""
     return {name(file): sorted(found) for file in files if (found := forbidden(file))}
 
 
@@ -93,12 +93,13 @@ def test_imports_cross_rooms_in_one_direction_only():
 
 
 def test_the_house_is_imported_under_one_roof():
-    """A flat import would work from the root, give each class a twin, and meet a user's own `deploy/` or `schemas/`."""
+    """A flat import would work from the root, make each class exist twice, and find a user's own `deploy/` or
+    `schemas/`."""
     assert offenders([*FILES, *LABORATORY, *TESTS], lambda file: packages(file) & set(MAY_IMPORT)) == {}
 
 
 def test_the_roof_imports_from_above_and_nothing_when_it_is_imported():
-    """Every `import penstock.schemas` imports it first."""
+    """Every `import penstock.schemas` imports the roof first."""
     assert rooms(ROOF) <= {"deploy", "schemas"}
     program = (
         f"import runpy, sys; runpy.run_path({str(ROOF)!r}); print([m for m in sys.modules if m[:8] == 'penstock'])"
@@ -131,7 +132,7 @@ def test_numerics_never_see_the_stream():
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one node (Tarjan, 1972)."""
+    """Returns the strongly connected components of more than one node (Tarjan, 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -165,7 +166,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_no_packages_import_each_other_in_a_circle():
-    """A package is a folder: its own files, without those of the folders in it."""
+    """A package is a folder's own files, without those of the folders in it."""
     edges = defaultdict(set)
     for file in FILES:
         own = file.parent
@@ -186,13 +187,13 @@ def docstring(init: Path) -> str:
 
 
 def quoted_names(init: Path) -> set[str]:
-    """Dotted names in backticks in the docstring of a package."""
+    """Returns the dotted names in backticks in the docstring of a package."""
     return set(re.findall(r"`(\w+(?:\.\w+)*)`", docstring(init)))
 
 
 @functools.cache
 def imported_from_outside() -> dict[Path, set[str]]:
-    """The modules of each package that files of other folders import, its own sub-packages' files among them."""
+    """Returns the modules of each package that files of other folders import, its sub-packages' files included."""
     found = defaultdict(set)
     for file in FILES:
         for other in imports(file) & MODULES.keys():
@@ -209,7 +210,7 @@ def test_a_wing_is_imported_through_what_its_docstring_names(init):
 
 
 def top_level_names(file: Path) -> set[str]:
-    """Classes, functions and constants that a module defines."""
+    """Returns the classes, functions and constants that a module defines."""
     found = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -222,7 +223,7 @@ def top_level_names(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("init", WINGS, ids=name)
 def test_the_docstring_of_a_wing_names_classes_that_exist(init):
-    """A class is a `module.Name` with a capital: `room.wing` and the `section.field` of a run file are none."""
+    """A class is written `module.Name`, with a capital; `room.wing` and the `section.field` of a run file are not."""
     missing = []
     for quoted in quoted_names(init):
         owner, _, member = quoted.rpartition(".")
@@ -249,7 +250,7 @@ def test_a_public_class_name_means_one_thing():
 
 
 def test_no_docstring_begins_in_the_middle_of_a_sentence():
-    """It says what the thing is or does: "The cost of a row", where "Of a row" needs the name read before it."""
+    """A docstring says what the thing is or does: "The cost of a row"; "Of a row" is incomplete without the name."""
     defined = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     places = [
         f"{name(file)}:{node.lineno}"

@@ -1,4 +1,4 @@
-"""The package as users get it: a wheel that holds the house, without laboratory, tests and pages."""
+"""The package as users get it: a wheel with the rooms, without bench, tests and docs."""
 
 import ast
 import functools
@@ -39,7 +39,7 @@ OWN_FILES = ("__init__.py", "py.typed")
 
 
 def packaged(folder: Path) -> tuple[str, ...]:
-    """Where a folder of the repository is in the package."""
+    """Returns the place of a repository folder in the package."""
     return ("penstock", *(folder.relative_to(ROOF) if folder.is_relative_to(ROOF) else folder).parts)
 
 
@@ -62,7 +62,7 @@ def distributions(requirements: Iterable[str]) -> set[str]:
 CORE = distributions(PYPROJECT["project"]["dependencies"])
 EXTRAS = {name: distributions(texts) for name, texts in PYPROJECT["project"]["optional-dependencies"].items()}
 OPTIONAL = set().union(*(names for extra, names in EXTRAS.items() if extra != "dev")) - CORE
-"""Distributions that a user may leave out."""
+"""Distributions that a user need not install."""
 PEERS = distributions(
     line for line in (ROOT / "bench" / "peers-requirements.txt").read_text().splitlines() if not line.startswith("#")
 )
@@ -71,7 +71,7 @@ OWN = {"penstock", "bench", "tests", "docs", *(file.stem for file in (ROOT / "te
 
 @functools.cache
 def providers() -> dict[str, set[str]]:
-    """Installed distributions by the name that they are imported under."""
+    """Returns the installed distributions by the name under which they are imported."""
     return {name: {canonicalize_name(each) for each in found} for name, found in packages_distributions().items()}
 
 
@@ -84,7 +84,8 @@ def third_party_imports(file: Path) -> Iterator[str]:
 
 
 def undeclared(files: Iterable[Path], declared: set[str]) -> dict[str, set[str]]:
-    """The files by the name that they import without a requirement; what is not installed counts by its own name."""
+    """Returns the files that import a name without a requirement, by that name; a package that is not installed counts
+    under its own name."""
     found: dict[str, set[str]] = {}
     for file in files:
         for name in third_party_imports(file):
@@ -114,7 +115,7 @@ def test_commands_start_without_what_only_an_extra_installs():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what git knows, so that nothing of an earlier build gets in."""
+    """The wheel, built from a copy of the sources without files of an earlier build."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -139,7 +140,8 @@ def test_the_wheel_holds_the_house_and_nothing_of_the_laboratory(wheel: Path):
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an empty environment with the wheel in it; the requirements are borrowed, without Penstock."""
+    """The `bin` of an empty environment with the wheel installed; the requirements come from this environment, without
+    Penstock."""
     folder = tmp_path_factory.mktemp("empty")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
@@ -152,7 +154,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def users_folder(tmp_path: Path) -> Path:
-    """A project of the user's whose folders have the names of Penstock's rooms."""
+    """A user's project whose folders have the names of Penstock's rooms."""
     for room in ROOMS:
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").write_text(TAKEN_NAME)
@@ -185,7 +187,7 @@ FUNCTIONS = "import penstock, penstock.schemas; print(*[getattr(penstock, name).
 
 
 def test_the_functions_are_imported_from_the_package_itself(installed: Path, users_folder: Path):
-    """In either kind of install, among folders of the rooms' names."""
+    """Holds in either kind of install, in a folder with packages of the rooms' names."""
     for python in (installed / "python", sys.executable):
         shown = run_in(users_folder, python, "-c", FUNCTIONS)
         assert shown.returncode == 0, shown.stderr

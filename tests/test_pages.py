@@ -1,4 +1,4 @@
-"""The pages for readers: links lead somewhere, and what they name, quote and show as code is there and works."""
+"""The pages of the documentation: links resolve, and what they name, quote and show as code exists and works."""
 
 import argparse
 import ast
@@ -27,21 +27,21 @@ def tree_of(file: Path) -> ast.Module:
 
 
 def links(page: Path) -> list[tuple[str, str]]:
-    """File and anchor of every link of a page that leads to the repository itself."""
+    """Returns file and anchor of every link of a page into the repository."""
     without_code = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
     found = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_code)
     return [(file, anchor) for file, anchor in found if "://" not in file]
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text_of(page), re.M)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The page's fenced blocks of one language; "" are those that name none."""
+    """Returns the page's fenced blocks of one language; "" selects those without a language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.M | re.S)
     return [block for named, block in found if named == language]
 
@@ -118,7 +118,7 @@ def test_the_page_of_commands_has_every_make_target() -> None:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The arguments of every `penstock` command that a page shows, in a block or in a line."""
+    """Returns the arguments of every `penstock` command that a page shows, in a block or inline."""
     text = text_of(page).replace("\\\n", " ")
     shown = re.findall(r"`(penstock [a-z][^`\n]*)`", text)
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S):
@@ -164,7 +164,7 @@ def test_each_named_failure_has_tests_that_are_there() -> None:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Functions and classes of a module, and the methods of its classes as `Class.method`."""
+    """Returns functions and classes of a module, and the methods of its classes as `Class.method`."""
     names = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -176,8 +176,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def test_what_a_reader_of_the_architecture_is_sent_to_is_there() -> None:
-    """The way of a prompt to its gradient, in numbered rows, has at most 20 files; each row names what to read in its
-    file."""
+    """The numbered way of a prompt to its gradient has at most 20 files; each row names what to read in its file."""
     rows = re.findall(
         r"^\| (?:(\d+) \| )?\[[^\]]*\]\(\.\./([\w/]+\.py)\) \| ([^|]*) \|", text_of(DOCS / "architecture.md"), re.M
     )
@@ -209,7 +208,7 @@ HOLE = ".*?"
 
 
 def template(node: ast.expr) -> str | None:
-    """A string of the source as a regular expression; what is filled in at run time matches anything."""
+    """Converts a string of the source to a regular expression; placeholders match anything."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         parts = re.split(r"%(?:\.\d+)?[sdgfr]", node.value)
     elif isinstance(node, ast.JoinedStr):

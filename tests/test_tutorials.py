@@ -1,6 +1,6 @@
-"""The pages of docs/tutorials work as they stand: every block is executed, on a written run where one is needed.
+"""The pages of docs/tutorials work as they are: every block is executed, on a synthetic run if it needs one.
 
-`tests/e2e/test_tutorials.py` plays them on a real run, `tests/producers/endpoint/test_frameworks.py` plays the agent.
+`tests/e2e/test_tutorials.py` executes them on a real run, `tests/producers/endpoint/test_frameworks.py` runs the agent.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from tutorial import PAGES, blocks, cells, play, save_modules
 
 @pytest.fixture(autouse=True)
 def in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory whose modules are found, and no window for figures."""
+    """An empty working directory on the import path, and no window for figures."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -43,7 +43,7 @@ def in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def written(in_a_lab: Path) -> Path:
-    """Run `NAME` in `runs`: its updates, its evaluations and its record, with a tokenizer as its model."""
+    """Run `NAME` in `runs`: updates, evaluations and a record, with a tokenizer as its model."""
     inspected_run(runs := in_a_lab / "runs")
     update = {"policy_version": 1, "time_s": 1.0, "lag_histogram": {"0": 3, "2": 1}, "reward": 0.5, "reward/exact": 0.5}
     update |= dict.fromkeys(("num_tokens_trained", "num_groups_trained", "num_groups_skipped"), 4)
@@ -65,7 +65,7 @@ def written(in_a_lab: Path) -> Path:
 def test_the_cells_of_the_first_page_show_a_run_and_its_worst_rollouts(
     written: Path, in_a_lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The run itself is a stand-in for one: whether its arguments fit is looked at."""
+    """The run itself is replaced; its arguments are checked against the real signature."""
     asked = []
 
     def run(*args: Any, **settings: Any) -> penstock.RunResult:
@@ -119,7 +119,7 @@ def test_the_table_of_functions_has_each_of_them_and_its_first_arguments() -> No
 def test_the_block_of_the_page_on_evaluation_prints_a_line_for_each_set(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The engine is left out: whether the arguments fit is looked at, and whether there are such figures."""
+    """The engine is replaced; the arguments and the names of the figures are checked."""
     real = running.evaluate
 
     def evaluate(*args: Any, **settings: Any) -> penstock.Evaluated:
@@ -138,7 +138,7 @@ def test_the_block_of_the_page_on_evaluation_prints_a_line_for_each_set(
 
 @pytest.fixture
 def data(in_a_lab: Path) -> RunConfig:
-    """The page's data, reward and run file."""
+    """The data, reward and run file of the page."""
     save_modules("data", in_a_lab)
     (lines,), (run_file,) = blocks("data", "json"), blocks("data", "toml")
     (in_a_lab / "data").mkdir()

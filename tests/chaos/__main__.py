@@ -1,7 +1,7 @@
-"""`python -m tests.chaos`: seeded faults against real processes; exit status 1 when the promise was broken.
+"""`python -m tests.chaos`: random faults, from a seed, on real processes; exit status 1 if the promise was broken.
 
-A seed decides the order, kinds, times and amounts of the faults. What the processes are doing when one arrives is the
-machine's own affair, so a replay (`--seed N`) is as hard, not identical.
+A seed determines the order, kinds, times and amounts of the faults, but not what the processes are doing when one
+arrives: a replay (`--seed N`) is as hard, not identical.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported, which happens further down.
+# Before torch is imported, below.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -35,7 +35,7 @@ def main() -> int:
 
     with_disk = enter_namespace()  # before anything can have started a thread
     if not with_disk:
-        print("chaos: mount namespaces are unavailable here: the checkpoint folder's disk will not fill up")
+        print("chaos: mount namespaces are unavailable here: the checkpoint folder's disk will not be filled")
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="chaos-out-"))).resolve()
     began = time.monotonic()
     if arguments.self_test:
@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="KIND", help="faults of this kind alone; see faults.py")
     parser.add_argument("--break", dest="broken", metavar="NAME", help="break the protocol on purpose; see roles.py")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds a run may need to end (default: 90)")
-    parser.add_argument("--self-test", action="store_true", help="break the protocol on purpose, and see it noticed")
+    parser.add_argument(
+        "--self-test", action="store_true", help="break the protocol on purpose, and check that it is detected"
+    )
     parser.add_argument("--out", type=Path, help="folder for logs and results (default: temporary, kept on failure)")
     return parser
 

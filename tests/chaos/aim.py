@@ -1,8 +1,8 @@
-"""Faults that hit one rank of a sharded trainer at a place of its work: in its forward pass, say, and nowhere else.
+"""Faults that hit one rank of a sharded trainer at a place of its work, such as its forward pass.
 
-The suite leaves an `Aim` in a folder. The rank that is meant meets it where it is meant, takes it, waits until the
-others can know by its beats what it is doing, leaves a `Strike` that says so, and kills or freezes itself. The places
-are in code that a run file names by import path (objective, optimizer), and in the learner that the suite observes.
+The suite leaves an `Aim` in a folder. The rank that is meant takes it at the place that is meant, waits until the
+others know from its heartbeats what it is doing, leaves a `Strike`, and kills or freezes itself. The places are in code
+that a run file names by import path (objective, optimizer), and in the learner that the suite observes.
 """
 
 import os
@@ -23,11 +23,11 @@ from penstock.consumers.learning.objectives.grpo import Grpo
 Place = Literal["forward", "backward", "optimizer", "checkpoint", "between steps"]
 Fate = Literal["killed", "frozen"]
 NUM_BEATS = 3
-"""Waited for at the place, so that the others have heard of it."""
+"""Heartbeats for which the rank waits at the place, so that the others know it."""
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
-    """nth: how often the rank comes past the place before it is hit, after the aim was taken."""
+    """A rank to hit. nth: how often it passes the place before it is hit."""
 
     rank: int
     place: Place
@@ -45,7 +45,7 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Aims:
-    """The folder of the aims, as the suite sees it. One aim at a time."""
+    """The suite's side of the folder. It holds one aim at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,7 +55,7 @@ class Aims:
         _write(self._folder / "aim", aim)
 
     def strike(self) -> Strike | None:
-        """The one that came of the last aim, if it has hit by now; told once."""
+        """Returns the strike of the last aim, if it has hit; only once."""
         file = self._folder / "strike"
         if not file.exists():
             return None
@@ -65,7 +65,7 @@ class Aims:
 
 
 class Target:
-    """A rank, which looks at each place whether it is meant. timeout_s: the ranks' own."""
+    """A rank's side of the folder: the rank checks at each place whether it is meant. timeout_s: the ranks' own."""
 
     def __init__(self, folder: str | Path, timeout_s: float) -> None:
         self._folder = Path(folder)
@@ -95,7 +95,7 @@ def _write(file: Path, what: msgspec.Struct) -> None:
 
 
 class AimedGrpo:
-    """GRPO, hit in the forward pass before the loss is made, or in the backward pass where it begins."""
+    """GRPO that is hit in the forward pass before the loss, or at the beginning of the backward pass."""
 
     def __init__(self, *, folder: str, timeout_s: float) -> None:
         self._grpo = Grpo()
@@ -109,7 +109,7 @@ class AimedGrpo:
 
 
 class AimedAdamW(torch.optim.AdamW):
-    """AdamW, hit in a step before it has changed anything."""
+    """AdamW that is hit at the beginning of a step."""
 
     def __init__(self, parameters: Any, *, folder: str, timeout_s: float, **settings: Any) -> None:
         super().__init__(parameters, **settings)

@@ -1,23 +1,24 @@
-"""Shows that the suite can fail: the protocol is broken on purpose, and the witness must say what that does."""
+"""Shows that the suite can fail: breaks the protocol on purpose, and checks that the verdict shows the damage."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.chaos.campaign import campaign
-from tests.chaos.judge import StormVerdict
+from tests.chaos.judge import ChaosVerdict
 from tests.chaos.leg import Leg
 from tests.chaos.roles import WITHOUT_PROGRESS
 
 
 class Case(NamedTuple):
-    """broken: what is missing; see roles.py. only, num_faults: what must then do harm. harm: what the verdict shows."""
+    """A broken protocol. broken: what is missing; see roles.py. only, num_faults: the faults that must then do damage.
+    damage, shows: the damage, and its amount in the verdict."""
 
     broken: str
     only: str
     num_faults: int
-    harm: str
-    shows: Callable[[StormVerdict], int]
+    damage: str
+    shows: Callable[[ChaosVerdict], int]
     with_ranks: bool = False
     limit_s: float = 6.0
     with_long: bool = False
@@ -45,12 +46,12 @@ CASES = (
 
 
 NUM_SEEDS = 5
-"""A fault may fall where a broken protocol does no harm, as a Redis emptied while producers hold every prompt. What has
-done none is tried with the next seed."""
+"""A fault may come where a broken protocol does no damage, such as a Redis emptied while producers hold every prompt.
+Protocols without damage are tried with the next seed."""
 
 
 def self_test(out: Path, *, with_disk: bool) -> int:
-    """Returns how many of the broken protocols went unnoticed with every seed; `out` has a folder for each seed."""
+    """Returns the number of broken protocols that no seed detected; `out` has a folder for each seed."""
     left = list(CASES)
     for seed in range(1, NUM_SEEDS + 1):
         legs = [
@@ -69,7 +70,7 @@ def self_test(out: Path, *, with_disk: bool) -> int:
         harmless = []
         for case, result in zip(left, campaign(legs, out / f"seed-{seed}", with_disk=with_disk), strict=True):
             count = case.shows(result.verdict)
-            print(f"without {case.broken}: {count or 'NO'} {case.harm}")
+            print(f"without {case.broken}: {count or 'NO'} {case.damage}")
             if not count:
                 harmless.append(case)
         left = harmless

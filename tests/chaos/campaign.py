@@ -1,4 +1,4 @@
-"""Legs one after another, and the file that says what happened."""
+"""Runs legs one after another and writes their results."""
 
 import os
 import platform
@@ -29,11 +29,11 @@ from penstock.schemas.config import (
 )
 from real_server import installed_servers
 from tests.chaos.hits import Hit
-from tests.chaos.judge import StormVerdict, judge
+from tests.chaos.judge import ChaosVerdict, judge
 from tests.chaos.leg import Leg
 from tests.chaos.ranks import NUM_RANKS, of_ranks
 from tests.chaos.roles import LONGEST
-from tests.chaos.storm import Done, Storm
+from tests.chaos.supervisor import InjectedFault, Supervisor
 
 FOREVER = 10**6
 RECIPE = ModelRecipe(
@@ -45,10 +45,10 @@ class LegResult(msgspec.Struct, kw_only=True):
     leg: Leg
     server: str
     seconds: float
-    faults: list[Done]
-    verdict: StormVerdict
+    faults: list[InjectedFault]
+    verdict: ChaosVerdict
     ends: dict[str, int]
-    """How often a process ended by itself with a line that says why, by that line."""
+    """How often a process ended by itself with a line that gives the reason, by that line."""
     hits: list[Hit] = []
     """The ranks that were hit."""
 
@@ -61,10 +61,10 @@ class CampaignResults(msgspec.Struct, kw_only=True):
 
 
 def campaign(legs: Sequence[Leg], out: Path, *, with_disk: bool) -> list[LegResult]:
-    """Runs the legs; `results.json` in `out` says after each what happened so far."""
+    """Runs the legs; after each, writes the results so far to `results.json` in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     make_model(out / "model", RECIPE, progress=lambda line: None)
-    # Imported lazily, and then anew in every child.
+    # Transformers imports it on first use, which every child would repeat.
     AutoTokenizer.from_pretrained(out / "model", local_files_only=True)
     results = CampaignResults(date=time.strftime("%Y-%m-%d"), machine=_machine(), with_disk=with_disk, legs=[])
     for leg in legs:
@@ -78,7 +78,7 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
-    say = _speaker(folder / "storm.log")
+    say = _speaker(folder / "supervisor.log")
     servers = installed_servers()
     server = leg.server or sorted(servers)[leg.seed // 2 % len(servers)]
     trainers = "a trainer and one that stands by" if leg.with_standby else "one trainer"
@@ -92,18 +92,18 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
         config = of_ranks(config, folder / "aims")
     if leg.with_long:
         config = of_long_rollouts(config)
-    storm = Storm(leg, config, folder, servers[server], with_disk=with_disk, say=say)
+    supervisor = Supervisor(leg, config, folder, servers[server], with_disk=with_disk, say=say)
     try:
-        storm.run()
-        verdict = judge(storm)
-        verdict.problems = storm.problems + verdict.problems
-        if verdict.problems and with_disk:  # the small disk goes with the suite
-            shutil.copytree(storm.run_folder / "checkpoints", folder / "checkpoints")
+        supervisor.run()
+        verdict = judge(supervisor)
+        verdict.problems = supervisor.problems + verdict.problems
+        if verdict.problems and with_disk:  # the small disk ends with the suite
+            shutil.copytree(supervisor.run_folder / "checkpoints", folder / "checkpoints")
     finally:
-        storm.close()
+        supervisor.close()
     seconds = time.monotonic() - began
     say(
-        f"{leg.name}: {seconds:.0f} s, {len(storm.done)} faults, {verdict.num_epochs} trainers; released "
+        f"{leg.name}: {seconds:.0f} s, {len(supervisor.done)} faults, {verdict.num_epochs} trainers; released "
         f"{verdict.num_released}: {verdict.num_trained} trained, {verdict.num_skipped} skipped, {verdict.num_dead} "
         f"dead, {verdict.num_lost} lost, {verdict.num_trained_twice} trained twice; posed {verdict.num_generated} "
         f"times; {verdict.num_steps_in_policy} steps in the policy, {verdict.num_steps_undone} undone"
@@ -116,15 +116,15 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
         leg=leg,
         server=server,
         seconds=round(seconds, 1),
-        faults=storm.done,
+        faults=supervisor.done,
         verdict=verdict,
-        ends=dict(storm.ends),
-        hits=storm.hits.done if storm.hits else [],
+        ends=dict(supervisor.ends),
+        hits=supervisor.hits.done if supervisor.hits else [],
     )
 
 
 def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
-    """A run that never ends by itself, with steps of milliseconds and claims that go stale within a second."""
+    """Returns a run without an end, with steps of milliseconds and claims that expire after a second."""
     return RunConfig(
         name="chaos",
         seed=leg.seed,
@@ -146,7 +146,7 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
             max_attempts=16,
             progress_s=0.01,  # a completion takes 20 ms
         ),
-        # So small a step changes few of the float32 elements: most policies are published as deltas.
+        # A step this small changes few of the float32 elements: most policies are published as deltas.
         trainer=TrainerConfig(learning_rate=3e-10, device="cpu", lease_s=1.0),
         evaluation=EvaluationConfig(every=50, num_prompts=4),
         checkpoint=CheckpointConfig(every=5),
@@ -158,8 +158,8 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
 
 
 def of_long_rollouts(config: RunConfig) -> RunConfig:
-    """Rollouts take up to 2.4 s, of which half a second may be lost. Nothing but a kill may cost a token: none
-    is too old to be trained, and no claim of a producer that lives is taken over."""
+    """Returns the configuration for rollouts of up to 2.4 s, of which half a second may be lost. Only a kill may cost
+    tokens: none is too old to be trained, and no claim of a live producer is taken over."""
     return replace(
         config,
         max_lag=8,

@@ -12,8 +12,8 @@ SIZE_BYTES = 8 << 20
 
 
 def enter_namespace() -> bool:
-    """Gives this process a mount table of its own, so that nothing mounted here outlives it; False where the system
-    forbids it. To be called before any thread is started."""
+    """Gives this process its own mount table, so that its mounts end with it; returns False if the system forbids it.
+    Must be called before any thread is started."""
     user, group = os.getuid(), os.getgid()
     if user == 0:
         if _LIBC.unshare(_CLONE_NEWNS):
@@ -46,10 +46,8 @@ class SmallDisk:
         self._filler = folder / ".filler"
 
     def fill(self, room: int) -> None:
-        """Leaves `room` bytes. What is deleted meanwhile makes room again.
-
-        Where something is written meanwhile, and less is left than was seen, it looks again.
-        """
+        """Fills the disk except for `room` bytes. Files deleted later free space again; if files are written meanwhile,
+        it tries again with the space that is left."""
         with self._filler.open("ab") as file:
             while True:
                 stat = os.statvfs(self._folder)
@@ -63,6 +61,7 @@ class SmallDisk:
                         raise
 
     def drain(self) -> None:
+        """Frees the space again."""
         self._filler.unlink(missing_ok=True)
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""The suite's environment: it decides what must become of each index, and notes on its own which ones it has posed."""
+"""The suite's environment: it decides the outcome of each index and records the indexes that it poses."""
 
 import os
 from collections import Counter
@@ -9,7 +9,7 @@ from penstock.schemas.prompt import Prompt
 
 
 class Fate(StrEnum):
-    """The only right outcome of an index, whatever is killed."""
+    """The only correct outcome of an index, whatever is killed."""
 
     TRAINED = "trained"
     SKIPPED = "skipped"
@@ -19,6 +19,7 @@ class Fate(StrEnum):
 
 
 def fate(index: int) -> Fate:
+    """Returns the correct outcome of an index."""
     if index % 29 == 11 or index % 31 == 7:
         return Fate.DEAD
     return Fate.SKIPPED if index % 7 == 3 else Fate.TRAINED
@@ -26,23 +27,24 @@ def fate(index: int) -> Fate:
 
 END = "="
 MEANT_TO_FAIL = "is meant to fail"
-"""How a message of what this environment raises on purpose ends."""
+"""The end of each message of an error that this environment raises on purpose."""
 
 
 def text_of(index: int) -> str:
+    """Returns the prompt's text of an index."""
     return f"#{index}{END}"
 
 
 def index_of(text: str) -> int:
-    """The inverse of `text_of`. Held-out prompts are the negative ones."""
+    """Returns the index of a text of `text_of`. Held-out prompts have negative ones."""
     return int(text.removeprefix("#").removesuffix(END))
 
 
 class ChaosEnvironment:
-    """Poses `#<index>=`. Notes `posed <index>` and `scored <index>` in `notes`, one write a line, before it answers.
+    """Poses `#<index>=`. Writes `posed <index>` and `scored <index>` to `notes`, one write per line, before it returns.
 
-    A prompt's completions get 0, 1, 0, 1, ... in the order they are scored, a whole group on the one thread: every
-    group of an even size has variance, whatever was sampled, unless its fate is to have none.
+    A prompt's completions get 0, 1, 0, 1, ... in the order in which they are scored, a group at a time on one thread:
+    every group of even size has variance, whatever was sampled, unless its fate is to have none.
     """
 
     num_evaluation_prompts = 4

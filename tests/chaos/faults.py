@@ -1,4 +1,5 @@
-"""The kinds of faults. Each does its harm, arranges the repair that an operator would bring, and says what it did."""
+"""The kinds of faults. Each injects the fault, arranges the repair that an operator would make, and describes what it
+did."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,210 +14,212 @@ from tests.chaos.losses import GRACE_S
 from tests.chaos.proxy import PRODUCER_COMMANDS, TRAINER_COMMANDS
 from tests.chaos.roles import LONGEST
 from tests.chaos.tally import requests_in
-from weight_host import harm_copy
+from weight_host import corrupt_copy
 
 if TYPE_CHECKING:
-    from tests.chaos.storm import Seat, Storm
+    from tests.chaos.supervisor import Slot, Supervisor
 
 
 @dataclass(frozen=True)
 class FaultKind:
     """One kind of fault.
 
-    harm: does it, with draws of its own, and returns what was done; None where it makes no sense at this moment, or is
-    not over yet.
-    weight: how often it comes, beside the others.
+    inject: injects it, with random draws of its own, and returns a description; None if it is impossible at this moment
+    or not complete yet.
+    weight: how often it is drawn, relative to the others.
     """
 
     name: str
     about: str
     weight: int
-    harm: Callable[["Storm", Random], str | None]
+    inject: Callable[["Supervisor", Random], str | None]
 
 
-def _producer_kill(storm: "Storm", draw: Random) -> str | None:
-    seat = storm.producer(draw)
-    if seat.process is None:
+def _producer_kill(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot = supervisor.producer(draw)
+    if slot.process is None:
         return None
     renamed = draw.random() < 0.4
-    seat.process.kill()
-    delay_s = storm.restart_later(seat, draw.uniform(0.0, 1.5))
+    slot.process.kill()
+    delay_s = supervisor.restart_later(slot, draw.uniform(0.0, 1.5))
     if renamed:
-        storm.rename(seat)
-    return f"{seat.was}, back after {delay_s:.1f} s as {seat.name}"
+        supervisor.rename(slot)
+    return f"{slot.was}, back after {delay_s:.1f} s as {slot.name}"
 
 
-def _producer_term(storm: "Storm", draw: Random) -> str | None:
-    seat = storm.producer(draw)
-    if seat.process is None or seat.process.is_stopped:
+def _producer_term(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot = supervisor.producer(draw)
+    if slot.process is None or slot.process.is_stopped:
         return None
-    seat.process.tell_to_stop()
-    delay_s = storm.restart_later(seat, draw.uniform(0.0, 1.5))
-    return f"{seat.name}, back {delay_s:.1f} s after it has left"
+    slot.process.tell_to_stop()
+    delay_s = supervisor.restart_later(slot, draw.uniform(0.0, 1.5))
+    return f"{slot.name}, back {delay_s:.1f} s after it has left"
 
 
-def _producer_freeze(storm: "Storm", draw: Random) -> str | None:
-    seat = storm.producer(draw)
-    if seat.process is None or seat.process.is_stopped:
+def _producer_freeze(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot = supervisor.producer(draw)
+    if slot.process is None or slot.process.is_stopped:
         return None
     seconds = draw.uniform(0.1, 3.0)
-    process = seat.process
+    process = slot.process
     process.freeze()
-    storm.later(seconds, process.thaw)
-    return f"{seat.name} for {seconds:.1f} s"
+    supervisor.later(seconds, process.thaw)
+    return f"{slot.name} for {seconds:.1f} s"
 
 
-def _trainer_kill(storm: "Storm", draw: Random) -> str | None:
-    seat = storm.trainer(draw)
-    if seat.process is None:
+def _trainer_kill(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot = supervisor.trainer(draw)
+    if slot.process is None:
         return None
-    seat.process.kill()
-    return f"{seat.name}, {storm.succession} after {storm.restart_later(seat, draw.uniform(0.0, 1.0)):.1f} s"
+    slot.process.kill()
+    return f"{slot.name}, {supervisor.succession} after {supervisor.restart_later(slot, draw.uniform(0.0, 1.0)):.1f} s"
 
 
-def _trainer_term(storm: "Storm", draw: Random) -> str | None:
-    seat = storm.trainer(draw)
-    if seat.process is None or seat.process.is_stopped:
+def _trainer_term(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot = supervisor.trainer(draw)
+    if slot.process is None or slot.process.is_stopped:
         return None
-    seat.process.tell_to_stop()
-    return f"{seat.name}, {storm.succession} {storm.restart_later(seat, draw.uniform(0.0, 0.5)):.1f} s after its end"
+    slot.process.tell_to_stop()
+    delay_s = supervisor.restart_later(slot, draw.uniform(0.0, 0.5))
+    return f"{slot.name}, {supervisor.succession} {delay_s:.1f} s after its end"
 
 
-def _trainer_freeze(storm: "Storm", draw: Random) -> str | None:
-    process = storm.trainer(draw).process
+def _trainer_freeze(supervisor: "Supervisor", draw: Random) -> str | None:
+    process = supervisor.trainer(draw).process
     if process is None or process.is_stopped:
         return None
     seconds = draw.uniform(0.1, 3.0)
     process.freeze()
-    storm.later(seconds, process.thaw)
+    supervisor.later(seconds, process.thaw)
     return f"{process.name} for {seconds:.1f} s"
 
 
-def _trainer_replace(storm: "Storm", draw: Random) -> str | None:
-    seat = storm.trainer(draw)
-    process = seat.process
+def _trainer_replace(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot = supervisor.trainer(draw)
+    process = slot.process
     if process is None or process.is_stopped or process.was_told_to_stop:
         return None
     process.freeze()
-    if len(storm.trainers) > 1:
-        # The other one waits for the lease to run out, and for as long again.
+    if len(supervisor.trainers) > 1:
+        # The other one waits until the lease has expired, and for as long again.
         seconds = draw.uniform(2.0, 5.0)
-        storm.later(seconds, process.thaw)
-        return f"{seat.name} frozen for {seconds:.1f} s, the other takes over"
+        supervisor.later(seconds, process.thaw)
+        return f"{slot.name} frozen for {seconds:.1f} s, the other takes over"
     seconds = draw.uniform(0.5, 3.0)
-    storm.give_up(seat)
-    storm.later(seconds, process.thaw)
-    return f"{seat.name} frozen, a second one resumes at once, the first wakes after {seconds:.1f} s"
+    supervisor.detach(slot)
+    supervisor.later(seconds, process.thaw)
+    return f"{slot.name} frozen, a second one resumes at once, the first wakes after {seconds:.1f} s"
 
 
-def _redis_kill(storm: "Storm", draw: Random) -> str | None:
-    if not storm.server.is_running:
+def _redis_kill(supervisor: "Supervisor", draw: Random) -> str | None:
+    if not supervisor.server.is_running:
         return None
-    storm.server.kill()
-    return f"back after {storm.redis_later(draw.uniform(0.0, 2.0)):.1f} s"
+    supervisor.server.kill()
+    return f"back after {supervisor.redis_later(draw.uniform(0.0, 2.0)):.1f} s"
 
 
-def _redis_power_loss(storm: "Storm", draw: Random) -> str | None:
-    if not storm.server.is_running:
+def _redis_power_loss(supervisor: "Supervisor", draw: Random) -> str | None:
+    if not supervisor.server.is_running:
         return None
-    lost = storm.server.lose_power(draw)
-    return f"{lost}; back after {storm.redis_later(draw.uniform(0.0, 1.0)):.1f} s"
+    lost = supervisor.server.lose_power(draw)
+    return f"{lost}; back after {supervisor.redis_later(draw.uniform(0.0, 1.0)):.1f} s"
 
 
-def _machine_power_loss(storm: "Storm", draw: Random) -> str | None:
-    if not storm.server.is_running:
+def _machine_power_loss(supervisor: "Supervisor", draw: Random) -> str | None:
+    if not supervisor.server.is_running:
         return None
-    for seat in storm.seats:
-        if seat.process is not None:
-            (seat.process.destroy if seat in storm.trainers else seat.process.kill)()  # its ranks with it
-            storm.restart_later(seat, draw.uniform(0.2, 1.0))
-    lost = storm.server.lose_power(draw)
-    return f"every process killed; {lost}; back after {storm.redis_later(draw.uniform(0.0, 0.3)):.1f} s"
+    for slot in supervisor.slots:
+        if slot.process is not None:
+            (slot.process.destroy if slot in supervisor.trainers else slot.process.kill)()  # its ranks with it
+            supervisor.restart_later(slot, draw.uniform(0.2, 1.0))
+    lost = supervisor.server.lose_power(draw)
+    return f"every process killed; {lost}; back after {supervisor.redis_later(draw.uniform(0.0, 0.3)):.1f} s"
 
 
-def _redis_emptied(storm: "Storm", draw: Random) -> str | None:
-    if not storm.server.is_running:
+def _redis_emptied(supervisor: "Supervisor", draw: Random) -> str | None:
+    if not supervisor.server.is_running:
         return None
-    storm.server.empty()
-    return f"back with nothing after {storm.redis_later(draw.uniform(0.0, 1.0)):.1f} s"
+    supervisor.server.empty()
+    return f"back with nothing after {supervisor.redis_later(draw.uniform(0.0, 1.0)):.1f} s"
 
 
-def _redis_freeze(storm: "Storm", draw: Random) -> str | None:
-    if not storm.server.is_running or storm.server.is_stopped:
+def _redis_freeze(supervisor: "Supervisor", draw: Random) -> str | None:
+    if not supervisor.server.is_running or supervisor.server.is_stopped:
         return None
     seconds = draw.uniform(0.1, 2.0)
-    child = storm.server.child
-    storm.server.freeze()
-    storm.later(seconds, lambda: storm.server.thaw() if storm.server.child is child else None)
+    child = supervisor.server.child
+    supervisor.server.freeze()
+    supervisor.later(seconds, lambda: supervisor.server.thaw() if supervisor.server.child is child else None)
     return f"for {seconds:.1f} s"
 
 
-def _redis_full(storm: "Storm", draw: Random) -> str | None:
-    if not storm.server.answers():
+def _redis_full(supervisor: "Supervisor", draw: Random) -> str | None:
+    if not supervisor.server.answers():
         return None
     room, seconds = draw.randrange(0, 200_000), draw.uniform(0.3, 2.0)
-    storm.server.limit_memory(room)
-    storm.later(seconds, lambda: storm.server.limit_memory(None) if storm.server.answers() else None)
+    supervisor.server.limit_memory(room)
+    supervisor.later(seconds, lambda: supervisor.server.limit_memory(None) if supervisor.server.answers() else None)
     return f"{room:,} bytes below its limit for {seconds:.1f} s"
 
 
-def _cut(storm: "Storm", draw: Random) -> str | None:
-    seat, seconds = storm.any_seat(draw), draw.choice([0.0, draw.uniform(0.1, 3.0)])
-    storm.proxy.cut(seat.socket, seconds)
-    return f"every connection of {seat.name}, and new ones refused for {seconds:.1f} s"
+def _cut(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot, seconds = supervisor.any_slot(draw), draw.choice([0.0, draw.uniform(0.1, 3.0)])
+    supervisor.proxy.cut(slot.socket, seconds)
+    return f"every connection of {slot.name}, and new ones refused for {seconds:.1f} s"
 
 
-def _cut_command(storm: "Storm", draw: Random) -> str | None:
-    seat = storm.any_seat(draw)
-    command = draw.choice(TRAINER_COMMANDS if seat in storm.trainers else PRODUCER_COMMANDS)
+def _cut_command(supervisor: "Supervisor", draw: Random) -> str | None:
+    slot = supervisor.any_slot(draw)
+    command = draw.choice(TRAINER_COMMANDS if slot in supervisor.trainers else PRODUCER_COMMANDS)
     when: When = draw.choice(["before", "reply", "reply", "within"])
     nth = draw.randrange(1, 6)
-    storm.proxy.cut_command(seat.socket, command, nth, when)
+    supervisor.proxy.cut_command(slot.socket, command, nth, when)
     how = {"before": "before it is sent", "reply": "before its reply", "within": "within its reply"}[when]
-    return f"{seat.name} loses its connection at {command} number {nth} from here on, {how}"
+    return f"{slot.name} loses its connection at {command} number {nth} from here on, {how}"
 
 
-def _disk_full(storm: "Storm", draw: Random) -> str | None:
-    assert storm.disk is not None
+def _disk_full(supervisor: "Supervisor", draw: Random) -> str | None:
+    assert supervisor.disk is not None
     room, seconds = draw.randrange(0, 400_000), draw.uniform(0.3, 2.5)
-    storm.disk.fill(room)
-    storm.later(seconds, storm.disk.drain)
+    supervisor.disk.fill(room)
+    supervisor.later(seconds, supervisor.disk.drain)
     return f"{room:,} bytes left for {seconds:.1f} s"
 
 
-def _checkpoint_corrupt(storm: "Storm", draw: Random) -> str | None:
-    """Only where a whole predecessor is there: with none the policy is lost, and no protocol brings it back."""
-    seats = [seat for seat in storm.trainers if seat.process is not None]
-    if not seats:
+def _checkpoint_corrupt(supervisor: "Supervisor", draw: Random) -> str | None:
+    """Corrupts the newest checkpoint if a whole one precedes it: otherwise the policy would be lost, which no protocol
+    prevents."""
+    slots = [slot for slot in supervisor.trainers if slot.process is not None]
+    if not slots:
         return None
-    for seat in seats:
-        assert seat.process is not None
-        seat.process.destroy()
-        delay_s = storm.restart_later(seat, draw.uniform(0.0, 0.5))
-    whole = storm.whole_checkpoints()
+    for slot in slots:
+        assert slot.process is not None
+        slot.process.destroy()
+        delay_s = supervisor.restart_later(slot, draw.uniform(0.0, 0.5))
+    whole = supervisor.whole_checkpoints()
     if len(whole) < 2:
         return f"no other is whole: only the trainer is killed, back after {delay_s:.1f} s"
     newest = whole[-1]
     file = draw.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
-    harm = draw.choice(["torn", "flipped", "missing"])
-    if harm == "torn":
+    how = draw.choice(["torn", "flipped", "missing"])
+    if how == "torn":
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
-    elif harm == "flipped":
+    elif how == "flipped":
         flipped = bytearray(file.read_bytes())
         flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
         file.write_bytes(flipped)
     else:
         file.unlink()
-    storm.spoiled.add(newest.name)
-    return f"{file.relative_to(newest)} of the newest is {harm}, the trainer killed, back after {delay_s:.1f} s"
+    supervisor.corrupted.add(newest.name)
+    return f"{file.relative_to(newest)} of the newest is {how}, the trainer killed, back after {delay_s:.1f} s"
 
 
-def _chunk_harmed(storm: "Storm", draw: Random) -> str | None:
-    """One of the newest policy's, which no producer may hold yet, or any other one."""
-    if not storm.server.answers():
+def _chunk_corrupt(supervisor: "Supervisor", draw: Random) -> str | None:
+    """Corrupts a chunk of the newest policy, which no producer may hold yet, or any other."""
+    if not supervisor.server.answers():
         return None
-    client, name = storm.server.client, storm.keys.chunks
+    client, name = supervisor.server.client, supervisor.keys.chunks
     found: Any = client.hkeys(name)
     if not found:
         return None
@@ -224,101 +227,106 @@ def _chunk_harmed(storm: "Storm", draw: Random) -> str | None:
     recent = [key for key in sorted(found) if int(key.partition(b"-")[0]) == newest]
     key = draw.choice(recent if draw.random() < 0.7 else sorted(found))
     data: Any = client.hget(name, key)
-    harm = draw.choice(["lost", "flipped", "cut short"])
+    how = draw.choice(["lost", "flipped", "cut short"])
     if data is None:
         return None
-    if harm == "lost":
+    if how == "lost":
         client.hdel(name, key)
     else:
         at = draw.randrange(len(data))
         flipped = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
-        client.hset(name, key, data[:at] if harm == "cut short" else flipped)
-    return f"{key.decode()} is {harm}"
+        client.hset(name, key, data[:at] if how == "cut short" else flipped)
+    return f"{key.decode()} is {how}"
 
 
-def _anchors_lost(storm: "Storm", draw: Random) -> str | None:
-    if not storm.server.answers():
+def _anchors_lost(supervisor: "Supervisor", draw: Random) -> str | None:
+    if not supervisor.server.answers():
         return None
-    num_anchors: Any = storm.server.client.hlen(storm.keys.anchors)
-    storm.server.client.delete(storm.keys.anchors)
+    num_anchors: Any = supervisor.server.client.hlen(supervisor.keys.anchors)
+    supervisor.server.client.delete(supervisor.keys.anchors)
     return f"{num_anchors} of them"
 
 
-def _copy_harmed(storm: "Storm", draw: Random) -> str | None:
-    """While nobody loads from it; bytes that are changed behind a clean state have tests of their own."""
-    folders = sorted(storm.host_folder.glob("penstock-*-chaos-*"))
+def _copy_corrupt(supervisor: "Supervisor", draw: Random) -> str | None:
+    """Corrupts a host's copy while no producer loads from it; corruption under a clean state has its own tests."""
+    folders = sorted(supervisor.host_folder.glob("penstock-*-chaos-*"))
     if not folders:
         return None
-    harm = draw.choice(["torn", "stateless", "cut short", "removed"])
+    how = draw.choice(["torn", "stateless", "cut short", "removed"])
     try:
-        harm_copy(folders[0], harm, wait=False)
-    except (OSError, ValueError):  # it is in use, or not whole at this moment
+        corrupt_copy(folders[0], how, wait=False)
+    except (OSError, ValueError):  # it is in use, or incomplete at this moment
         return None
-    return f"it is {harm}"
+    return f"it is {how}"
 
 
-def _producer_killed_in_patch(storm: "Storm", draw: Random) -> str | None:
-    aim = storm.folder / roles.KILL_IN_PATCH
-    struck = set(storm.folder.glob(f"{roles.KILL_IN_PATCH}.*")) - storm.struck
+def _producer_killed_in_patch(supervisor: "Supervisor", draw: Random) -> str | None:
+    aim = supervisor.folder / roles.KILL_IN_PATCH
+    struck = set(supervisor.folder.glob(f"{roles.KILL_IN_PATCH}.*")) - supervisor.struck
     if struck:
-        storm.struck |= struck
+        supervisor.struck |= struck
         return f"process {struck.pop().suffix[1:]}"
     aim.touch()
     return None
 
 
-def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Storm", Random], str | None]:
-    def harm(storm: "Storm", draw: Random) -> str | None:
-        assert storm.hits is not None
-        return storm.hits.hit(place, fate, rank, draw)
+def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Supervisor", Random], str | None]:
+    def inject(supervisor: "Supervisor", draw: Random) -> str | None:
+        assert supervisor.hits is not None
+        return supervisor.hits.hit(place, fate, rank, draw)
 
-    return harm
+    return inject
 
 
-def _in_long_rollouts(harm: Callable[["Storm", "Seat"], str], how: str) -> Callable[["Storm", Random], str | None]:
-    """Where a rollout of one that is drawn is at half of the longest or beyond, and goes on."""
+def _in_long_rollouts(
+    inject: Callable[["Supervisor", "Slot"], str], how: str
+) -> Callable[["Supervisor", Random], str | None]:
+    """Returns a fault that ends a producer when one of its unfinished rollouts is at half of the longest length or
+    beyond."""
 
-    def end(storm: "Storm", draw: Random) -> str | None:
-        seat = storm.producer(draw)
-        if seat.process is None or seat.number is None or seat.number in storm.ended:
+    def end(supervisor: "Supervisor", draw: Random) -> str | None:
+        slot = supervisor.producer(draw)
+        if slot.process is None or slot.number is None or slot.number in supervisor.ended:
             return None
-        running = [each for each in requests_in(storm.sampled / str(seat.number)) if each.num_sampled < each.num_wanted]
+        running = [
+            each for each in requests_in(supervisor.sampled / str(slot.number)) if each.num_sampled < each.num_wanted
+        ]
         furthest = max((each.num_sampled for each in running), default=0)
         if furthest < LONGEST // 2:
             return None
-        storm.ended[seat.number] = how
-        return f"{seat.name} at token {furthest} of {len(running)} requests{harm(storm, seat)}"
+        supervisor.ended[slot.number] = how
+        return f"{slot.name} at token {furthest} of {len(running)} requests{inject(supervisor, slot)}"
 
     return end
 
 
-def _kill(storm: "Storm", seat: "Seat") -> str:
-    assert seat.process is not None
-    seat.process.kill()
-    return f", back after {storm.restart_later(seat, 0.2):.1f} s"
+def _kill(supervisor: "Supervisor", slot: "Slot") -> str:
+    assert slot.process is not None
+    slot.process.kill()
+    return f", back after {supervisor.restart_later(slot, 0.2):.1f} s"
 
 
-def _tell_to_stop(storm: "Storm", seat: "Seat") -> str:
-    assert seat.process is not None
-    seat.process.tell_to_stop()
-    return f", back {storm.restart_later(seat, 0.2):.1f} s after it has left"
+def _tell_to_stop(supervisor: "Supervisor", slot: "Slot") -> str:
+    assert slot.process is not None
+    slot.process.tell_to_stop()
+    return f", back {supervisor.restart_later(slot, 0.2):.1f} s after it has left"
 
 
 LONG_KINDS = (
     FaultKind(
         "killed in long rollouts",
-        "SIGKILL to a producer that is in the middle of rollouts of up to 2.4 s",
+        "SIGKILL to a producer in the middle of rollouts of up to 2.4 s",
         3,
         _in_long_rollouts(_kill, "SIGKILL"),
     ),
     FaultKind(
         "told to stop in long rollouts",
-        f"SIGTERM to one, which lets them go on for {GRACE_S:g} s only",
+        f"SIGTERM to one, which continues them for only {GRACE_S:g} s",
         2,
         _in_long_rollouts(_tell_to_stop, "SIGTERM"),
     ),
 )
-"""All that happens in a leg of long rollouts."""
+"""The faults of a leg of long rollouts."""
 
 
 KINDS = (
@@ -343,15 +351,15 @@ KINDS = (
     FaultKind("Redis full", "maxmemory at what is used, for up to 2 s", 3, _redis_full),
     FaultKind("connections cut", "every connection of one process at once", 4, _cut),
     FaultKind("command cut", "one command lost, or executed and its reply lost, wholly or in part", 8, _cut_command),
-    FaultKind("chunk harmed", "a chunk of the weight log in Redis lost, flipped or cut short", 3, _chunk_harmed),
+    FaultKind("chunk corrupted", "a chunk of the weight log in Redis lost, flipped or cut short", 3, _chunk_corrupt),
     FaultKind("anchors lost", "the hash of anchors deleted", 1, _anchors_lost),
-    FaultKind("copy harmed", "the copy of the policy torn, without state, cut short, or removed", 3, _copy_harmed),
+    FaultKind("copy corrupted", "the copy of the policy torn, without state, cut short, or removed", 3, _copy_corrupt),
     FaultKind(
         "producer killed in a patch", "SIGKILL between two chunks of a host's copy", 2, _producer_killed_in_patch
     ),
     FaultKind("disk full", "no room in the checkpoint folder for up to 2.5 s", 3, _disk_full),
     FaultKind(
-        "checkpoint spoiled",
+        "checkpoint corrupted",
         "a file of the newest torn, flipped or missing; the trainer killed",
         2,
         _checkpoint_corrupt,
@@ -372,22 +380,24 @@ RANK_KINDS = (
         _hit("between steps", "frozen", 0),
     ),
 )
-"""Of a trainer of several ranks: each happens once in a leg with one."""
+"""The faults of a trainer of several ranks: each happens once in a leg with one."""
 
 
 def schedule(leg: Leg, *, with_disk: bool = True) -> list[tuple[float, FaultKind, Random]]:
-    """(seconds after the one before, kind, its draws) of each fault: equal legs give equal schedules.
+    """Returns (seconds after the fault before, kind, its random draws) of each fault; equal legs give equal schedules.
 
     Raises:
-        ValueError: `only` names no kind, or there are fewer faults than ranks can be hit in ways.
+        ValueError: `only` names no kind, or there are fewer faults than kinds for ranks.
     """
     random = Random(leg.seed)
     possible = LONG_KINDS if leg.with_long else (*KINDS, *(RANK_KINDS if leg.with_ranks else ()))
-    kinds = [kind for kind in possible if leg.only in (None, kind.name) and (with_disk or kind.harm is not _disk_full)]
+    kinds = [
+        kind for kind in possible if leg.only in (None, kind.name) and (with_disk or kind.inject is not _disk_full)
+    ]
     if not kinds:
         raise ValueError(f"only = {leg.only!r}: no such kind; expected one of {[kind.name for kind in possible]}")
-    if leg.with_ranks and leg.only is None:  # the command refuses a server with so little memory
-        kinds = [kind for kind in kinds if kind.harm is not _redis_full]
+    if leg.with_ranks and leg.only is None:  # the trainer refuses a server with so little memory
+        kinds = [kind for kind in kinds if kind.inject is not _redis_full]
     weights = [kind.weight for kind in kinds]
     drawn = [
         (

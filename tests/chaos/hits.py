@@ -1,4 +1,4 @@
-"""Ranks of a sharded trainer that are hit: the aim, the trainer's end, and the training that goes on after it."""
+"""Ranks of a sharded trainer that are hit: the aim, the trainer's end, and the training that follows."""
 
 import contextlib
 import os
@@ -19,16 +19,16 @@ from tests.chaos.processes import Process
 from tests.chaos.ranks import NUM_RANKS, RANK_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from tests.chaos.storm import Storm
+    from tests.chaos.supervisor import Supervisor
 
 ENDED_WITHIN_S = RANK_TIMEOUT_S + GRACE_S + END_S + 8.0
-"""The ranks' time-out, what a verdict takes, the launcher's patience with a rank that is frozen, and a busy machine."""
+"""The ranks' time-out, the time of a verdict, the launcher's wait for a frozen rank, and a margin."""
 AWAKE_AFTER_S = RANK_TIMEOUT_S + 6.0
-"""After the others have given a frozen rank up, before the launcher kills it."""
+"""After the other ranks have given up a frozen rank, before the launcher kills it."""
 
 
 class Hit(msgspec.Struct, kw_only=True):
-    """A rank that was hit. Seconds are from then on."""
+    """A rank that was hit. Times are seconds since then."""
 
     place: Place
     fate: Fate
@@ -36,30 +36,30 @@ class Hit(msgspec.Struct, kw_only=True):
     ended_s: float = -1.0
     """Until all ranks and their launcher had ended."""
     line: str = ""
-    """The error in their log that has ended them."""
+    """The error in their log that ended them."""
     went_on_s: float = -1.0
     """Until a trainer of a newer epoch had taken a step."""
 
 
 class Hits:
-    """Those of one leg, one after another. folder: of the aims."""
+    """The hits of one leg, one at a time. folder: of the aims."""
 
-    def __init__(self, storm: "Storm", folder: Path) -> None:
+    def __init__(self, supervisor: "Supervisor", folder: Path) -> None:
         self.done: list[Hit] = []
-        self._storm = storm
+        self._supervisor = supervisor
         self._aims = Aims(folder)
         self._draw: Random | None = None
-        """Of the fault under way."""
+        """The random draws of the present fault."""
         self._wakes = False
         self._strike: Strike | None = None
         self._hit: Hit | None = None
         self._epoch = 0
         self._num_steps: int | None = None
-        """Those taken when a newer epoch was first seen."""
+        """The steps taken when a newer epoch was first seen."""
 
     def hit(self, place: Place, fate: Fate, rank: int | None, draw: Random) -> str | None:
-        """Aims at a rank, a drawn one if none is given; to be called until training goes on after it, which is when it
-        says what was done."""
+        """Aims at a rank, a random one if none is given. Must be called until it returns a description, once training
+        has continued."""
         if draw is not self._draw:
             self._draw, self._strike, self._num_steps = draw, None, None
             rank = draw.randrange(NUM_RANKS) if rank is None else rank
@@ -78,22 +78,22 @@ class Hits:
         )
 
     def tick(self) -> None:
-        """To be called often."""
+        """Must be called often."""
         if self._strike is None and (strike := self._aims.strike()) is not None:
             self._strike = strike
             self._hit = Hit(place=strike.aim.place, fate=strike.aim.fate, rank=strike.aim.rank)
-            self._epoch = self._storm.newest_epoch()
+            self._epoch = self._supervisor.newest_epoch()
             if self._wakes:
-                self._storm.later(strike.at + AWAKE_AFTER_S - time.monotonic(), _waking(strike.pid))
+                self._supervisor.later(strike.at + AWAKE_AFTER_S - time.monotonic(), _waking(strike.pid))
         if self._strike is None or self._hit is None or self._hit.went_on_s >= 0:
             return
-        if self._num_steps is None and self._storm.newest_epoch() > self._epoch:
-            self._num_steps = self._storm.num_steps()
-        elif self._num_steps is not None and self._storm.num_steps() > self._num_steps:
+        if self._num_steps is None and self._supervisor.newest_epoch() > self._epoch:
+            self._num_steps = self._supervisor.num_steps()
+        elif self._num_steps is not None and self._supervisor.num_steps() > self._num_steps:
             self._hit.went_on_s = round(time.monotonic() - self._strike.at, 1)
 
     def took(self, process: Process) -> bool:
-        """Whether this process, which has ended, had started a rank that was hit; looks then at how it has ended."""
+        """Returns whether this process, which has ended, had started a rank that was hit, and checks how it ended."""
         self.tick()
         strike, hit = self._strike, self._hit
         if strike is None or hit is None or strike.launcher != process.pid:
@@ -102,13 +102,13 @@ class Hits:
         endings = endings_in(process.output())
         hit.line = endings[0] if endings else ""
         if (wrong := complaint(strike.aim, process.status, endings, hit.ended_s)) is not None:
-            self._storm.problem(f"{process.log.name}: rank {hit.rank} {hit.fate} in {hit.place}: {wrong}")
+            self._supervisor.problem(f"{process.log.name}: rank {hit.rank} {hit.fate} in {hit.place}: {wrong}")
         return True
 
 
 def complaint(aim: Aim, status: int | None, endings: list[str], ended_s: float) -> str | None:
-    """What is wrong with the end of a trainer of which a rank was hit: the status, the time, or the one line that has
-    to name the rank, what it was doing, and why."""
+    """Returns what is wrong with the end of a trainer with a rank that was hit, or None: the status, the time, or the
+    line that must name the rank, its phase and the cause."""
     beside = r"(, (checkpoint|publish))+ beside"
     doing = rf"(?=.*checkpoint).+?({beside})?" if aim.place == "checkpoint" else f"{aim.place}({beside})?"
     expected = rf"rank {aim.rank} \({doing}\) has died or is frozen: not heard of for \d+ s"
@@ -120,12 +120,12 @@ def complaint(aim: Aim, status: int | None, endings: list[str], ended_s: float) 
 
 
 def endings_in(output: str) -> list[str]:
-    """What the errors in a log say that end a trainer; after others it goes on."""
+    """Returns the errors in a log that end a trainer; after others it continues."""
     return re.findall(rf" ERROR (?:trainer )?(?:v\S+ )?(.*); {TRAINER_ENDS}", output)
 
 
 def brief(line: str) -> str:
-    """Without what the network library says of it."""
+    """Returns the line without the network library's part."""
     return line.partition(" ([")[0]
 
 

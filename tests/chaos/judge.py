@@ -1,4 +1,4 @@
-"""The verdict: what witness and environment have seen, compared with each other and with the run's own ledger."""
+"""The verdict: compares the records of the witness and the environment with each other and with the run's ledger."""
 
 import importlib.util
 import json
@@ -16,13 +16,13 @@ from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
 from tests.chaos.labels import judge_labels
 from tests.chaos.losses import Loss, balance, by_outcome, compare, most_lost
-from tests.chaos.storm import Storm
+from tests.chaos.supervisor import Supervisor
 from tests.chaos.tally import tokens_in
 from tests.chaos.witness import ChainError, StepChain, digest_of_base, digest_of_checkpoint
 
 
-class StormVerdict(msgspec.Struct, kw_only=True):
-    """problems: what must not be; empty for a run that kept the promise. The rest are figures for the report."""
+class ChaosVerdict(msgspec.Struct, kw_only=True):
+    """problems: violations, empty for a run that kept the promise. The rest are figures for the report."""
 
     problems: list[str] = []
     num_released: int = 0
@@ -32,61 +32,63 @@ class StormVerdict(msgspec.Struct, kw_only=True):
     num_lost: int = 0
     num_trained_twice: int = 0
     num_generated: int = 0
-    """Prompts posed to an engine, those included that were posed again."""
+    """Prompts posed to an engine, including those posed again."""
     num_loads: int = 0
-    """Policies that an engine has read from its host's copy, each compared with what was published."""
+    """Policies that engines have read from their host's copy, each compared with what was published."""
     num_steps_in_policy: int = 0
     num_steps_undone: int = 0
-    """Optimizer steps that a rollback took back, or that a replaced trainer took in vain."""
+    """Optimizer steps that a rollback undid, or that a replaced trainer took in vain."""
     num_epochs: int = 0
     num_duplicates_dropped: int = 0
     num_released_again: dict[str, int] = {}
     losses: list[Loss] = []
-    """Of tokens, with producers that were ended in the middle of long rollouts."""
+    """Tokens lost with producers that were ended in the middle of long rollouts."""
     most_lost: int = 0
-    """The bound on what a group may lose there."""
+    """The most tokens that a group may lose there."""
 
 
-def judge(storm: Storm) -> StormVerdict:
-    """Looks at the saved policy, the environment's notes, the ledger and Redis. The run must have ended."""
-    verdict = StormVerdict()
-    commit: Any = storm.server.client.hgetall(storm.keys.commit)
+def judge(supervisor: Supervisor) -> ChaosVerdict:
+    """Checks the saved policy, the environment's notes, the ledger and Redis. The run must have ended."""
+    verdict = ChaosVerdict()
+    commit: Any = supervisor.server.client.hgetall(supervisor.keys.commit)
     pointer = commit.get(Commit.CHECKPOINT, b"").decode()
-    folder = storm.run_folder / "checkpoints" / pointer
+    folder = supervisor.run_folder / "checkpoints" / pointer
     if not pointer or not folder.is_dir():
         verdict.problems.append(f"the committed checkpoint {pointer!r} is not there")
         return verdict
-    notes = Notes(storm.notes)
+    notes = Notes(supervisor.notes)
     verdict.num_released = notes.last_index
     verdict.num_generated = sum(notes.posed.values())
-    verdict.num_epochs = len(list(storm.run_folder.glob("checkpoints/epoch-*")))
+    verdict.num_epochs = len(list(supervisor.run_folder.glob("checkpoints/epoch-*")))
     try:
-        tokens = _judge_policy(verdict, storm, folder, notes)
-        _judge_rollouts(verdict, storm, folder, tokens, sum(notes.scored.values()))
+        tokens = _judge_policy(verdict, supervisor, folder, notes)
+        _judge_rollouts(verdict, supervisor, folder, tokens, sum(notes.scored.values()))
     except ChainError as error:
         verdict.problems.append(f"the saved policy has no history: {error}")
-    verdict.num_loads, wrong = judge_labels(storm.labels)
+    verdict.num_loads, wrong = judge_labels(supervisor.labels)
     verdict.problems += wrong
     _judge_ledger(verdict, folder)
-    if not storm.problems:  # of a run that did not end, Redis and the open indexes say nothing
-        _judge_redis(verdict, storm)
-    _audit(verdict, storm)
+    if not supervisor.problems:  # of a run that did not end, Redis and the open indexes say nothing
+        _judge_redis(verdict, supervisor)
+    _audit(verdict, supervisor)
     return verdict
 
 
-def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Notes) -> Mapping[tuple[int, int], int]:
-    """Checks that the policy holds each index that belongs there once, and nothing else; the ledger is not asked.
-    Returns what it was trained on, by index and token id."""
-    chain = StepChain(storm.steps, digest_of_base(Path(storm.config.model.path)))
+def _judge_policy(
+    verdict: ChaosVerdict, supervisor: Supervisor, folder: Path, notes: Notes
+) -> Mapping[tuple[int, int], int]:
+    """Checks that the policy was trained once on each index that belongs in it, and on no other, without the ledger.
+    Returns the tokens that it was trained on, by index and token id."""
+    chain = StepChain(supervisor.steps, digest_of_base(Path(supervisor.config.model.path)))
     tip = digest_of_checkpoint(folder)
     history = chain.history(tip)
     verdict.num_steps_in_policy = len(history)
     verdict.num_steps_undone = chain.num_steps - len(history)
     times = Counter(index for step in history for index in set(step))
     num_rows = Counter(index for step in history for index in step)
-    siblings = storm.config.group_size
+    siblings = supervisor.config.group_size
     released = range(1, notes.last_index + 1)
-    # A completion that two ranks have trained is in one step, in too many rows.
+    # A completion that two ranks have trained is in too many rows of one step.
     twice = [index for index, count in times.items() if count > 1 or num_rows[index] > siblings]
     partly = [index for index, count in num_rows.items() if count < siblings]
     never_posed = [index for index in released if index not in notes.posed]
@@ -104,13 +106,13 @@ def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Note
 
 
 def _judge_rollouts(
-    verdict: StormVerdict, storm: Storm, folder: Path, tokens: Mapping[tuple[int, int], int], num_scored: int
+    verdict: ChaosVerdict, supervisor: Supervisor, folder: Path, tokens: Mapping[tuple[int, int], int], num_scored: int
 ) -> None:
-    """The checkpoint's counts of rollouts close: each settled index has all of its siblings in them, what was trained
-    is as long as it was in the tensors, and none is counted that the environment has not scored. Of long rollouts,
-    what was sampled is there but for what a kill may cost."""
+    """Checks that the checkpoint's counts of rollouts balance: each settled index has all of its siblings in them,
+    trained rollouts are as long as in the tensors, and none is counted that the environment has not scored. Of long
+    rollouts, no more sampled tokens may be missing than a kill may cost."""
     ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
-    attrition, siblings = ledger["attrition"]["rollouts"], storm.config.group_size
+    attrition, siblings = ledger["attrition"]["rollouts"], supervisor.config.group_size
     num, counted = (by_outcome(attrition, what) for what in ("num", "num_tokens"))
     expected = {name: siblings * sum(end - start for start, end in ledger[name]) for name in Fate}
     expected |= {"missing": 0, "duplicate": siblings * ledger["num_duplicates_dropped"]}
@@ -121,18 +123,18 @@ def _judge_rollouts(
         verdict.problems.append(f"{num_counted} rollouts with a reward are counted, {num_scored} were scored")
     if counted["trained"] != sum(tokens.values()):
         verdict.problems.append(f"{counted['trained']} tokens are counted as trained, {sum(tokens.values())} were")
-    if not storm.leg.with_long:
+    if not supervisor.leg.with_long:
         return
-    sampled = {int(file.name): tokens_in(file) for file in storm.sampled.iterdir()}
-    verdict.most_lost = most_lost(storm.config)
-    verdict.losses, problems = compare(sampled, storm.ended, tokens, verdict.most_lost)
+    sampled = {int(file.name): tokens_in(file) for file in supervisor.sampled.iterdir()}
+    verdict.most_lost = most_lost(supervisor.config)
+    verdict.losses, problems = compare(sampled, supervisor.ended, tokens, verdict.most_lost)
     num_lost = sum(loss.num_lost for loss in verdict.losses)
-    problems += balance(sampled, storm.ended, {index for index, _ in tokens}, num_lost, counted, verdict.most_lost)
+    problems += balance(sampled, supervisor.ended, {index for index, _ in tokens}, num_lost, counted, verdict.most_lost)
     verdict.problems += problems
 
 
-def _judge_ledger(verdict: StormVerdict, folder: Path) -> None:
-    """The checkpoint's ledger agrees with what the environment and the witness know, index by index."""
+def _judge_ledger(verdict: ChaosVerdict, folder: Path) -> None:
+    """Checks that the checkpoint's ledger agrees with the environment and the witness, index by index."""
     ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
     recorded = {name: {i for start, end in ledger[name] for i in range(start, end)} for name in Fate}
     verdict.num_skipped, verdict.num_dead = len(recorded[Fate.SKIPPED]), len(recorded[Fate.DEAD])
@@ -152,10 +154,10 @@ def _judge_ledger(verdict: StormVerdict, folder: Path) -> None:
         )
 
 
-def _judge_redis(verdict: StormVerdict, storm: Storm) -> None:
-    """Nothing is left open, and every dead letter belongs to an index that was meant to die."""
-    client, keys = storm.server.client, storm.keys
-    trainer = json.loads((storm.run_folder / "trainer.json").read_text())
+def _judge_redis(verdict: ChaosVerdict, supervisor: Supervisor) -> None:
+    """Checks that nothing is left open, and that every dead letter belongs to an index that was meant to die."""
+    client, keys = supervisor.server.client, supervisor.keys
+    trainer = json.loads((supervisor.run_folder / "trainer.json").read_text())
     if not trainer["finished"] or trainer["num_groups_cancelled"]:
         verdict.problems.append(f"finished: {trainer['finished']}, cancelled: {trainer['num_groups_cancelled']}")
     if client.xlen(keys.prompts):
@@ -168,18 +170,26 @@ def _judge_redis(verdict: StormVerdict, storm: Storm) -> None:
     _complain(verdict, "a dead letter for what was not meant to die", {i for i in letters if fate(i) is not Fate.DEAD})
 
 
-def _audit(verdict: StormVerdict, storm: Storm) -> None:
-    """`penstock audit`, where there is one, must agree."""
+def _audit(verdict: ChaosVerdict, supervisor: Supervisor) -> None:
+    """Checks that `penstock audit` agrees, if there is one."""
     if importlib.util.find_spec("penstock.deploy.operate.audit") is None:
         return
-    command = [sys.executable, "-m", "penstock.deploy.cli", "audit", storm.config.name, "--runs", str(storm.runs)]
-    environment = {**os.environ, "REDIS_URL": f"unix://{storm.server.socket}"}
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.deploy.cli",
+        "audit",
+        supervisor.config.name,
+        "--runs",
+        str(supervisor.runs),
+    ]
+    environment = {**os.environ, "REDIS_URL": f"unix://{supervisor.server.socket}"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if shown.returncode:
         verdict.problems.append(f"penstock audit: status {shown.returncode}: {(shown.stdout + shown.stderr)[-600:]}")
 
 
-def _complain(verdict: StormVerdict, what: str, indexes: Iterable[int]) -> None:
+def _complain(verdict: ChaosVerdict, what: str, indexes: Iterable[int]) -> None:
     found = sorted(indexes)
     if found:
         verdict.problems.append(f"{len(found)} indexes {what}: {', '.join(map(str, found[:8]))}")

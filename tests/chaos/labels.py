@@ -1,10 +1,10 @@
-"""The witness of labels: what the trainer published as a version, and what each engine has read and labelled so.
+"""Compares what the trainer published under a version with what each engine read and labelled with it.
 
-The trainer's side leaves `published <version> <digest>` before anything of a policy is written, from the masters
-themselves; a producer's engine leaves `held <version> <digest>`, from the file that it loads, before it samples under
-the version. The digest is BLAKE2b over names, types, shapes and bytes: the code under test has another one.
+The trainer's side writes `published <version> <digest>` before anything of a policy is written, from the masters
+themselves; a producer's engine writes `held <version> <digest>`, from the file that it loads, before it samples under
+the version. The digest is BLAKE2b over names, types, shapes and bytes: the code under test uses another one.
 
-A trainer of several ranks leaves nothing: no rank has the whole tensors.
+A trainer of several ranks writes nothing: no rank has the whole tensors.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from penstock.consumers.weights.published_policy import PublishedPolicy
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Returns the digest of a policy."""
     hashed = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -28,7 +29,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def note(file: Path, what: str, version: int, found: str) -> None:
-    """One whole line, whoever else writes."""
+    """Appends one line in a single write, whoever else writes."""
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, f"{what} {version} {found}\n".encode())
@@ -37,7 +38,7 @@ def note(file: Path, what: str, version: int, found: str) -> None:
 
 
 def watch_publications(file: Path) -> None:
-    """Has each policy of this process noted before it is published."""
+    """Records each policy of this process before it is published."""
     publish = PublishedPolicy._publish
 
     def noted(self: Any, parent_version: int, *, fork: bool) -> None:
@@ -51,7 +52,7 @@ def watch_publications(file: Path) -> None:
 
 
 def judge_labels(file: Path) -> tuple[int, list[str]]:
-    """How often a policy was loaded, and what is wrong about that."""
+    """Returns how often a policy was loaded, and what is wrong about it."""
     lines = [line.split(" ") for line in file.read_text().splitlines()] if file.exists() else []
     published = {(version, found) for what, version, found in lines if what == "published"}
     held = [(version, found) for what, version, found in lines if what == "held"]

@@ -4,13 +4,13 @@ import msgspec
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """One run under faults. The seed also decides what it runs on, unless `server` is given.
+    """One run under faults. The seed also determines server, fsync and standby; `server` overrides it.
 
-    with_ranks: the trainer is sharded. with_long: rollouts take seconds, and the faults are producers that end in the
+    with_ranks: the trainer is sharded. with_long: rollouts take seconds, and the only faults end producers in the
     middle of them.
-    only: the one kind of fault there is.
-    broken: the protocol is broken in this way; see roles.py.
-    limit_s: so long may the run need, after the faults, to move again and to end.
+    only: the only kind of fault.
+    broken: how the protocol is broken; see roles.py.
+    limit_s: the time that the run may take, after the faults, to continue and to finish.
     """
 
     seed: int
@@ -34,7 +34,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def arguments(self) -> str:
-        """Those of the command that runs this leg alone."""
+        """The arguments of the command that runs this leg alone."""
         words = [f"--seed {self.seed} --faults {self.num_faults} --gap {self.mean_gap_s}"]
         words += ["--vllm"] * self.with_vllm + ["--ranks"] * self.with_ranks + ["--long"] * self.with_long
         options = {"--server": self.server, "--only": self.only and repr(self.only), "--break": self.broken}

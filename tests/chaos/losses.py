@@ -1,8 +1,9 @@
-"""The double entry of tokens: what each process has sampled, against what is trained; the difference was lost with it.
+"""The double-entry count of tokens: those that each process sampled, against those that are trained; the difference was
+lost with the process.
 
-The bound, for a producer that is killed: what a group samples in `producers.progress_s`. Half of that lies between two
-savings. A group that has begun less than a quarter of it before a saving is left out of it. And each saving takes the
-groups in turn: what lies between the turns of one group in two of them, beside the pause, is given the last quarter.
+The bound, for a producer that is killed, is what a group samples in `producers.progress_s`. Half of that time lies
+between two saves. A group that began less than a quarter of it before a save is left out of that save. Each save takes
+the groups in turn: the time between a group's turns in two saves, beyond the pause, is allowed the last quarter.
 """
 
 from collections import Counter
@@ -15,25 +16,25 @@ from penstock.schemas.config import RunConfig
 from tests.chaos.tally import mark_of
 
 TOKEN_S = 0.01
-"""Of the engine in a leg of long rollouts: no token comes sooner."""
+"""Seconds per token of the engine in a leg of long rollouts: no token comes sooner."""
 GRACE_S = 0.3
-"""What a producer that is told to stop has there, where a rollout takes seconds."""
+"""The producers' grace time there, where a rollout takes seconds."""
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that was ended by a fault, and what it had sampled of groups that it did not live to append."""
+    """A process that was ended by a fault, and what it had sampled of groups that it did not append."""
 
     kind: str
     num_groups: int
     num_sampled: int
-    """Tokens of these groups."""
+    """Tokens sampled of these groups."""
     num_lost: int
     most_lost: int
-    """By one group."""
+    """The most tokens lost by one group."""
 
 
 def most_lost(config: RunConfig) -> int:
-    """The most tokens that a group may lose with one producer."""
+    """Returns the most tokens that a group may lose with one producer."""
     return int(config.producers.progress_s / TOKEN_S) * config.group_size
 
 
@@ -43,10 +44,10 @@ def compare(
     trained_tokens: Mapping[tuple[int, int], int],
     limit: int,
 ) -> tuple[list[Loss], list[str]]:
-    """What each fault has cost, and what must not be.
+    """Returns what each fault has cost, and the violations.
 
-    sampled: by process and index its tokens. ended: by process the fault that ended it. trained_tokens: by index and
-    token id. Only indexes that were trained are compared. limit: of tokens lost by a group.
+    sampled: tokens by process and index. ended: by process, the fault that ended it. trained_tokens: by index and token
+    id. Only indexes that were trained are compared. limit: the tokens that a group may lose.
     """
     trained = {index for index, _ in trained_tokens}
     losses, problems = [], []
@@ -87,10 +88,10 @@ def balance(
     counted: Mapping[str, int],
     limit: int,
 ) -> list[str]:
-    """Whether what was sampled is what the run's own counts say became of it, but for what was lost.
+    """Checks that the run's own counts account for all sampled tokens but those lost; returns the violations.
 
-    num_lost: of indexes that are trained. counted: tokens by outcome. Of other indexes a process that was ended may
-    have lost `limit` each.
+    num_lost: tokens lost by indexes that are trained. counted: tokens by outcome. For each other index, a process that
+    was ended may have lost `limit` tokens.
     """
     total = sum(sum(tally.values()) for tally in sampled.values())
     num_others = sum(index not in trained for number in ended for index in sampled.get(number, ()))
@@ -104,7 +105,7 @@ def balance(
 
 
 def by_outcome(attrition: Mapping[str, Mapping[str, Mapping[str, Any]]], what: str) -> Counter[str]:
-    """Sums of `num` or `num_tokens` of the counts in a checkpoint, over environments and lengths."""
+    """Returns the sums of `num` or `num_tokens` of the counts in a checkpoint, over environments and lengths."""
     found: Counter[str] = Counter()
     for outcomes in attrition.values():
         for outcome, by_length in outcomes.items():

@@ -1,6 +1,6 @@
-"""Processes of the suite: forked from one that has everything imported, since a start must cost a blink, not seconds.
+"""Processes of the suite, forked from one that has imported everything: a start must take milliseconds, not seconds.
 
-Each is a process of its own with its own session, log, signals and exit status; only the imports are shared.
+Each has its own session, log, signals and exit status; only the imports are shared.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Process:
-    """A running child with a log of its own. It dies with the suite, however the suite ends."""
+    """A running child with its own log. It ends with the suite, however the suite ends."""
 
     def __init__(self, name: str, pid: int, log: Path) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class Process:
 
     @classmethod
     def spawn(cls, name: str, log: Path, environment: Mapping[str, str], command: Sequence[str]) -> "Process":
-        """Runs a command: for an engine, whose libraries do not bear a fork."""
+        """Runs a command: for an engine, whose libraries do not support a fork."""
         parent = os.getpid()
         with log.open("ab") as output:
             child = subprocess.Popen(
@@ -58,7 +58,7 @@ class Process:
                 start_new_session=True,
                 preexec_fn=lambda: _die_with(parent),
             )
-        child.returncode = 0  # it is reaped here and nowhere else
+        child.returncode = 0  # only `poll` reaps it
         return cls(name, child.pid, log)
 
     @property
@@ -66,7 +66,7 @@ class Process:
         return time.monotonic() - self.started
 
     def poll(self) -> int | None:
-        """The exit status (negative: the signal), or None while it runs."""
+        """Returns the exit status (negative: the signal), or None while it runs."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -78,7 +78,7 @@ class Process:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to this process alone: what it has started must end by itself."""
+        """Kills this process alone: what it has started must end by itself."""
         self.was_killed = True
         self.send(signal.SIGKILL)
 
@@ -105,7 +105,7 @@ class Process:
                 os.kill(pid, signal.SIGKILL)
 
     def left_behind(self) -> list[int]:
-        """Processes that it had started and that live on without it: they still have its log open."""
+        """Returns the processes that it started and that outlive it: they still have its log open."""
         return [] if self.poll() is None else [pid for pid in _writers_of(self.log) if pid != self.pid]
 
     def output(self) -> str:
@@ -116,7 +116,7 @@ def _writers_of(log: Path) -> list[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         for number in ("1", "2"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 if os.readlink(process / "fd" / number) == str(log):
                     found.add(int(process.name))
     return sorted(found)
@@ -124,7 +124,7 @@ def _writers_of(log: Path) -> list[int]:
 
 def _die_with(parent: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl took effect
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(1)
 
 

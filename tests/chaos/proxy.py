@@ -1,4 +1,5 @@
-"""The way to Redis, in a process of its own: one cutting proxy per client process, so that one alone can be cut off."""
+"""The connections to Redis, in a separate process: one proxy per client process, so that one client alone can be cut
+off."""
 
 import json
 import os
@@ -18,14 +19,14 @@ PRODUCER_COMMANDS = ("EXEC", "XREADGROUP", "XCLAIM", "XPENDING", "SET", "XREAD")
 
 
 class Proxy:
-    """A socket for each of `names`, behind which lies the server's, until a connection is cut."""
+    """A socket for each of `names`, forwarded to the server's until a connection is cut."""
 
     def __init__(self, folder: Path, upstream: Path, names: list[str]) -> None:
         commands, self._commands = os.pipe()
         answers, answering = os.pipe()
 
         def body() -> int:
-            os.close(self._commands)  # or its end would never be seen
+            os.close(self._commands)  # otherwise this process would never see the pipe's end
             tempfile.tempdir = str(folder)
             return _serve(f"unix://{upstream}", names, os.fdopen(commands), os.fdopen(answering, "w"))
 
@@ -39,7 +40,7 @@ class Proxy:
         return self._urls[name]
 
     def cut(self, name: str, away_s: float) -> None:
-        """Closes every connection of `name` and refuses new ones for so long."""
+        """Closes every connection of `name` and refuses new ones for `away_s`."""
         self._send(name=name, away_s=away_s)
 
     def cut_command(self, name: str, command: str, nth: int, when: When) -> None:

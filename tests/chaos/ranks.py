@@ -24,7 +24,7 @@ from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.schemas.config import ObjectivePlug, Plug, RunConfig, TrainerConfig
 from penstock.schemas.process.files import write_whole
 from tests.chaos.aim import Target
-from tests.chaos.roles import BROKEN, hurry
+from tests.chaos.roles import BROKEN, shorten_waits
 from tests.chaos.witness import observed_learner
 
 NUM_RANKS = 2
@@ -32,7 +32,7 @@ RANK_TIMEOUT_S = 6.0
 
 
 def of_ranks(config: RunConfig, aims: Path) -> RunConfig:
-    """The configuration for a trainer of `NUM_RANKS`, whose objective and optimizer look for aims."""
+    """Returns the configuration for a trainer of `NUM_RANKS` whose objective and optimizer look for aims."""
     aimed = {"folder": str(aims), "timeout_s": RANK_TIMEOUT_S}
     trainer = TrainerConfig(
         learning_rate=config.trainer.learning_rate,
@@ -48,7 +48,7 @@ def of_ranks(config: RunConfig, aims: Path) -> RunConfig:
 def train(
     config: RunConfig, file: Path, runs: Path, *, resume: bool, standby: bool, steps: Path, broken: str | None
 ) -> int:
-    """What `penstock trainer` does for a run file with `num_processes`, with observed ranks, which are forked."""
+    """Does what `penstock trainer` does for a run file with `num_processes`, with observed ranks that are forked."""
     write_whole(file, resolved_toml(config))
     command = ["trainer", str(file), "--runs", str(runs)] + ["--resume"] * resume + ["--standby"] * standby
     start.subprocess = SimpleNamespace(Popen=_ForkedRank)  # type: ignore[assignment]
@@ -62,8 +62,8 @@ def train(
 
 
 class _ForkedRank:
-    """A rank, with what the launcher uses of a Popen. As one it has no descriptor of the launcher's but its output, so
-    that the launcher's death closes the ranks' store."""
+    """A rank with the methods of Popen that the launcher uses. Like a Popen it inherits no descriptor of the launcher
+    but its output, so that the launcher's death closes the ranks' store."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
         self.returncode: int | None = None
@@ -102,7 +102,7 @@ def _be_a_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> None
         os.environ.update(environment)
         steps, broken, *command = arguments
         lead.Learner = led_rank.Learner = _aimed_learner(Path(steps))  # type: ignore[misc]
-        hurry()
+        shorten_waits()
         if broken:
             BROKEN[broken]()
         status = cli.main(command)
@@ -118,8 +118,8 @@ def _aimed_learner(steps: Path) -> Any:
     observed: Any = observed_learner(steps)
 
     class AimedLearner(observed):
-        """Can be hit where the lead has packed a batch and the others wait for it, and where a rank has written its
-        part of a checkpoint that the others do not know of yet."""
+        """A learner that can be hit where the lead has packed a batch and the others wait for it, and where a rank has
+        written its part of a checkpoint that the others do not know of yet."""
 
         def __init__(self, config: RunConfig, *arguments: Any) -> None:
             super().__init__(config, *arguments)

@@ -1,4 +1,4 @@
-"""The suite's result file as a page: what was tried, and what happened."""
+"""Writes the suite's results as a page: what was tried, and what happened."""
 
 import json
 from collections import Counter
@@ -148,7 +148,7 @@ def _kind_rows(faults: list[dict[str, Any]], *, with_disk: bool) -> list[list[ob
 
 
 def _losses(verdicts: list[dict[str, Any]]) -> list[str]:
-    """By how producers were ended, what that has cost."""
+    """Returns the table of tokens lost, by how producers were ended."""
     rows = []
     for kind in sorted({loss["kind"] for verdict in verdicts for loss in verdict["losses"]}):
         alike = [loss for verdict in verdicts for loss in verdict["losses"] if loss["kind"] == kind]
@@ -167,7 +167,7 @@ def _losses(verdicts: list[dict[str, Any]]) -> list[str]:
 
 
 def _hits(hits: list[dict[str, Any]]) -> list[str]:
-    """By place, fate and rank how long it took, and what was said."""
+    """Returns the table of ranks that were hit, by place, fate and rank."""
     rows = []
     for place, fate, rank in sorted({(hit["place"], hit["fate"], hit["rank"]) for hit in hits}):
         alike = [hit for hit in hits if (hit["place"], hit["fate"], hit["rank"]) == (place, fate, rank)]

@@ -1,4 +1,4 @@
-"""Programs of the suite's processes: the real entry points, observed; and the deliberately broken protocols."""
+"""Programs of the suite's processes: the real entry points, observed, and the deliberately broken protocols."""
 
 import asyncio
 import functools
@@ -37,28 +37,28 @@ from tests.chaos.witness import observed_learner
 from weight_host import read
 
 SAMPLED = "sampled"
-"""Folder of the tallies of a leg of long rollouts, one for each process by its number."""
+"""The folder of the tallies of a leg of long rollouts, one for each process by its number."""
 LONGEST = 240
-"""Tokens of the longest rollouts there; the shortest have half as many."""
+"""The tokens of the longest rollouts there; the shortest have half as many."""
 WITHOUT_PROGRESS = "progress"
-"""The protocol that is broken in the producers: they save nothing."""
+"""The broken protocol of producers that save no progress."""
 KILL_IN_PATCH = "kill-in-patch"
-"""File that the suite leaves for the next producer that changes a host's copy: it dies while it does."""
+"""The file that the suite leaves for the next producer that patches a host's copy: it dies during the patch."""
 
 
 def train(config: RunConfig, runs: Path, *, resume: bool, standby: bool, steps: Path, broken: str | None = None) -> int:
-    """The trainer's own entry point, with the witness around its learner."""
+    """Runs the trainer's own entry point with an observed learner."""
     logs.configure("trainer", run=config.name, id=f"trainer-{os.getpid()}")
     trainer_entry.Learner = observed_learner(steps)  # type: ignore[misc]
     labels.watch_publications(steps.with_name("labels"))
-    hurry()
+    shorten_waits()
     if broken is not None and broken != WITHOUT_PROGRESS:
         BROKEN[broken]()
     return trainer_entry.main(config, runs=runs, resume=resume, standby=standby)
 
 
-def hurry() -> None:
-    """Has a trainer suspect its chunks after seconds: a run of milliseconds a step waits no longer."""
+def shorten_waits() -> None:
+    """Makes a trainer suspect its chunks after seconds: a run with steps of milliseconds waits no longer."""
     trainer.WAITING_LOG_S, recovery.SUSPICIOUS_S = 1.0, 3.0
 
 
@@ -70,8 +70,8 @@ def produce(
     number: int | None = None,
     broken: str | None = None,
 ) -> int:
-    """The producer's own entry point with an engine that costs nothing. number: of this process among all, if rollouts
-    are long and each process keeps a tally of its tokens."""
+    """Runs the producer's own entry point with a scripted engine. number: of this process among all, if rollouts are
+    long and each process keeps a tally of its tokens."""
 
     async def start(config: RunConfig, *, seed: int) -> ChaosEngine:
         settings = {"num_tokens": config.sampling.max_tokens, "num_token_ids": 90, "first_token": 3}
@@ -97,7 +97,8 @@ def produce(
 
 
 class ChaosEngine(ScriptedEngine):
-    """Refuses a request id while it is in use, and takes it again afterwards. Notes what it loads in `notes`."""
+    """An engine that refuses a request id while it is in use, but not afterwards, and records in `notes` what it
+    loads."""
 
     def __init__(self, notes: Path, **settings: Any) -> None:
         super().__init__(**settings)
@@ -125,7 +126,7 @@ class ChaosEngine(ScriptedEngine):
 
 
 class LongEngine(ChaosEngine):
-    """Samples rollouts of `LONGEST` tokens or fewer by the index, and keeps a tally of them."""
+    """An engine whose rollouts have `LONGEST` tokens or fewer, by index, and which keeps a tally of them."""
 
     def __init__(self, notes: Path, tally: Tally, **settings: Any) -> None:
         super().__init__(notes, script=lambda prompt, sibling: [tally.mark] * _num_left(prompt), **settings)
@@ -142,7 +143,7 @@ class LongEngine(ChaosEngine):
 
 
 def _num_left(prompt: list[int]) -> int:
-    """The tokens that a prompt does not hold yet of the rollout that it poses."""
+    """Returns the number of tokens that are missing in the rollout that a prompt begins."""
     index, num_sampled = parts_of(prompt)
     return LONGEST - 30 * (index % 5) - num_sampled
 
@@ -152,7 +153,7 @@ async def _save_nothing(self: RolloutProgress, min_age_s: float = 0.0) -> float:
 
 
 def _without_deduplication() -> None:
-    """Every record that arrives is taken into hand, settled before or not, and booked as often as it is trained.
+    """Accepts every record that arrives, settled before or not, and trains it each time.
 
     Which records come twice, and soon enough not to be stale, is a matter of chance: so a trainer that waits reads the
     stream from its start every time, and nothing counts as stale.
@@ -189,7 +190,7 @@ def _without_deduplication() -> None:
 
 
 def _without_reconciling() -> None:
-    """Indexes that Redis has lost stay lost."""
+    """Does not release again the indexes that Redis has lost."""
 
     def reconcile(self, reader, lag_of, *rest):
         reader.read_to_end(lag_of)
@@ -199,7 +200,7 @@ def _without_reconciling() -> None:
 
 
 def _with_forgotten_ledger() -> None:
-    """A resumed trainer restores the policy and not what has shaped it."""
+    """Makes a resumed trainer restore the policy without the record of what it was trained on."""
     from_state = Ledger.from_state
 
     def forget(state: dict) -> Ledger:
@@ -214,7 +215,7 @@ def _with_forgotten_ledger() -> None:
 
 
 def _without_sharing() -> None:
-    """Every rank is given the rows of all."""
+    """Gives every rank the rows of all."""
     of_rank = MiniBatch.of_rank
 
     def with_all(self: MiniBatch, rank: int, num_ranks: int) -> MiniBatch:
@@ -232,12 +233,12 @@ BROKEN: dict[str, Callable[[], None]] = {
 
 
 def engine_command(config: Path, runs: Path, producer_id: str) -> list[str]:
-    """The command of a producer with the real engine."""
+    """Returns the command of a producer with the real engine."""
     return [sys.executable, "-m", "tests.chaos.roles", str(config), str(runs), producer_id]
 
 
 def main() -> int:
-    """The program that `engine_command` starts."""
+    """Runs the program that `engine_command` starts."""
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RunConfig)
     os.environ["OMP_NUM_THREADS"] = str(config.producers.num_threads)
     return producer_entry.main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3])

@@ -1,4 +1,4 @@
-"""The suite's Redis or Valkey: killed, stopped, emptied, and robbed of what a power loss would take."""
+"""The suite's Redis or Valkey: it can be killed, stopped, emptied, and lose what a power loss would take."""
 
 import shutil
 import signal
@@ -14,16 +14,16 @@ from redis.retry import Retry
 from penstock.deploy.launch.child import Child
 
 WINDOW_S = 1.0
-"""The most that a power loss may take under `everysec`: the server syncs its append-only file once a second."""
+"""The most that a power loss may cost under `everysec`: the server syncs its append-only file once a second."""
 
 
 class ChaosServer:
     """A server on a UNIX socket with an append-only file.
 
-    A power loss is simulated so: the server is killed with SIGKILL, and the append-only file (the incremental part of
-    the multi-part one; no rewrite happens in a run this short) is cut back to the size it had at a random moment of the
-    last second, plus a few bytes, so that the cut also falls into the middle of a command or of a MULTI. Under
-    `everysec` all of that second may be lost; under `always` an answered write never is, and only the kill remains.
+    A power loss is simulated: the server is killed with SIGKILL, and the append-only file (the incremental part of the
+    multi-part one; no rewrite happens in so short a run) is cut back to its size at a random moment of the last second,
+    plus a few bytes, so that the cut also falls into a command or a MULTI. Under `everysec` all of that second may be
+    lost; under `always` an answered write never is, and only the kill remains.
     """
 
     def __init__(self, binary: Path, folder: Path, *, appendfsync: str) -> None:
@@ -35,12 +35,12 @@ class ChaosServer:
         self._sizes: deque[tuple[float, int]] = deque()
         self.child: Child | None = None
         self.client = redis.Redis(
-            unix_socket_path=str(self.socket), protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=1.0
+            unix_socket_path=str(self.socket), protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0
         )
         self.is_stopped = False
 
     def start(self) -> None:
-        """Starts it; whether it answers yet is for `answers` to say."""
+        """Starts the server; `answers` tells when it is ready."""
         self._data.mkdir(parents=True, exist_ok=True)
         self.socket.unlink(missing_ok=True)
         command = [str(self._binary), "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self._data)]
@@ -61,7 +61,7 @@ class ChaosServer:
             return False
 
     def watch(self) -> None:
-        """To be called often: notes how long the append-only file is."""
+        """Records the size of the append-only file. Must be called often."""
         file = self._append_only_file()
         if file is None:
             return
@@ -78,7 +78,7 @@ class ChaosServer:
         self.socket.unlink(missing_ok=True)
 
     def lose_power(self, draw: Random) -> str:
-        """Kills the server and cuts its file; returns how much was lost."""
+        """Kills the server and cuts its file; returns a description of what was lost."""
         self.watch()
         self.kill()
         file = self._append_only_file()
@@ -94,7 +94,7 @@ class ChaosServer:
         return f"lost the last {size - kept:,} bytes ({back_s:.2f} s) of its append-only file"
 
     def empty(self) -> None:
-        """Kills the server and removes everything it had."""
+        """Kills the server and removes its data."""
         self.kill()
         shutil.rmtree(self._data)
 
@@ -109,7 +109,7 @@ class ChaosServer:
         self.child.send(signal.SIGCONT)
 
     def limit_memory(self, room: int | None) -> None:
-        """Leaves `room` bytes below the memory limit; None takes the limit back."""
+        """Sets the memory limit to `room` bytes above the memory in use; None removes the limit."""
         limit = 256 << 20 if room is None else self.client.info("memory")["used_memory"] + room
         self.client.config_set("maxmemory", limit)
 

@@ -1,9 +1,9 @@
-"""What each engine has sampled, kept by the engine itself where a SIGKILL leaves it: the first side of a double entry.
+"""Counts what each engine has sampled, where a SIGKILL does not lose it: the first side of the double-entry count.
 
-The engine of a leg of long rollouts samples one token id and no other, its process's own, and counts each step in a
-file before anything of the product can look at it. The other side are the tokens in the tensors that are trained on
-(`witness.sampled_in`): who sampled them can be read from the ids. What was sampled of a prompt and is not trained was
-lost, whatever the product says, saves or counts.
+The engine of a leg of long rollouts samples a single token id, its process's own, and counts each step in a file before
+any product code sees it. The other side are the tokens in the tensors that are trained on (`witness.sampled_in`), whose
+ids identify the process. What was sampled of a prompt and is not trained was lost, whatever the product says, saves or
+counts.
 """
 
 import os
@@ -21,7 +21,7 @@ ENTRY = struct.Struct("<qqqq")
 
 
 class Request(NamedTuple):
-    """A request to an engine: tokens sampled by now of each of its siblings, of as many as it will have at its end."""
+    """A request to an engine: the tokens sampled so far of each of its siblings, and how many each will have."""
 
     index: int
     num_siblings: int
@@ -47,24 +47,25 @@ class Tally:
 
 
 def mark_of(number: int) -> int:
-    """The token id of the process with this number."""
+    """Returns the token id of the process with this number."""
     return FIRST_CHARACTER + number % NUM_MARKS
 
 
 def parts_of(prompt: list[int]) -> tuple[int, int]:
-    """The index that a prompt poses, and how many tokens follow its text."""
+    """Returns the index that a prompt poses, and how many tokens follow its text."""
     text = "".join(ALPHABET[token - FIRST_CHARACTER] for token in prompt)
     posed = text[: text.index(END) + 1]
     return index_of(posed), len(text) - len(posed)
 
 
 def requests_in(file: Path) -> list[Request]:
+    """Returns the requests in a tally's file."""
     content = file.read_bytes() if file.exists() else b""
     return [Request(*entry) for entry in ENTRY.iter_unpack(content[: len(content) // ENTRY.size * ENTRY.size])]
 
 
 def tokens_in(file: Path) -> Counter[int]:
-    """By index, the tokens that a process has sampled of training prompts."""
+    """Returns the tokens that a process has sampled for training prompts, by index."""
     found: Counter[int] = Counter()
     for request in requests_in(file):
         if request.index > 0:

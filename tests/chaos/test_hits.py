@@ -1,4 +1,4 @@
-"""The end of a trainer of which a rank was hit: what the fault suite takes for a good one."""
+"""The end of a trainer with a rank that was hit: which ends the fault suite accepts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The witness of labels: which notes of trainers and engines it takes for a broken promise."""
+"""The comparison of labels: which notes of trainers and engines count as a violation."""
 
 import pytest
 import torch

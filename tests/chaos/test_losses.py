@@ -1,4 +1,4 @@
-"""The fault suite's double entry of tokens: what it finds, and what it lets pass."""
+"""The fault suite's double-entry count of tokens: what it detects, and what it accepts."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.chaos.tally import Request, Tally, mark_of, parts_of, requests_in, to
 
 LIMIT = 10
 SAMPLED = {0: {1: 100, 2: 50}, 1: {1: 60, 2: 150}}
-"""Process 0 was killed in groups 1 and 2, and process 1 went on with them."""
+"""Process 0 was killed in groups 1 and 2, and process 1 continued them."""
 
 
 def trained(*counts: tuple[int, int, int]) -> dict[tuple[int, int], int]:

@@ -1,4 +1,4 @@
-"""The fault suite's own ledger: what it counts, what it refuses to count."""
+"""The fault suite's own ledger: what it counts, and what it refuses to count."""
 
 import json
 from collections import Counter
@@ -101,7 +101,7 @@ PARTS = ({"w": torch.arange(3.0), "step": torch.tensor(1.0)}, {"w": torch.arange
 
 
 def save_parts(folder, starts: tuple[int, ...], parts=PARTS) -> None:
-    """A checkpoint's tensors as so many ranks write them; their parts of `w` begin at these rows."""
+    """Writes a checkpoint's tensors as several ranks do; their parts of `w` begin at the rows `starts`."""
     (folder / "tensors").mkdir(parents=True)
     for rank, (start, part) in enumerate(zip(starts, parts, strict=True)):
         places = {name: {"saved_offsets": [start] if name == "w" else []} for name in part}
@@ -123,7 +123,7 @@ def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path, start
 
 
 def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] = (0.0, 1.0)) -> RolloutGroup:
-    """The prompt of `index` with completions `=1` and `=2`, in a group that says it is another one."""
+    """Returns the prompt of `index` with completions `=1` and `=2`, in a group that names another index."""
     tokenizer = build_tokenizer(64)
     context = tokenizer.encode(text_of(index))
     group = make_group(claims_to_be, 0, rewards=rewards)

@@ -1,21 +1,21 @@
-"""The ledger of what was trained, kept by the bits of the weights themselves.
+"""A ledger of what was trained, based on the bits of the weights themselves.
 
 Every optimizer step of every trainer leaves one line: the digest of the policy before it, the digest after it, the
 task index of each row that was in the tensors of that step, and how often each token id was sampled for it. The digest
 covers the weights and the optimizer's moments; the indexes are read back from the prompt's token ids inside the packed
 batch, not from any index field.
 
-Of a trainer of several ranks each rank reads the rows that it was given itself, and the digest is that of the whole
-tensors, put together from the shards. So a line, and a checkpoint's digest, does not tell how many ranks there were.
+With several ranks each rank reads the rows that it was given itself, and the digest is that of the whole tensors,
+assembled from the shards. A line, and a checkpoint's digest, is therefore independent of the number of ranks.
 
-At the end the suite digests the saved policy from its files and walks the lines back, digest by digest, to the base
-model. What lies on that way is what has shaped the policy, no more and no less:
+At the end the suite digests the saved policy from its files and walks back, digest by digest, to the base model. The
+steps on that way have shaped the policy, no more and no less:
 
 - A step that was rolled back is on another branch: its digest is no ancestor of the saved one.
 - Nothing that the code under test saves, restores, counts or claims takes part. It could only deceive the ledger by
   making weights that equal, bit for bit, those of another history.
-- Weights that no step has made (a checkpoint's model beside another one's moments, a step outside `Learner.step`) end
-  the walk before the base model, which is a violation too.
+- Weights that no step has made (a checkpoint's model with another one's moments, a step outside `Learner.step`) end
+  the walk before the base model, which is also a violation.
 
 A line is written with one `write` on a descriptor opened for appending, after the step and before anything can save its
 result: a process killed in between leaves either a whole line or weights that exist nowhere. With several ranks rank 0
@@ -51,7 +51,7 @@ class ChainError(RuntimeError):
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A policy: weights as `masters/<name>`, and the optimizer's state as `<moment>/<name>`."""
+    """Returns the digest of a policy: weights as `masters/<name>`, and the optimizer's state as `<moment>/<name>`."""
     hashed = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         hashed.update(name.encode())
@@ -60,12 +60,13 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def digest_of_base(model_folder: Path) -> str:
+    """Returns the digest of a model folder without optimizer state."""
     weights = load_file(model_folder / "model.safetensors")
     return digest({f"masters/{name}": weight for name, weight in weights.items()})
 
 
 def digest_of_checkpoint(folder: Path) -> str:
-    """The digest of the whole tensors, from the parts in the files of all ranks.
+    """Returns the digest of the whole tensors, from the parts in the files of all ranks.
 
     Raises:
         ChainError: parts are missing or too many.
@@ -95,12 +96,12 @@ def _put_together(name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> torch
 
 
 def rows_in(batch: Batch) -> list[int]:
-    """The task index of each row in a batch's tensors, ascending: of every completion that is trained on."""
+    """Returns the task index of each row in a batch's tensors, ascending."""
     return sorted(index for microbatch in batch.microbatches for index in _rows_in(microbatch))
 
 
 def sampled_in(batch: Batch) -> Counter[tuple[int, int]]:
-    """By task index and token id, how many of the tokens that are scored are this one."""
+    """Returns how many of the scored tokens have each token id, by task index and token id."""
     found: Counter[tuple[int, int]] = Counter()
     for microbatch in batch.microbatches:
         indexes = dict(zip(dict.fromkeys(microbatch.row_ids.tolist()), _rows_in(microbatch), strict=True))
@@ -110,8 +111,8 @@ def sampled_in(batch: Batch) -> Counter[tuple[int, int]]:
 
 
 def _rows_in(microbatch: MicroBatch) -> Iterator[int]:
-    """The index of each row, in order. Its first sampled token is predicted by the last one of its prompt, the `=`;
-    where positions start is its first one. Siblings may share it."""
+    """Yields the index of each row, in order. The row's first sampled token is predicted by the last token of its
+    prompt, the `=`; the prompt begins where positions start. Siblings may share it."""
     text = "".join(
         ALPHABET[token - FIRST_CHARACTER] if token >= FIRST_CHARACTER else "?"
         for token in microbatch.token_ids.tolist()
@@ -124,7 +125,7 @@ def _rows_in(microbatch: MicroBatch) -> Iterator[int]:
 
 
 def observed_learner(file: Path) -> type[Learner]:
-    """A Learner that leaves a line in `file` for each step that changed it."""
+    """Returns a Learner class that writes a line to `file` for each step that changed it."""
 
     class ObservedLearner(Learner):
         def __init__(self, config: RunConfig, *arguments: Any) -> None:
@@ -132,7 +133,7 @@ def observed_learner(file: Path) -> type[Learner]:
             self._lines = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
         def _step(self, batch: Batch) -> StepReport:
-            """On every rank, with its own part of the batch."""
+            """Runs on every rank, with its own part of the batch."""
             rows = [index for of_rank in self._from_all(rows_in(batch)) for index in of_rank]
             sampled = sum(self._from_all(sampled_in(batch)), Counter[tuple[int, int]]())
             before = self.weights_digest()
@@ -155,7 +156,7 @@ def observed_learner(file: Path) -> type[Learner]:
             return digest(tensors | whole)
 
         def _from_all(self, value: Any) -> list[Any]:
-            """The value of each rank, by torch and not by what is under test."""
+            """Returns the value of each rank, gathered by torch and not by the code under test."""
             if self.ranks.size == 1:
                 return [value]
             found: list[Any] = [None] * self.ranks.size
@@ -178,7 +179,7 @@ def _own(tensor: Any) -> torch.Tensor:
 
 
 class StepChain:
-    """Every step that any trainer took, by the digest of what it made.
+    """Every step that any trainer took, by the digest of its result.
 
     Raises:
         ChainError: a torn line, or two histories with one result.
@@ -187,12 +188,12 @@ class StepChain:
     def __init__(self, file: Path, root: str) -> None:
         self._root = root
         self._made: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        """By digest the one before, the indexes of the step's rows, and what was sampled for them."""
+        """By digest: the digest before, the indexes of the step's rows, and the tokens sampled for them."""
         text = file.read_text() if file.exists() else ""
         if text and not text.endswith("\n"):
             raise ChainError(f"{file}: the last line is torn")
         self.num_steps = 0
-        """Steps taken, those included that a rollback has undone."""
+        """Steps taken, including those that a rollback has undone."""
         for line in text.splitlines():
             before, after, indexes, tokens = line.split(" ")
             step = before, tuple(int(index) for index in indexes.split(",") if index), tokens
@@ -201,15 +202,16 @@ class StepChain:
             self.num_steps += 1
 
     def history(self, tip: str) -> list[tuple[int, ...]]:
-        """The index of each row of each step from the base model to the policy `tip`.
+        """Returns the index of each row of each step from the base model to the policy `tip`.
 
         Raises:
-            ChainError: it does not lead there.
+            ChainError: the steps do not lead there.
         """
         return [indexes for _, indexes, _ in self._steps(tip)]
 
     def sampled(self, tip: str) -> Counter[tuple[int, int]]:
-        """By task index and token id, how often it was trained on along the way to `tip`; raises as `history`."""
+        """Returns how often each token was trained on along the way to `tip`, by task index and token id; raises as
+        `history`."""
         found: Counter[tuple[int, int]] = Counter()
         for _, _, tokens in self._steps(tip):
             for each in filter(None, tokens.split(",")):

@@ -1,4 +1,4 @@
-"""A trainer whose learner is scripted, on a real server."""
+"""Trainers with a scripted learner on a real server."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def beat(redis_client) -> Callable[[Keys, str], None]:
-    """Sends the heartbeat of an instance, which lives for the test. Its producer is the part before a dash."""
+    """Writes the heartbeat of an instance, which does not expire. Its producer is the part before the dash."""
 
     def send(keys: Keys, instance: str) -> None:
         name = instance.partition("-")[0]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_faults import FAULTS, SIBLINGS, label_late, labels_only, not_finite, raw
+from faulty_producers import NAMES, FaultyProducers
 from parity_bench import ParityBench
 from penstock.consumers.parity.gate import ParityRefusedError
 from penstock.consumers.parity.recheck import BUSY_SHARE, Recheck
@@ -17,8 +19,6 @@ from penstock.consumers.parity.watch import LIMIT, OUT
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.keys import Field
 from penstock.schemas.weights.reading import WeightReader
-from played_faults import FAULTS, SIBLINGS, label_late, labels_only, not_finite, raw
-from played_producers import NAMES, PlayedProducers
 from real_server import installed_servers
 from trainer_bench import TrainerBench
 
@@ -62,7 +62,7 @@ def computing(redis_url: str, tmp_path: Path, parity_bench: ParityBench) -> Iter
     bench.close()
 
 
-def trained_with(bench: TrainerBench, producers: PlayedProducers):
+def trained_with(bench: TrainerBench, producers: FaultyProducers):
     """A trainer that has trained the whole run."""
     bench.producer(producers.answer)
     trainer = producers.watched(bench.trainer())
@@ -74,7 +74,7 @@ def trained_with(bench: TrainerBench, producers: PlayedProducers):
     return trainer
 
 
-def assert_undisturbed(bench: TrainerBench, producers: PlayedProducers) -> None:
+def assert_undisturbed(bench: TrainerBench, producers: FaultyProducers) -> None:
     """Every group of the other producers is trained, once, and nothing else is lost."""
     trained = Counter(item for batch in producers.batches for item in batch.items())
     for name in ("good", "fine"):
@@ -93,7 +93,7 @@ def test_of_a_producer_that_turns_bad_nothing_is_trained_once_it_is_found(
 ):
     if fault is label_late:  # seen in no row of lag 0
         computing.overrides.append("parity.recheck=1.0")
-    producers = PlayedProducers(parity_bench, redis_client, computing.keys, tmp_path / "policies", fault)
+    producers = FaultyProducers(parity_bench, redis_client, computing.keys, tmp_path / "policies", fault)
     trained_with(computing, producers)
     assert producers.found.keys() == {"bad"}, "no false quarantine"
     found, num_batches = producers.found["bad"]
@@ -108,7 +108,7 @@ def test_a_producer_whose_rows_the_trainer_refuses_is_quarantined_by_its_fourth_
     computing, parity_bench, redis_client, tmp_path, since
 ):
     """Its weights are broken and it sends NaN: not one that is trained, but an index for good with each group."""
-    producers = PlayedProducers(
+    producers = FaultyProducers(
         parity_bench, redis_client, computing.keys, tmp_path / "policies", not_finite, since=since
     )
     trained_with(computing, producers)
@@ -136,7 +136,7 @@ def test_a_producer_whose_rows_the_trainer_refuses_is_quarantined_by_its_fourth_
 def test_a_producer_that_is_bad_in_the_first_batch_is_quarantined_by_the_gate_and_the_run_begins_without_it(
     computing, parity_bench, redis_client, tmp_path
 ):
-    producers = PlayedProducers(parity_bench, redis_client, computing.keys, tmp_path / "policies", raw, since=0)
+    producers = FaultyProducers(parity_bench, redis_client, computing.keys, tmp_path / "policies", raw, since=0)
     trained_with(computing, producers)
     found, num_batches = producers.found["bad"]
     assert set(producers.found) == {"bad"} and num_batches == producers.num_trained("bad") == 0
@@ -151,7 +151,7 @@ def test_a_bad_producer_that_fills_the_first_batch_alone_is_no_reason_to_refuse_
     computing, parity_bench, redis_client, tmp_path, beat
 ):
     first = ["bad"] * len(NAMES)
-    producers = PlayedProducers(
+    producers = FaultyProducers(
         parity_bench, redis_client, computing.keys, tmp_path / "policies", raw, since=0, first=first
     )
     beat(computing.keys, "instance of bad")
@@ -165,7 +165,7 @@ def test_a_run_that_has_nobody_but_bad_producers_is_refused_with_what_the_gate_s
     computing, parity_bench, redis_client, tmp_path, beat
 ):
     first = ["bad"] * len(NAMES)
-    producers = PlayedProducers(
+    producers = FaultyProducers(
         parity_bench, redis_client, computing.keys, tmp_path / "policies", raw, since=0, first=first
     )
     beat(computing.keys, "instance of bad")
@@ -217,7 +217,7 @@ def test_a_bad_producer_is_found_at_lags_above_0_by_a_trainer_that_never_waits(
     kept_full, parity_bench, redis_client, tmp_path
 ):
     kept_full.overrides += ["parity.recheck=1.0", f"num_updates={2 * CREDIT_BATCHES + LATEST}"]
-    producers = PlayedProducers(parity_bench, redis_client, kept_full.keys, tmp_path / "policies", labels_only)
+    producers = FaultyProducers(parity_bench, redis_client, kept_full.keys, tmp_path / "policies", labels_only)
     kept_full.producer(producers.answer)
     trainer = never_waiting(kept_full, producers.watched(kept_full.trainer()))
     assert trainer.run()
@@ -239,7 +239,7 @@ def test_a_bad_producer_is_found_at_lags_above_0_by_a_trainer_that_never_waits(
 
 def test_losses_are_the_same_with_rechecks_between_updates(kept_full, parity_bench, redis_client, redis_url, tmp_path):
     def losses(bench: TrainerBench, folder: Path) -> list[float]:
-        producers = PlayedProducers(parity_bench, redis_client, bench.keys, folder, labels_only, since=NUM_UPDATES)
+        producers = FaultyProducers(parity_bench, redis_client, bench.keys, folder, labels_only, since=NUM_UPDATES)
         bench.producer(producers.answer)
         trainer = never_waiting(bench, producers.watched(bench.trainer()))
         assert trainer.run() and not producers.found

@@ -63,7 +63,7 @@ def everything(bench: TrainerBench, client: redis.Redis) -> dict[str, object]:
 
 
 def a_stopped_run(bench: TrainerBench) -> None:
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     at_step(first, 6, first.stop)
     assert first.run() is False
@@ -96,7 +96,7 @@ def test_a_new_trainer_stopped_while_it_boots_leaves_no_run_behind(
     process = processes.start("booting", program=program, fresh=program is IMPORTING)
     assert_stops(processes, process, number, marker.exists, "booting")
     assert everything(bench, redis_client) == {"redis": {}, "disk": {}}
-    bench.hardy_producer()
+    bench.resilient_producer()
     assert bench.trainer().run(), "the name is free: it needs no --resume"
     assert_settled_once(bench, redis_client)
 
@@ -129,7 +129,7 @@ def test_a_trainer_stopped_while_it_loads_its_checkpoint_changes_only_the_epoch(
     assert Path(epoch_file).name == "epoch-1"
     del after["disk"][epoch_file]
     assert after == before
-    bench.hardy_producer()
+    bench.resilient_producer()
     second = bench.trainer(resume=True)
     assert (second.leadership.epoch, second.learner.num_steps) == (2, 7)
     assert second.run()

@@ -1,4 +1,4 @@
-"""The code and the run files that the pages show work as they stand."""
+"""The code and the run files on the pages work as they are."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def configs(page: str) -> list[RunConfig]:
-    """Every run file of a page; one that shows a table alone is completed."""
+    """Returns every run file of a page; one that shows a single table is completed."""
     documents = [tomllib.loads(block) for block in blocks(page, "toml")]
     completed = [({} if "environments" in document else ENVIRONMENT) | document for document in documents]
     return [config_of(tomllib.loads(WHOLE) | document, Path(page)) for document in completed]
@@ -43,7 +43,7 @@ def configs(page: str) -> list[RunConfig]:
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Saves the Python blocks of a page that begin with their file's name, and makes them importable."""
+    """Saves the Python blocks of a page that begin with a file name, and makes them importable."""
 
     def save(page: str) -> None:
         for block in blocks(page, "python"):
@@ -106,7 +106,7 @@ def test_the_table_of_an_environment_of_verifiers_loads_the_example(monkeypatch:
 
 
 def inputs(current: torch.Tensor) -> LossInputs:
-    """Two rows of two tokens, the last token masked and its numbers NaN."""
+    """Returns two rows of two tokens, the last token masked with NaN as its numbers."""
     mask = torch.tensor([True, True, True, False])
     return LossInputs(
         current_logprobs=current,

@@ -1,4 +1,4 @@
-"""The sizing page: its formula counts what autograd keeps, knows published models, and the page is current."""
+"""The sizing page: its formula counts what autograd keeps, matches published models, and the page is current."""
 
 import functools
 from pathlib import Path
@@ -70,7 +70,7 @@ def model_of(shape: ModelShape, layers: int) -> Any:
 
 
 def kept_bytes(shape: ModelShape, layers: int, dtype: torch.dtype) -> int:
-    """What autograd keeps of a forward pass, beside the model itself, each piece of memory once."""
+    """Returns the bytes that autograd keeps of a forward pass, without the model, each piece of memory once."""
     torch.manual_seed(0)
     model = model_of(shape, layers).to(dtype)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}

@@ -1,4 +1,4 @@
-"""Asynchronous scheduling on vLLM's CPU build, which has all of it and turns it off as not needed there."""
+"""Asynchronous scheduling on vLLM's CPU build, which implements it but switches it off."""
 
 import contextlib
 import multiprocessing
@@ -21,14 +21,15 @@ def _check_and_keep(vllm_config: Any) -> None:
 
 @contextlib.contextmanager
 def async_scheduling_kept() -> Iterator[None]:
-    """Engines that start meanwhile schedule as they are asked to; AsyncWorker has to be their worker's extension."""
+    """Keeps the scheduling that is asked for in engines started meanwhile; their worker's extension must be
+    AsyncWorker."""
     with mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(_check_and_keep)):
         yield
 
 
 class AsyncWorker(EngineReport):
-    """Mixed into vLLM's worker in place of EngineReport."""
+    """Is mixed into vLLM's worker in place of EngineReport."""
 
 
-if multiprocessing.parent_process() is not None:  # in the engine's process, for as long as that lives
+if multiprocessing.parent_process() is not None:  # in the engine's process, for its whole life
     CpuPlatform.check_and_update_config = staticmethod(_check_and_keep)  # type: ignore[method-assign]

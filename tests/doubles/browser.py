@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven over its debugging pipe: no port, no driver beside it."""
+"""A real headless Chromium, controlled through its debugging pipe: no port and no separate driver."""
 
 import base64
 import fcntl
@@ -46,9 +46,9 @@ _LIMIT_S = 60.0
 
 
 class Browser:
-    """One page in a browser of its own.
+    """One page in its own browser.
 
-    requests, dialogs, errors: what the page asked for, what it opened, what went wrong on it or was refused, so far.
+    requests, dialogs, errors: the URLs requested, the dialogs opened and the errors logged by the page so far.
     """
 
     def __init__(self, *, size: tuple[int, int] = (1500, 950), scheme: str = "light") -> None:
@@ -91,6 +91,7 @@ class Browser:
             raise
 
     def call(self, method: str, **parameters: Any) -> Any:
+        """Calls a method of the DevTools protocol; returns its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None and not method.startswith(("Target.", "Browser.")):
@@ -135,19 +136,21 @@ class Browser:
         return (self.downloads / "log").read_text(errors="replace")[-2000:]
 
     def open(self, url: str) -> None:
+        """Opens a URL and waits until the page has loaded."""
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Returns the value of a JavaScript expression in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait_for(self, expression: str, is_so: Callable[[Any], bool] = bool) -> Any:
+    def wait_for(self, expression: str, accept: Callable[[Any], bool] = bool) -> Any:
+        """Evaluates an expression until `accept` is true of its value; returns that value."""
         return wait_for(
             lambda: self.evaluate(expression),
-            is_so,
+            accept,
             timeout_s=_LIMIT_S,
             poll_s=0.05,
             log=lambda: f"{expression}; errors: {self.errors}",
@@ -158,7 +161,7 @@ class Browser:
         return found
 
     def centre(self, selector: str, nth: int = 0) -> tuple[float, float]:
-        """Centre of the nth such element, scrolled into view."""
+        """Scrolls the nth such element into view; returns the coordinates of its centre."""
         expression = (
             f"(() => {{ const found = document.querySelectorAll({json.dumps(selector)})[{nth}]; "
             "found.scrollIntoView({block: 'nearest', inline: 'nearest'}); const box = found.getClientRects()[0]; "
@@ -193,7 +196,7 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def screenshot(self, selector: str | None = None) -> Image.Image:
-        """Takes a picture of the window, or of the first such element."""
+        """Returns a screenshot of the window, or of the first such element."""
         options: dict[str, Any] = {}
         if selector is not None:
             expression = (
@@ -205,7 +208,7 @@ class Browser:
         return Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
 
     def downloaded(self) -> Path:
-        """The next download that is complete."""
+        """Waits for the next complete download; returns its file."""
         deadline = time.monotonic() + _LIMIT_S
         while not self._downloaded:
             self._receive(deadline)
@@ -217,7 +220,7 @@ class Browser:
         for descriptor in (self._write, self._read):
             os.close(descriptor)
         try:
-            self._process.wait(10)  # without its pipe it ends
+            self._process.wait(10)  # it ends when its pipe is closed
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""Captures of hidden states without an engine: what transformers computes, in the file that an engine writes."""
+"""Writes captures of hidden states without an engine: those that transformers computes, in an engine's format."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from penstock.schemas import hidden_states as names
 
 @torch.no_grad()
 def capture_of(model: Any, token_ids: list[int], path: Path, *, version: int = 0, **changes: torch.Tensor) -> Path:
-    """Writes what a transformers model of Qwen's build computes for a sequence; `changes` replace tensors."""
+    """Writes the hidden states that a transformers model with Qwen's layout computes; `changes` replace tensors."""
     found: dict[str, torch.Tensor] = {}
 
     def keep(name: str, states: Any) -> None:

@@ -1,7 +1,7 @@
-"""Five chat templates in the style of known families, each with a small byte-level tokenizer trained on the spot.
+"""Five chat templates in the style of known families, each with a small byte-level tokenizer trained on first use.
 
-A tokenizer has enough merges that every word of `ANSWER` is one token, so that an answer can be sampled otherwise than
-its text encodes: `drifted` spells tokens byte by byte.
+A tokenizer has enough merges that every word of `ANSWER` is one token, so that an answer can be sampled with other ids
+than its text encodes to: `drifted` spells tokens byte by byte.
 """
 
 import functools
@@ -119,7 +119,7 @@ GLM_TURNS = """\
 
 
 def _json_call(key: str) -> Callable[[dict[str, Any]], str]:
-    """A call as a model may write it: no spaces, and the arguments first."""
+    """Returns a function that writes a call as a model may: no spaces, and the arguments first."""
     return lambda arguments: json.dumps({key: arguments, "name": "add"}, separators=(",", ":"))
 
 
@@ -130,10 +130,10 @@ def _arg_tags(arguments: dict[str, Any]) -> str:
 class Style(NamedTuple):
     """A family of chat templates.
 
-    turn_end: what follows an assistant's answer; None: nothing does.
-    user_turn, tool_turn: what such a turn after an answer and its end renders to, the generation prompt included.
-    tool_call: a tool call in other words than the template's, around `call`, its inside.
-    reasoning: how reasoning stands before an answer; empty where the template knows none.
+    turn_end: the token that follows an assistant's answer, or None.
+    user_turn, tool_turn: the rendering of such a turn after an answer's end, including the generation prompt.
+    tool_call: a tool call with other whitespace than the template's, around `call`, its content.
+    reasoning: the rendering of reasoning before an answer; empty if the template has none.
     """
 
     template: str
@@ -240,7 +240,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 
 def encode(name: str, text: str) -> list[int]:
-    """The canonical ids of a text."""
+    """Returns the canonical ids of a text."""
     return tokenizer_of(name)(text, add_special_tokens=False)["input_ids"]
 
 
@@ -259,7 +259,7 @@ def render(name: str, messages: list[dict[str, Any]], add_generation_prompt: boo
 
 
 def drifted(name: str, text: str, every: int = 1) -> list[int]:
-    """The ids of a text with every so-manieth of its tokens spelled byte by byte: the same text, other ids."""
+    """Returns the ids of a text with every nth of its tokens spelled byte by byte: the same text, other ids."""
     tokenizer = tokenizer_of(name)
     added = set(tokenizer.get_added_vocab().values())
     ids: list[int] = []

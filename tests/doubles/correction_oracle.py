@@ -1,4 +1,5 @@
-"""Importance weights from their definitions, token by token in plain Python floats. Shares no code with consumers."""
+"""Computes importance weights from their definitions, token by token in plain Python floats. Shares no code with
+consumers."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class CorrectionToken:
 
 Row = list[CorrectionToken]
 Judgement = tuple[float, bool]
-"""(weight, kept) of a token; weight 0 where it is not kept."""
+"""(weight, kept) of a token; the weight is 0 if it is not kept."""
 
 
 def oracle_correct(rows: list[Row], config: CorrectionConfig) -> list[list[Judgement]]:
@@ -73,7 +74,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _mode(token: CorrectionToken, row: Row, config: CorrectionConfig) -> float | None:
-    """The mode's weight; None where it masks the token."""
+    """Returns the mode's weight; None if it masks the token."""
     rho = math.exp(clip(log_ratio(token)))
     if config.mode == "none":
         return 1.0

@@ -1,7 +1,7 @@
-"""A proxy before a real server that cuts, delays or refuses at a chosen command.
+"""A proxy in front of a real server that cuts, delays or refuses connections at a chosen command.
 
-It reads the protocol in both directions, so it knows which reply answers which command, and that everything before a
-cut has or has not been executed.
+It parses the protocol in both directions, so it knows which reply answers which command, and whether the server has
+executed the command at a cut.
 """
 
 import contextlib
@@ -24,24 +24,25 @@ When = Literal["before", "reply", "within"]
 
 @dataclass
 class Fault:
-    """A fault of one command. `happened` is set when it does.
+    """A fault at one command. `happened` is set when it occurs.
 
-    when: `before`: the server never gets the command. `reply`: it executes it, the reply is lost. `within`: half of the
-        reply gets through.
+    when: `before`: the server never receives the command. `reply`: it executes the command, and the reply is lost.
+        `within`: half of the reply gets through.
     """
 
     command: str
     nth: int
     when: When
     away_s: float = 0.0
-    """After a cut, connections are refused for so long."""
+    """After a cut, connections are refused for this long."""
     held: bool = False
-    """In place of a cut: the command (`before`) or its reply waits for `release`."""
+    """Instead of a cut, the command (`before`) or its reply waits for `release`."""
     matches: Callable[[list[bytes]], bool] = lambda args: True
     happened: threading.Event = field(default_factory=threading.Event)
     _may_go_on: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout_s: float = 60.0) -> None:
+        """Waits until the fault has occurred."""
         assert self.happened.wait(timeout_s), f"no {self.command} came in {timeout_s} s"
 
     def hold(self) -> None:
@@ -49,16 +50,16 @@ class Fault:
         self._may_go_on.wait()
 
     def release(self) -> None:
-        """Lets a held command or reply go."""
+        """Forwards a held command or reply."""
         self._may_go_on.set()
 
 
 class CuttingProxy:
     """Listens on a UNIX socket for the server at `url`; `proxy.url` carries the same user and password.
 
-    Commands count by name from 1, over all connections, from the call of `cut` on: `XREAD`, `EXEC`, and a script by the
-    name that `names` gives its SHA1 (`EVALSHA` where it gives none). Blocking reads and pipelines pass as they are.
-    `slow`: what commands go through.
+    Commands are counted by name from 1, over all connections, from the call of `cut` on: `XREAD`, `EXEC`, and a script
+    by the name that `names` gives its SHA1 (`EVALSHA` without one). Blocking reads and pipelines pass unchanged.
+    `slow`: a link that limits the speed of commands.
 
     Use it as a context manager.
     """
@@ -67,7 +68,7 @@ class CuttingProxy:
         self.slow = slow
         self.names = names if names is not None else {}
         self.num_seen: Counter[str] = Counter()
-        """Commands that came, by name."""
+        """Commands received, by name."""
         self.num_cuts = 0
         self._faults: list[Fault] = []
         self._left: dict[int, int] = {}
@@ -88,15 +89,15 @@ class CuttingProxy:
         self._accepting.start()
 
     def cut(self, command: str, nth: int = 1, when: When = "reply", *, away_s: float = 0.0, matches=None) -> Fault:
-        """The connection that sends the `nth` such command from now on is cut."""
+        """Cuts the connection that sends the `nth` such command from now on."""
         return self._add(Fault(command, nth, when, away_s=away_s, **({"matches": matches} if matches else {})))
 
     def hold(self, command: str, nth: int = 1, when: When = "reply", *, matches=None) -> Fault:
-        """The `nth` such command, or its reply, waits until the fault's `release`."""
+        """Holds the `nth` such command, or its reply, until the fault's `release`."""
         return self._add(Fault(command, nth, when, held=True, **({"matches": matches} if matches else {})))
 
     def cut_all(self) -> None:
-        """Cuts every connection there is."""
+        """Cuts every connection."""
         with self._lock:
             self._num_cuts_all += 1
             links = list(self._links)
@@ -104,15 +105,16 @@ class CuttingProxy:
             link.close()
 
     def refuse(self, seconds: float = float("inf")) -> None:
-        """Cuts every connection and refuses new ones for so long, or until `accept`."""
+        """Cuts every connection and refuses new ones for `seconds`, or until `accept`."""
         self._refused_until = time.monotonic() + seconds
         self.cut_all()
 
     def accept(self) -> None:
+        """Accepts connections again."""
         self._refused_until = 0.0
 
     def point_to(self, url: str) -> None:
-        """Leads to another server from now on, as after a failover: what was connected is cut."""
+        """Forwards to another server from now on, as after a failover, and cuts every connection."""
         self._upstream = url
         self.cut_all()
 
@@ -163,7 +165,7 @@ class CuttingProxy:
             self._links.discard(link)
 
     def fault_for(self, args: list[bytes]) -> Fault | None:
-        """Counts a command; the fault that it runs into, if any."""
+        """Counts a command; returns the fault that it triggers, if any."""
         name = args[0].decode().upper()
         if name == "EVALSHA":
             name = self.names.get(args[1].decode(), name)
@@ -178,7 +180,7 @@ class CuttingProxy:
         return None
 
     def strike(self, fault: Fault) -> bool:
-        """Waits out a held fault (False) or notes a cut (True)."""
+        """Waits for the release of a held command and returns False, or counts a cut and returns True."""
         if fault.held:
             fault.happened.set()
             fault.hold()
@@ -197,7 +199,7 @@ class _Link:
         self._client = client
         self._server = server
         self._expected: deque[Fault | None] = deque()
-        """One for each command whose reply is under way."""
+        """The fault, if any, of each command whose reply is outstanding."""
         self._closing = threading.Lock()
 
     def start(self) -> None:
@@ -205,7 +207,7 @@ class _Link:
             threading.Thread(target=self._until_closed, args=(work,), daemon=True).start()
 
     def close(self, fault: Fault | None = None) -> None:
-        """Ends both directions; nobody can still be answered once `fault.happened` is set."""
+        """Closes both directions; no reply can arrive any more once `fault.happened` is set."""
         with self._closing:
             for side in (self._client, self._server):
                 with contextlib.suppress(OSError):
@@ -249,7 +251,7 @@ class _Link:
 
 
 def connect(url: str) -> socket.socket:
-    """A socket to the server of a redis:// or unix:// URL."""
+    """Returns a socket connected to the server of a redis:// or unix:// URL."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         link = socket.socket(socket.AF_UNIX)
@@ -263,7 +265,7 @@ def connect(url: str) -> socket.socket:
 
 
 def read_command(stream: BinaryIO) -> tuple[bytes, list[bytes]]:
-    """A command as it stands, and its arguments."""
+    """Reads a command; returns its bytes and its arguments."""
     data = _line(stream)
     args = []
     for _ in range(int(data[1:])):
@@ -275,7 +277,7 @@ def read_command(stream: BinaryIO) -> tuple[bytes, list[bytes]]:
 
 
 def read_reply(stream: BinaryIO) -> bytes:
-    """One reply of protocol 2, nested ones included."""
+    """Reads one reply of protocol 2, with nested ones."""
     data = _line(stream)
     kind, length = data[:1], data[1:-2]
     if kind == b"$" and int(length) >= 0:

@@ -1,4 +1,4 @@
-"""The demo's own run file, run by its name from a project of a user's."""
+"""Runs the demo's own run file by its name, from a user's project."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from process_family import holders_of_files
 from waiting import wait_for
 
 BOOT_S = 240.0
-"""Two engines on a busy machine."""
+"""Allows for the boot of two engines on a busy machine."""
 UNSET = ("COLUMNS", "LINES", "NO_COLOR", "PYTHONPATH")
 VARIABLES = {name: value for name, value in os.environ.items() if name not in UNSET}
 VARIABLES |= {"TERM": "xterm-256color", "PENSTOCK_LOG": "json"}
@@ -25,9 +25,9 @@ ROOMS = ("schemas", "producers", "consumers", "deploy")
 class DemoRun:
     """`penstock run demo --name NAME --runs FOLDER/runs`, with `settings` of the run file changed.
 
-    It is started in a folder whose own packages have the names of Penstock's rooms and fail when they are imported.
+    It is started in a folder whose packages have the names of Penstock's rooms and fail when they are imported.
 
-    fresh_lines: what its fresh parts have logged.
+    fresh_lines: the log lines of the parts of a fresh run.
     """
 
     def __init__(self, folder: Path, name: str, **settings: object) -> None:
@@ -45,7 +45,7 @@ class DemoRun:
         self.fresh_lines: dict[str, list[str]] = {}
 
     def start(self, *, fresh: bool) -> None:
-        """A fresh run imports everything itself, as a user's does."""
+        """Starts the run. A fresh one imports everything itself, as a user's does."""
         command = self.command("run", "demo", "--name", self.name, *self._settings)
         if fresh:
             with self._output.open("ab") as output:
@@ -55,12 +55,13 @@ class DemoRun:
                 self.process = start_penstock(command[3:], VARIABLES, self._output)
 
     def resume_from_python(self, **settings: object) -> None:
-        """Has a program of the user's go on with the run; `settings` replace those that it was started with."""
+        """Resumes the run from a user's program; `settings` replace those that it was started with."""
         call = f"penstock.run('demo', name={self.name!r}, runs={str(self.runs)!r}, resume=True, set={settings!r})"
         with contextlib.chdir(self.project):
             self.process = start_run(f"import penstock\nassert {call}.model.is_dir()", [], VARIABLES, self._output)
 
     def command(self, *arguments: str) -> list[str]:
+        """Returns the command line `penstock ARGUMENTS --runs RUNS`."""
         return [sys.executable, "-m", "penstock.deploy.cli", *arguments, "--runs", str(self.runs)]
 
     def ask(self, *arguments: str) -> str:
@@ -72,11 +73,12 @@ class DemoRun:
         return done.stdout
 
     def output(self) -> str:
+        """Returns the output of the run and the ends of its logs."""
         logs = "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in self.folder.glob("logs/*.log"))
         return self._output.read_text() + logs
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        # Conditions read whole files, and the processors are wanted elsewhere.
+        # Conditions read whole files, and other processes need the processors.
         wait_for(condition, timeout_s=BOOT_S, poll_s=0.2, process=self.process, log=self.output)
 
     def wait_for_update(self, update: int) -> None:
@@ -84,12 +86,12 @@ class DemoRun:
 
     def updates(self) -> list[dict]:
         file = self.folder / "updates.jsonl"
-        # The last line may be under way.
+        # The last line may be incomplete.
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def log_lines(self, name: str) -> list[str]:
-        """The lines of a part's log; the last one may be under way."""
+        """Returns the complete lines of a part's log."""
         lines = (self.folder / "logs" / f"{name}.log").read_text().splitlines(keepends=True)
         return [line for line in lines if line.endswith("\n")]
 
@@ -104,11 +106,11 @@ class DemoRun:
         return text
 
     def living(self) -> list[int]:
-        """Other processes that have a file of the run open."""
+        """Returns the ids of other processes that have a file of the run open."""
         return sorted(holders_of_files(self.folder) - {os.getpid()})
 
     def wait(self) -> int:
-        """The exit status."""
+        """Waits for the end of the run; returns the exit status."""
         assert self.process is not None
         return self.process.wait(BOOT_S + 120)
 

@@ -1,4 +1,4 @@
-"""The mismatch diagnostics the slow and obvious way: plain Python floats, written from the definitions.
+"""Computes the mismatch diagnostics in the slow and obvious way: plain Python floats, written from the definitions.
 
 Shares no code with consumers. A batch is a list of rows, a row a list of `MismatchToken`s.
 """
@@ -28,10 +28,10 @@ class MismatchToken(NamedTuple):
 
 
 def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "token") -> dict[str, float]:
-    """Every name of a batch with at least one valid token, all optional inputs given."""
+    """Returns every metric of a batch with at least one valid token and all optional inputs."""
     valid = [[token for token in row if token.mask] for row in rows]
     tokens = [token for row in valid for token in row]
-    found = _seeds(valid, tokens, threshold, level) | of_tokens(tokens)
+    found = _rollout_correction(valid, tokens, threshold, level) | of_tokens(tokens)
     for name in ("kl", "k3_kl", "num_tokens"):
         del found[name]
     found["ratio_mean"] = fmean(t.rho for t in tokens)
@@ -54,7 +54,7 @@ def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "toke
     return found
 
 
-def _seeds(
+def _rollout_correction(
     valid: list[list[MismatchToken]], tokens: list[MismatchToken], threshold: float, level: str
 ) -> dict[str, float]:
     train = [-fmean([t.train for t in row] or [0.0]) for row in valid]
@@ -90,7 +90,7 @@ def _seeds(
 
 
 def of_tokens(tokens: list[MismatchToken]) -> dict[str, float]:
-    """Those of any tokens, as a lag bucket or an environment has them."""
+    """Returns the metrics of any set of tokens, such as a lag bucket or an environment."""
     found = {
         "num_tokens": float(len(tokens)),
         "kl": fmean(-t.l for t in tokens),

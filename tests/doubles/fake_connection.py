@@ -1,4 +1,4 @@
-"""A producer's connection to a Redis inside the test's process."""
+"""Opens a producer's connection to a Redis in the test's process."""
 
 import fakeredis
 

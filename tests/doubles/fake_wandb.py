@@ -1,5 +1,5 @@
-"""Stands for the package `wandb` and its server, by what the real one does with steps: one below the run's is dropped,
-the run's own adds to its row, a later one begins a new row. Points are kept by row, one entry a call of `log`."""
+"""Replaces the package `wandb` and its server, with the real treatment of steps: one below the run's is dropped, the
+run's own adds to its row, a later one begins a new row. Points are kept by row, one entry per call of `log`."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from typing import Any
 class FakeServer:
     """The server's data of a run.
 
-    step: where a session that resumes the run begins: one after the last row.
+    step: the first step of a session that resumes the run, one after the last row.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FakeRun:
         self.step = max(self.step, step)
 
     def finish(self) -> None:
-        """Waits for a server that is away, with FAKE_WANDB_AWAY set: nothing unblocks it."""
+        """Waits for an unreachable server while FAKE_WANDB_AWAY is set: nothing unblocks it."""
         while os.environ.get("FAKE_WANDB_AWAY"):
             time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""A vLLM worker that can be broken on request: its layers, for tests of the parity check, or its next load."""
+"""A vLLM worker that breaks on request: its layers, for tests of the parity check, or its next load."""
 
 import copy
 import itertools
@@ -8,10 +8,11 @@ from penstock.producers.engines.weight_transfer import EngineReport
 
 
 class FaultyWorker(EngineReport):
-    """Mixed into vLLM's worker in place of EngineReport. Only an eager engine minds: compiled graphs hold constants."""
+    """Is mixed into vLLM's worker in place of EngineReport. Affects eager engines only: compiled graphs hold
+    constants."""
 
     def penstock_break_load(self, rank: int) -> None:
-        """The next load of one rank fails half way."""
+        """Makes the next load of one rank fail halfway."""
         worker: Any = self
         model = worker.get_model()
 
@@ -24,7 +25,7 @@ class FaultyWorker(EngineReport):
             model.load_weights = load_weights
 
     def penstock_break_rope(self, layer: int, factor: float) -> None:
-        """One layer's rotary embedding gets another base."""
+        """Changes the base of one layer's rotary embedding."""
         worker: Any = self
         attention = worker.get_model().model.layers[layer].self_attn
         worker.penstock_replaced = (attention, "rotary_emb", attention.rotary_emb)
@@ -34,12 +35,13 @@ class FaultyWorker(EngineReport):
         attention.rotary_emb = rope
 
     def penstock_break_norm(self, layer: int, name: str, epsilon: float) -> None:
-        """One layer's norm gets another epsilon."""
+        """Changes the epsilon of one layer's norm."""
         worker: Any = self
         norm = getattr(worker.get_model().model.layers[layer], name)
         worker.penstock_replaced = (norm, "variance_epsilon", norm.variance_epsilon)
         norm.variance_epsilon = epsilon
 
-    def penstock_mend(self) -> None:
+    def penstock_repair(self) -> None:
+        """Restores the layer that was changed last."""
         worker: Any = self
         setattr(*worker.penstock_replaced)

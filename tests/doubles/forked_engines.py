@@ -1,4 +1,4 @@
-"""Engine processes forked from a server process that has imported vLLM, which is half of what a boot takes."""
+"""Forks engine processes from a server process that has imported vLLM, which saves half of a boot."""
 
 import contextlib
 import importlib
@@ -26,14 +26,14 @@ PRELOADED = [
 
 
 class EngineProcess(ForkServerProcess):
-    """Has this process's environment, and ends with it, as with the process that forks it."""
+    """A process with this process's environment, which ends with it and with the process that forks it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _begin_engine, (type(self), dict(os.environ), os.getpid()), self.__dict__
 
 
 def begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
-    """The process, unpickled where it was forked: with this environment, and bound to the life of its server."""
+    """Unpickles the process where it was forked: sets its environment, and ends it with its server."""
     os.environ.clear()
     os.environ.update(environment)
     set_parent_death_signal(os.getppid())
@@ -44,14 +44,14 @@ def _begin_engine(kind: type[BaseProcess], environment: dict[str, str], asker: i
     process = begin(kind, environment)
     threading.Thread(target=_end_with, args=(os.pidfd_open(asker),), name="asker-death", daemon=True).start()
     logs.inherit("engine")
-    # The ranks of an engine of several are forked from it in turn.
+    # An engine of several ranks forks them from itself.
     multiproc_executor: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
     multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
     return process
 
 
 def _end_with(process: int) -> None:
-    """Waits for the process of a pidfd, whose child this would be had it not been forked."""
+    """Waits for the end of a pidfd's process, which would be the parent without the fork; then kills this group."""
     select.select([process], [], [])
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -61,13 +61,13 @@ class _Context(ForkServerContext):
 
 
 def patched() -> Any:
-    """A patch: engines that are started meanwhile are forked from the server of this process."""
+    """Returns a patch: while it is active, engines are forked from the server of this process."""
     return mock.patch("vllm.v1.engine.utils.get_mp_context", _Context)
 
 
 @contextlib.contextmanager
 def forked_engines() -> Iterator[None]:
-    """Engines that are started meanwhile are forked; the server ends with this process."""
+    """Forks the engines that are started meanwhile; the server ends with this process."""
     _Context().set_forkserver_preload(PRELOADED)
     with patched():
         yield

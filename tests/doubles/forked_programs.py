@@ -1,8 +1,8 @@
-"""Python programs in processes of their own, forked from a server process that has imported torch and penstock; whole
-runs with their engines from one that has imported vLLM, too.
+"""Runs Python programs in processes forked from a server process that has imported torch and penstock; whole runs with
+engines are forked from one that has imported vLLM, too.
 
 Each has its own environment, arguments, log, signals and exit status, as if a shell had started it; only the imports,
-which are most of a start, are shared.
+which take most of a start, are shared.
 """
 
 import atexit
@@ -23,29 +23,31 @@ from unittest import mock
 import forked_engines
 from forked_engines import begin
 
+PYTHONPATH = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
+"""Where a program finds the rooms, the tests and the doubles."""
 PRELOADED = ["penstock.deploy.cli", "penstock.producers.__main__", "penstock.consumers.__main__"]
 PRELOADED += ["penstock.consumers.learning.learner", "transformers.models.qwen3.modeling_qwen3"]
 
 
 class _Server(forkserver.ForkServer):
-    """A server of its own: that of multiprocessing forks the engines. A program that was forked itself asks the same
-    server."""
+    """A fork server apart from multiprocessing's, which forks the engines. A program that was itself forked uses the
+    same server."""
 
     def __init__(self, preloaded: list[str]) -> None:
         super().__init__()
         self.set_forkserver_preload(preloaded)
         inherited = forkserver._forkserver  # type: ignore[attr-defined]
-        self._is_anothers = inherited.get_inherited_fds() is not None
-        if self._is_anothers:
+        self._is_inherited = inherited.get_inherited_fds() is not None
+        if self._is_inherited:
             self._forkserver_address = inherited._forkserver_address
             self._forkserver_alive_fd = inherited._forkserver_alive_fd
 
     def ensure_running(self) -> None:
-        if not self._is_anothers:
+        if not self._is_inherited:
             super().ensure_running()
 
-    def asked(self) -> Any:
-        """A patch: this server is asked for the processes that are started meanwhile."""
+    def patched(self) -> Any:
+        """Returns a patch: while it is active, processes are forked from this server."""
         ends = SimpleNamespace(connect_to_new_process=self.connect_to_new_process, read_signed=forkserver.read_signed)
         return mock.patch.object(popen_forkserver, "forkserver", ends)
 
@@ -55,9 +57,9 @@ _server_of_runs = _Server(PRELOADED + forked_engines.PRELOADED)
 
 
 class ForkedProgram(ForkServerProcess):
-    """A running program, with the methods of a Popen.
+    """A running program with the methods of a Popen.
 
-    errors: where its standard error goes, if not into `log`.
+    errors: the file for its standard error, if not `log`.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class ForkedProgram(ForkServerProcess):
         log.touch()
         self._program = text, list(arguments), log, errors or log
         self._environment = dict(environment)
-        with server.asked():
+        with server.patched():
             self.start()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,7 +96,7 @@ class ForkedProgram(ForkServerProcess):
 
     @property
     def returncode(self) -> int | None:
-        """The exit status (negative: the signal), None while it runs."""
+        """The exit status (negative: the signal), or None while it runs."""
         return self.exitcode
 
     def poll(self) -> int | None:
@@ -114,7 +116,7 @@ class ForkedProgram(ForkServerProcess):
 
 @contextlib.contextmanager
 def _exit_functions() -> Iterator[None]:
-    """Runs at the end what `atexit` has registered, which a process of multiprocessing leaves out."""
+    """Runs the functions registered with `atexit` at the end, which a process of multiprocessing omits."""
     try:
         yield
     finally:
@@ -122,7 +124,7 @@ def _exit_functions() -> Iterator[None]:
 
 
 def _allow_children() -> None:
-    """Lets this process start others, which multiprocessing forbids a daemon."""
+    """Lets this process start others, which multiprocessing forbids to daemons."""
     current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
@@ -132,7 +134,7 @@ def _write_through() -> None:
 
 
 def fork_ranks() -> None:
-    """In a launcher of ranks: they are forked, too, write to its output, and leave their process ids in files."""
+    """Called in a launcher of ranks: forks them, too. They write to its output and leave their process ids in files."""
     from penstock.consumers.distributed import start
 
     def fork(command: Sequence[str], env: Mapping[str, str]) -> ForkedProgram:
@@ -154,19 +156,19 @@ PENSTOCK = "import sys\nfrom penstock.deploy.cli import main\nsys.exit(main())"
 def start_run(
     text: str, arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path | None = None
 ) -> ForkedProgram:
-    """Starts a program that starts runs. Their parts are forked from it, and every engine from its server."""
+    """Starts a program that starts runs. Their parts are forked from it, and engines from its server."""
     return ForkedProgram(FORKING + text, arguments, environment, output, errors=errors, server=_server_of_runs)
 
 
 def start_penstock(
     arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path | None = None
 ) -> ForkedProgram:
-    """Starts `penstock ARGUMENTS`, as `start_run` does."""
+    """Starts `penstock ARGUMENTS` as `start_run` does."""
     return start_run(PENSTOCK, arguments, environment, output, errors)
 
 
 class _ForkedPart(ForkProcess):
-    """A `penstock` that a program starts: its child, like one that is executed anew, whose imports it shares."""
+    """A `penstock` command that a program starts, as a forked child that shares the program's imports."""
 
     def __init__(
         self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], preexec_fn: Callable[[], None]
@@ -188,7 +190,7 @@ class _ForkedPart(ForkProcess):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(self._env)
-        atexit._clear()  # what the launcher has registered
+        atexit._clear()  # functions that the launcher has registered
         sys.argv = self._command[2:]
         with _exit_functions():
             sys.exit(main())
@@ -204,7 +206,7 @@ class _ForkedPart(ForkProcess):
 
 
 def fork_parts() -> None:
-    """In a program: forks the runs that it starts, their parts and the engines; other children are executed."""
+    """Called in a program: forks the runs that it starts, their parts and engines; other children are executed."""
     from penstock.deploy.launch import child
 
     def start(command: Sequence[str], **options: Any) -> Any:
@@ -217,18 +219,19 @@ def fork_parts() -> None:
     child.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
     )
-    _server.asked().start()
+    _server.patched().start()
     forked_engines.patched().start()
 
 
 def rank_file(folder: Path, launcher: int | None, rank: int | str) -> Path:
+    """Returns the file with the process id of a rank that `fork_ranks` has forked."""
     return folder / f"rank-{rank}-of-{launcher}"
 
 
 def start_program(
     text: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, *, fresh: bool
 ) -> subprocess.Popen | ForkedProgram:
-    """Starts a program whose output is appended to `log`; a fresh one imports everything itself."""
+    """Starts a program that appends its output to `log`; a fresh one imports everything itself."""
     if not fresh:
         return ForkedProgram(text, arguments, environment, log)
     with log.open("ab") as output:

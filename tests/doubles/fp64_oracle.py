@@ -1,4 +1,5 @@
-"""The trainer's losses the slow and obvious way: float64, row by row, plain loops. Shares no code with consumers."""
+"""Computes the trainer's losses in the slow and obvious way: float64, row by row, plain loops. Shares no code with
+consumers."""
 
 import cmath
 import math
@@ -12,7 +13,7 @@ from penstock.schemas.rollout import RolloutGroup, unpack_floats, unpack_ids
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """logits [n, V] float64, targets [n] -> both [n]."""
+    """Returns the targets' logprobs and the entropies, both [n], from logits [n, V] float64 and targets [n]."""
     log_p = torch.log_softmax(logits / (1.0 if temperature < 1e-5 else temperature), dim=-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 
@@ -26,9 +27,10 @@ def grpo_loss(
     threshold: float,
     clip: float = 0.2,
 ) -> Tensor:
-    """Token-mean GRPO over every group with token-truncated weights; the model is in float64, on CPU, unpacked.
+    """Returns the token-mean GRPO loss over every group with token-truncated weights. The model is float64, on CPU,
+    unpacked.
 
-    Groups without variance take part here with their advantage of 0.
+    Groups without variance take part, with their advantage of 0.
     """
     total, denominator = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
@@ -55,7 +57,7 @@ def grpo_loss(
 
 
 class OracleToken(NamedTuple):
-    """One sampled token, as the objectives see it; a masked one is never looked at."""
+    """One sampled token, as the objectives see it; masked ones are ignored."""
 
     current: float
     proximal: float
@@ -73,10 +75,10 @@ class OracleToken(NamedTuple):
 def objective_loss(
     kind: str, settings: dict[str, Any], tokens: list[OracleToken], *, denominator: float, num_rollouts: int
 ) -> tuple[float, list[float]]:
-    """The loss and its gradient by each token's current logprob.
+    """Returns the loss and its gradient with respect to each token's current logprob.
 
-    Log-ratios are taken to be within +-20. The derivative is by a complex step, exact to rounding: no difference is
-    taken. What a definition holds without gradient stays at the values of `tokens` meanwhile.
+    Log-ratios are assumed to be within +-20. The derivative is taken by a complex step, exact to rounding, without a
+    difference. Quantities that a definition detaches keep the values of `tokens`.
     """
     step = 1e-30
 

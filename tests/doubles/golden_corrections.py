@@ -1,4 +1,4 @@
-"""Reads the golden corrections: what the peers' own functions computed, as tensors."""
+"""Reads the golden corrections, computed by the peers' own functions, as tensors."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ FOLDER = Path(__file__).parents[1] / "golden" / "corrections"
 
 
 class Golden:
-    """One file; inputs as float64 [B, T] tensors, the mask as bool, advantages [B] broadcast to [B, T].
+    """The content of one file: inputs as float64 [B, T] tensors, the mask as bool, advantages [B] broadcast to [B, T].
 
-    lag: int64 [B, T]; from the tokens' versions where the file has them, else 0.
+    lag: int64 [B, T]; from the tokens' versions if the file has them, else 0.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,26 +36,26 @@ class Golden:
             self.advantages = advantages[:, None].expand(self.mask.shape)
 
     def poisoned(self, values: Tensor) -> Tensor:
-        """`values` with NaN and infinities wherever the mask is 0."""
+        """Returns `values` with NaN and infinities where the mask is 0."""
         poison = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=values.dtype)
         return torch.where(self.mask, values, poison.repeat(values.numel())[: values.numel()].view(values.shape))
 
     def per_row(self, values: list[float | None]) -> Tensor:
-        """A [B] list spread over the row's tokens, float64 [B, T], 0 where masked."""
+        """Broadcasts a [B] list over each row's tokens: float64 [B, T], 0 where masked."""
         column = torch.tensor([v if v is not None else 0.0 for v in values], dtype=torch.float64)
         return torch.where(self.mask, column[:, None], 0.0)
 
 
 def names(pattern: str) -> list[str]:
-    """The files' names without their suffix."""
+    """Returns the files' names without their suffix."""
     return sorted(file.name.removesuffix(".json") for file in FOLDER.glob(f"{pattern}.json"))
 
 
 def per_token(values: list[list[float | None]]) -> Tensor:
-    """A [B][T] list as float64, 0 where the file has null."""
+    """Converts a [B][T] list to float64, with 0 for null."""
     return torch.tensor([[v if v is not None else 0.0 for v in row] for row in values], dtype=torch.float64)
 
 
 def mask_of(rows: list[str]) -> Tensor:
-    """A list of strings of 0 and 1 as bool [B, T]."""
+    """Converts a list of strings of 0 and 1 to bool [B, T]."""
     return torch.tensor([[digit == "1" for digit in row] for row in rows])

@@ -1,4 +1,4 @@
-"""The golden cases of token-exact rollouts, and the tokenizers of an installed package that they were made with."""
+"""Reads the golden cases of token-exact rollouts, and the tokenizers from an installed package that made them."""
 
 import hashlib
 import importlib.util
@@ -11,7 +11,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "token_ids.json").re
 
 
 def cases(kind: str) -> list[Any]:
-    """The cases of a kind as pytest parameters, by their ids."""
+    """Returns the cases of a kind as pytest parameters with ids."""
     import pytest
 
     return [pytest.param(case, id=case.get("id") or f"{case['kind']}-{case['text'].strip()}") for case in GOLDEN[kind]]
@@ -19,7 +19,7 @@ def cases(kind: str) -> list[Any]:
 
 @cache
 def mistral_tokenizer_file(name: str) -> Path:
-    """A tokenizer file of `mistral_common`, which must be the one that the golden cases name."""
+    """Returns a tokenizer file of `mistral_common`; checks that it is the one that made the golden cases."""
     found = importlib.util.find_spec("mistral_common")
     assert found is not None and found.origin is not None, "mistral_common is not installed"
     path = Path(found.origin).parent / "data" / name

@@ -1,4 +1,4 @@
-"""What would make the host wait for a GPU, counted on CPU."""
+"""Counts, on CPU, the operations that would make the host wait for a GPU."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _WAITING = frozenset(
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts, while it is entered, the operations whose result the host reads or whose shape depends on values."""
+    """Counts, while active, the operations whose result the host reads or whose shape depends on values."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class HostWaits(TorchDispatchMode):
             self.names.append("tolist")
             return to_list(tensor)
 
-        # It reads memory on CPU without an operation.
+        # On CPU `tolist` reads memory without an operation.
         monkeypatch.setattr(torch.Tensor, "tolist", counted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Payloads that no honest producer writes: values of every wrong kind, at every place of a record."""
+"""Payloads that no honest producer writes: values of wrong types at every place of a record."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +13,13 @@ Path = tuple[str | int, ...]
 
 
 def builtins() -> dict[str, Any]:
-    """The example group as maps and lists, to be changed and encoded again."""
+    """Returns the example group as maps and lists that can be changed and encoded."""
     group: dict[str, Any] = msgspec.msgpack.decode(_EXAMPLE)
     return group
 
 
 def places(node: Any, path: Path = ()) -> Iterator[Path]:
-    """Paths to the values in `node`, the outermost first."""
+    """Yields the paths to the values in `node`, the outermost first."""
     yield path
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
@@ -27,7 +27,7 @@ def places(node: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def with_value(path: Path, value: Any) -> bytes:
-    """The example group, encoded, with `value` at `path`; bytes that are msgpack themselves go in as msgspec.Raw."""
+    """Returns the example group, encoded, with `value` at `path`; bytes that are msgpack go in as msgspec.Raw."""
     if not path:
         return encode(value)
     group = node = builtins()
@@ -38,7 +38,7 @@ def with_value(path: Path, value: Any) -> bytes:
 
 
 def header(kind: int, count: int) -> bytes:
-    """A msgpack header with a length of four bytes."""
+    """Returns a msgpack header with a length of four bytes."""
     return bytes([kind]) + count.to_bytes(4, "big")
 
 
@@ -50,4 +50,4 @@ CLAIMS = {
     "text": header(TEXT, 2**31),
     "extension": header(EXTENSION, 2**31) + b"\x01",
 }
-"""Headers that promise what does not follow."""
+"""Headers that announce more content than follows."""

@@ -1,4 +1,4 @@
-"""A server that answers requests for data sets as the Hugging Face Hub does, as far as the library `datasets` asks."""
+"""Serves data sets as the Hugging Face Hub does, as far as the library `datasets` requests it."""
 
 import hashlib
 import json
@@ -13,11 +13,12 @@ Files = Mapping[str, bytes]
 
 
 def commit_of(files: Files) -> str:
+    """Returns a commit hash for a revision's files."""
     return hashlib.sha1(b"".join(name.encode() + files[name] for name in sorted(files))).hexdigest()
 
 
 class HubServer(ThreadingHTTPServer):
-    """Data sets by name, each with its files by revision; `close` it. Every request is in `requests`."""
+    """Serves data sets by name, each with its files by revision, until `close`. `requests` lists every request."""
 
     daemon_threads = True
 

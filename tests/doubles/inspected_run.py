@@ -1,4 +1,4 @@
-"""A run's folder with a record that is known token by token: every number, and text of strangers in every field."""
+"""Writes a run's folder with a record that is known token by token, and with untrusted text in every field."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ NUM_PLAIN = 70
 """Groups 1 to 70, in batches of 7: more than one page of 50."""
 PER_BATCH = 7
 KNOWN, TURNS, SKIPPED, DEAD, HOSTILE = 101, 102, 103, 104, 105
-"""Indexes of the groups of the last batch."""
+"""The indexes of the last batch's groups."""
 KNOWN_KEY, TURNS_KEY, HOSTILE_KEY = "0-10-0", "0-10-1", "0-10-4"
 MARK = "pénstock"
 SCRIPT = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover=alert(3) '"
@@ -39,7 +39,7 @@ HOSTILE_TEXT = SCRIPT + BIDI + SCRIPT
 
 
 def byte_tokenizer(folder: Path) -> None:
-    """A tokenizer whose token ids are the bytes of UTF-8, with `<eos>` after them, beside a config.json."""
+    """Writes a tokenizer whose token ids are the bytes of UTF-8, followed by `<eos>`, and a config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     others = iter(range(0x100, 0x200))
     shown = [chr(b if chr(b).isprintable() and b != 0x20 else next(others)) for b in range(256)]
@@ -56,7 +56,7 @@ def byte_tokenizer(folder: Path) -> None:
 def segment(
     context: str, answer: str, versions: list[int], logprobs: list[float], finish_reason: str = "stop"
 ) -> Segment:
-    """`versions` and `logprobs`: one of each per byte of the answer."""
+    """Returns a segment. versions, logprobs: one per byte of the answer."""
     first, last = len(context.encode()), len(context.encode()) + len(answer.encode())
     return Segment(
         token_ids=pack_ids([*context.encode(), *answer.encode()]),
@@ -68,7 +68,7 @@ def segment(
 
 
 def plain(index: int) -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], ...], GroupEntry]:
-    """Two siblings of two tokens. Reward, lag, ESS, producer and version go with the index."""
+    """Returns two siblings of two tokens. Reward, lag, ESS, producer and version depend on the index."""
     version, lag = 20 + index % 5, index % 4
     rollouts = tuple(
         Rollout(
@@ -83,8 +83,8 @@ def plain(index: int) -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], 
 
 
 def known() -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], ...], GroupEntry]:
-    """The first sibling's six tokens: lags 5, 4, 3, 2, 1, 0, of versions 15 to 20; gaps, weights and masks of every
-    colour. The second answers in characters of two bytes."""
+    """Returns two siblings. The first has six tokens of lags 5, 4, 3, 2, 1, 0 and versions 15 to 20, with gaps, weights
+    and masks of every colour; the second answers in characters of two bytes."""
     lags, versions = [5, 4, 3, 2, 1, 0], [15, 16, 17, 18, 19, 20]
     gaps, weights = [-2.0, -0.5, -0.05, 0.0, 0.05, 1.5], [0.0, 0.6, 0.95, 1.0, 1.05, 3.0]
     first = segment("2+2=", "abcdef", versions, [-2.0] * 6)
@@ -103,7 +103,7 @@ def known() -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], ...], Grou
 
 
 def turns() -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], ...], GroupEntry]:
-    """One rollout of two segments, of which only the first was scored."""
+    """Returns one rollout of two segments, of which only the first was scored."""
     segments = (
         segment("ask", "tool", [20] * 4, [-1.0] * 4),
         segment("ask tool result ", "end", [-1, 20, 20], [-1.0] * 3),
@@ -128,7 +128,8 @@ def dead() -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], ...], Group
 
 
 def hostile() -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], ...], GroupEntry]:
-    """Text of strangers in prompt, answer, metadata, tokens, reward parts, producer and fingerprint."""
+    """Returns a group with untrusted text in prompt, answer, metadata, tokens, reward parts, producer and
+    fingerprint."""
     size = len(HOSTILE_TEXT.encode())
     rollout = Rollout(
         segments=(segment(HOSTILE_TEXT, HOSTILE_TEXT, [20] * size, [-0.5] * size),),
@@ -183,7 +184,7 @@ def settings(runs: Path) -> RunConfig:
 
 
 def trainer_files(runs: Path, epoch: int = 0, line: dict[int, int] | None = None) -> RecordFiles:
-    """Those of a trainer that begins now."""
+    """Opens the record files of a trainer that begins now."""
     begun = msgspec.structs.replace(header(epoch, line), run=NAME)
     return RecordFiles(runs / NAME / FOLDER, begun, RecordingConfig(max_mb=20, segment_mb=10))
 

@@ -1,6 +1,6 @@
 """Builds a folder as `kubectl kustomize` does, as far as deploy/kubernetes needs it.
 
-Where kubectl is installed, tests/deploy/kubernetes/test_kubernetes.py compares the two.
+If kubectl is installed, tests/deploy/kubernetes/test_kubernetes.py compares the two.
 """
 
 from pathlib import Path
@@ -11,11 +11,11 @@ import yaml
 KNOWN = {"apiVersion", "kind", "namespace", "resources", "labels", "images", "patches"}
 KNOWN |= {"configMapGenerator", "generatorOptions"}
 _KEYS = dict.fromkeys(("containers", "initContainers", "volumes", "env"), "name") | {"volumeMounts": "mountPath"}
-"""What the items of a list are told apart by."""
+"""The field that identifies the items of a list."""
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """The objects of a kustomization, patched."""
+    """Returns the objects of a kustomization with its patches applied."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert kustomization.keys() <= KNOWN, kustomization.keys() - KNOWN
     objects: list[dict[str, Any]] = []
@@ -46,15 +46,17 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 
 def documents(file: Path) -> list[dict[str, Any]]:
+    """Returns the documents of a YAML file."""
     return [document for document in yaml.safe_load_all(file.read_text()) if document is not None]
 
 
 def identity(each: dict[str, Any]) -> tuple[str, str]:
+    """Returns the kind and the name of an object."""
     return each["kind"], each["metadata"]["name"]
 
 
 def containers(each: dict[str, Any]) -> list[dict[str, Any]]:
-    """The containers of an object's pods, those that run first included."""
+    """Returns the containers of an object's pods, including init containers."""
     pod = each.get("spec", {}).get("template", {}).get("spec", {}) if isinstance(each.get("spec"), dict) else {}
     return [*pod.get("initContainers", []), *pod.get("containers", [])]
 

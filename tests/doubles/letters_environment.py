@@ -6,7 +6,7 @@ from penstock.schemas.prompt import Prompt
 
 
 class Letters:
-    """Asks with a few letters; an answer is worth its share of `a`."""
+    """Prompts of a few letters; the reward is the share of `a` in the answer."""
 
     num_evaluation_prompts = 2
 

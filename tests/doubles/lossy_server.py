@@ -1,4 +1,4 @@
-"""A server that loses what it had not synced."""
+"""A server that loses unsynced writes."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from real_server import RealServer
 
 
 class LossyServer(RealServer):
-    """Started again, it has what was in its append-only file at `mark`; without a mark, what it had answered for."""
+    """After a restart it has the content of its append-only file at `mark`; without a mark, all that it confirmed."""
 
     mark: int | None = None
 
@@ -16,6 +16,7 @@ class LossyServer(RealServer):
         return next((self._folder / "appendonlydir").glob("*.incr.aof"))
 
     def remember(self) -> None:
+        """Sets `mark` to the present size of the append-only file."""
         self.mark = self._log.stat().st_size
 
     def restart(self) -> None:

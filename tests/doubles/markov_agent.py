@@ -1,8 +1,8 @@
-"""A Qwen3 whose next token depends on the last one alone, by weights made for it: a policy that calls a tool or
-answers, that says with every letter of an answer which version has sampled it, and whose logprobs are known exactly.
+"""A Qwen3 with constructed weights whose next token depends on the last one alone: a policy that calls a tool or
+answers, whose logprobs are known exactly, and whose letters tell which version sampled them.
 
-Its answers are spelled letter by letter and its tool calls written as no template writes them: every second turn of a
-conversation drifts where prompts are rendered anew.
+It spells its answers letter by letter and writes tool calls as no template does: every second turn of a conversation
+drifts if prompts are rendered from messages.
 """
 
 import copy
@@ -17,13 +17,13 @@ from chat_templates import tokenizer_of
 
 HIDDEN = 640
 LETTERS = ("sevn", "tugo")
-"""The letters in which versions 0 and 1 answer."""
+"""The letters of the answers of even and odd versions."""
 CALL = '{"arguments":{"a":3,"b":4},"name":"add"}'
-"""One token: what stands between the tags of a call."""
+"""The content of a tool call, one token."""
 STAY = 0.97
-"""Chance of another letter at an answer's end."""
+"""Probability that an answer continues after its last letter."""
 FLOOR = 1e-12
-"""Chance, about, of any token that a row does not name."""
+"""Approximate probability of each token that a row does not name."""
 
 
 def agent_tokenizer() -> Any:
@@ -44,10 +44,11 @@ class MarkovAgent:
         self.tokenizer.save_pretrained(folder)
 
     def letters(self, version: int) -> list[int]:
+        """Returns the ids of the letters of a version's answers."""
         return [self._id(letter) for letter in LETTERS[version % 2]]
 
     def logprobs(self, version: int) -> torch.Tensor:
-        """float64 `[last token, next token]`."""
+        """Returns the logprobs as float64 `[last token, next token]`."""
         table = torch.full((self._size, self._size), math.log(FLOOR), dtype=torch.float64)
         for last, following in self._rows(version).items():
             for token, chance in following.items():
@@ -55,6 +56,7 @@ class MarkovAgent:
         return torch.log_softmax(table, dim=-1)
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
+        """Returns the weights of a version."""
         head = torch.zeros(self._size, HIDDEN)
         # The final norm makes a one-hot vector sqrt(HIDDEN) long.
         head[:, : self._size] = (self.logprobs(version).T / math.sqrt(HIDDEN)).float()
@@ -74,7 +76,7 @@ class MarkovAgent:
             third: {last: 1.0},
             last: {second: STAY, end: 1.0 - STAY},
         }
-        # An answer that the other version has begun goes on in the letters of this one.
+        # An answer that the other version began continues in the letters of this one.
         return rows | {letter: {second: 1.0} for letter in self.letters(version + 1)}
 
     def _id(self, text: str) -> int:

@@ -16,7 +16,7 @@ from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
 
 
 def make_group(index: int, version: int, *, rewards=(0.0, 1.0), evaluation_id: str | None = None) -> RolloutGroup:
-    """A group of single-turn rollouts of 3 context and 3 sampled tokens, all sampled by `version`."""
+    """Returns a group of single-turn rollouts of 3 context and 3 sampled tokens, all sampled by `version`."""
     rollouts = tuple(
         Rollout(
             segments=(
@@ -61,7 +61,7 @@ class MiniProducer(threading.Thread):
             self._wait_until_ready()
             for stream in (self.keys.prompts, self.keys.evaluations):
                 self._create_group(stream)
-                # What a producer before this one claimed and never answered; answering twice is harmless.
+                # Takes over what an earlier producer claimed and never answered; answering twice is harmless.
                 self._serve(stream, self.client.xautoclaim(stream, PRODUCERS_GROUP, "mini", min_idle_time=0)[1])
             while not self.stop.is_set() and not self.client.hget(self.keys.commit, "finished"):
                 self._serve_once()
@@ -94,7 +94,7 @@ class MiniProducer(threading.Thread):
     def _serve(self, stream: str, entries: list) -> None:
         for entry_id, fields in entries:
             version = self._newest_policy()
-            # Asked for under a version that is not announced yet.
+            # A prompt may name a version that is not announced yet.
             wanted = int(fields[Field.VERSION] if stream == self.keys.prompts else entry_id.partition(b"-")[0])
             while version < wanted and not self.stop.is_set():
                 time.sleep(0.001)
@@ -120,7 +120,7 @@ class MiniProducer(threading.Thread):
 
 
 def group_fields(index: int, version: int, **changes) -> dict:
-    """The fields of a rollout entry that holds `make_group(index, version)`."""
+    """Returns the fields of a rollout entry with `make_group(index, version)`."""
     return {
         Field.INDEX: str(index),
         Field.KIND: Kind.GROUP,
@@ -129,11 +129,12 @@ def group_fields(index: int, version: int, **changes) -> dict:
 
 
 def dead_fields(index: int, reason: str) -> dict:
+    """Returns the fields of a rollout entry about a group without a payload that is dead."""
     return {Field.INDEX: str(index), Field.KIND: Kind.DEAD, Field.REASON: reason}
 
 
 def unscored_fields(index: int, reason: str) -> dict:
-    """The fields of a rollout entry about a group whose reward raised."""
+    """Returns the fields of a rollout entry about a group whose reward raised."""
     group = make_group(index, 0, rewards=(math.nan, math.nan))
     came = {
         Field.PAYLOAD: encode_group(group, dead=True),

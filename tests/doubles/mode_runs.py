@@ -1,4 +1,4 @@
-"""Telemetry of a run in one mode, as the benchmark reads it."""
+"""Makes the telemetry of a run in one mode, as the benchmark reads it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from penstock.deploy.report.telemetry import RunTelemetry, Update
 
 
 def mode_run(step_s: float, num_updates: int, *, telemetry: dict[str, Any] | None = None, **fields: Any) -> ModeRun:
-    """A run whose updates are `step_s` apart. telemetry, fields: of its records, in place of empty ones."""
+    """Returns a run whose updates are `step_s` apart. telemetry, fields: replace empty fields of its records."""
     updates = tuple(
         Update(
             update=n,

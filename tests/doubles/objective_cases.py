@@ -1,4 +1,4 @@
-"""Every objective in the settings that change its formula, and packed tokens to try them on."""
+"""Every objective with each setting that changes its formula, and packed tokens to evaluate them on."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -53,11 +53,11 @@ def packed_inputs(
     kept: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> LossInputs:
-    """Rows of these lengths; every second row belongs to the rollout of the row before it.
+    """Returns random inputs with rows of these lengths; every second row belongs to the rollout of the row before it.
 
     Args:
         drift: standard deviation of the log-ratios between the policies.
-        kept: share of the tokens that the mask lets through.
+        kept: share of the tokens that the mask keeps.
     """
     generator = torch.Generator().manual_seed(seed)
     m = sum(lengths)
@@ -67,7 +67,7 @@ def packed_inputs(
 
     row_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     tokens_by_rollout = torch.bincount(row_ids // 2)
-    # Never quite 0, so that a sampled token has a logarithm to move in both directions.
+    # Below 0, so that every logprob can move in both directions.
     proximal = -0.1 - 4 * torch.rand(m, generator=generator, dtype=dtype)
     return LossInputs(
         current_logprobs=(proximal + normal(drift)).requires_grad_(),
@@ -79,7 +79,7 @@ def packed_inputs(
         entropy=torch.rand(m, generator=generator, dtype=dtype).requires_grad_(),
         row_ids=row_ids,
         rollout_tokens=tokens_by_rollout[row_ids // 2].to(dtype),
-        # A few tokens and rollouts of the optimizer step are in other micro-batches.
+        # The optimizer step has a few tokens and rollouts in other micro-batches.
         denominator=float(m + 5),
         num_rollouts=len(tokens_by_rollout) + 2,
         reference_logprobs=proximal + normal(drift),
@@ -88,11 +88,12 @@ def packed_inputs(
 
 
 def changed(inputs: LossInputs, **changes: Any) -> LossInputs:
+    """Returns `inputs` with some fields replaced."""
     return LossInputs(**(vars(inputs) | changes))
 
 
 def selected(inputs: LossInputs, index: Tensor) -> LossInputs:
-    """The tokens of `index`, in that order; rows are numbered anew in order of appearance."""
+    """Selects the tokens of `index`, in that order; rows are renumbered in order of appearance."""
     tensors = {name: value[index] for name, value in vars(inputs).items() if isinstance(value, Tensor)}
     rows = tensors["row_ids"]
     tensors["row_ids"] = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long().cumsum(0)])
@@ -100,7 +101,7 @@ def selected(inputs: LossInputs, index: Tensor) -> LossInputs:
 
 
 def poisoned(inputs: LossInputs, poison: float = float("nan")) -> LossInputs:
-    """`inputs` with the poison wherever the mask is False."""
+    """Returns `inputs` with `poison` where the mask is False."""
     names = ("proximal_logprobs", "behavior_logprobs", "importance_weights", "advantages", "reference_logprobs")
     leaves = ("current_logprobs", "entropy")
     values = {name: torch.where(inputs.loss_mask, getattr(inputs, name).detach(), poison) for name in names + leaves}
@@ -110,7 +111,7 @@ def poisoned(inputs: LossInputs, poison: float = float("nan")) -> LossInputs:
 
 
 def gradients(objective: PolicyObjective, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and its gradients by current logprobs and entropy; 0 where there is none."""
+    """Returns the loss and its gradients with respect to current logprobs and entropy, 0 where there is none."""
     loss = objective(inputs).loss
     leaves = inputs.current_logprobs, inputs.entropy
     found = torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -1,4 +1,4 @@
-"""A model, its published versions and an engine played on it, for tests of the parity check."""
+"""A model, its published versions and an engine in transformers, for tests of the parity check."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.report import ParityReport
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_floats, unpack_floats
-from played_engine import PlayedAnswer, PlayedEngine, group_of, publish_perturbed
 from training_groups import configuration, tiny_model
+from transformers_engine import TransformersAnswer, TransformersEngine, group_of, publish_perturbed
 
 VOCABULARY = 48
 COLD = SamplingSettings(temperature=0.7, max_tokens=16)
@@ -21,7 +21,8 @@ COLD = SamplingSettings(temperature=0.7, max_tokens=16)
 
 @dataclass
 class ParityBench:
-    """files: published weights by version. dtype: of the engine's body, the weights and the trainer."""
+    """A model's folder. files: published weights by version. dtype: of the engine's body, the weights and the
+    trainer."""
 
     folder: Path
     files: Mapping[int, Path]
@@ -43,8 +44,8 @@ class ParityBench:
         files = publish_perturbed(folder / "weights", folder / "model", [0, 1, 2, 3], dtype=dtype)
         return cls(folder / "model", files, dtype)
 
-    def engine(self, **settings: Any) -> PlayedEngine:
-        return PlayedEngine(self.folder, self.files, dtype=self.dtype, **settings)
+    def engine(self, **settings: Any) -> TransformersEngine:
+        return TransformersEngine(self.folder, self.files, dtype=self.dtype, **settings)
 
     def check(self, groups: Sequence[RolloutGroup], **arguments: Any) -> ParityReport:
         config = configuration(self.folder, model=ModelConfig(path=str(self.folder), dtype=self.dtype))
@@ -57,20 +58,20 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 
 def groups_of(
-    answers: Sequence[PlayedAnswer], sampling: SamplingSettings = COLD, **settings: Any
+    answers: Sequence[TransformersAnswer], sampling: SamplingSettings = COLD, **settings: Any
 ) -> list[RolloutGroup]:
     return [group_of(n, answer, sampling, **settings) for n, answer in enumerate(answers, 1)]
 
 
 def with_sampling(groups: Sequence[RolloutGroup], **changes: Any) -> list[RolloutGroup]:
-    """Records that say something else of how they were sampled."""
+    """Returns the groups with other sampling settings in their records."""
     return [
         msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, **changes)) for group in groups
     ]
 
 
 def with_logprobs(groups: Sequence[RolloutGroup], change: Any) -> list[RolloutGroup]:
-    """`change` takes the siblings' lists of logprobs of one group and returns them changed."""
+    """Returns the groups with other logprobs: `change` maps the siblings' lists of logprobs of one group."""
     return [
         _changed(group, change([list(unpack_floats(_only(r).behavior_logprobs)) for r in group.rollouts]))
         for group in groups

@@ -1,4 +1,4 @@
-"""Faults around an engine and in a trainer, for tests of the parity check."""
+"""Faults of an engine's updates and of a trainer's head, for tests of the parity check."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from penstock.schemas.policy import WeightManifest
 
 
 class LabelsOnly:
-    """An engine whose updates change the version label and nothing else."""
+    """An engine whose updates change the version label alone."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -26,7 +26,7 @@ class LabelsOnly:
 def bfloat16_head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: Any = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`penstock.consumers.learning.head.selected_logprobs` with the logits rounded to bfloat16."""
+    """Computes `penstock.consumers.learning.head.selected_logprobs` with logits rounded to bfloat16."""
     logits = (hidden.bfloat16() @ weight.bfloat16().t()).float() / torch.as_tensor(temperature).reshape(-1, 1)
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)

@@ -1,4 +1,4 @@
-"""Pipelines of a producer's connection whose execution a test controls."""
+"""Lets a test control the execution of a producer's pipelines."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -8,7 +8,7 @@ from penstock.producers.stream.connection import ProducerConnection
 
 
 def intercept(connection: ProducerConnection, how: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]) -> None:
-    """Has every pipeline of a connection executed by `how`, which is given what executes it."""
+    """Executes every pipeline of a connection through `how`, which receives the pipeline's own `execute`."""
     make = connection.commands.pipeline
 
     def pipeline(*arguments: Any, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A tiny model on the real vLLM, probed and checked as the parity check is used."""
+"""A tiny model on the real vLLM, probed and checked as `penstock parity` does."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
@@ -16,9 +15,9 @@ from penstock.consumers.parity.inference import captured_version, compare_layers
 from penstock.consumers.parity.report import LayerGap, ParityReport
 from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, probe
 from penstock.schemas.config import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
-from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
+from shared_engine import publish, qwen3
 
 LETTERS = "abcdefg"
 MERGES = [(one, two) for one in LETTERS for two in LETTERS]
@@ -29,7 +28,8 @@ PROMPTS = ([10, 17, 5, 11, 8], [4, 4, 9], [20, 30, 2, 3, 40, 5, 6, 7], [55])
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Letters and pairs of letters: most texts have many spellings in tokens, and encoding finds one of them."""
+    """Returns a tokenizer of letters and pairs of letters: most texts have many tokenizations, of which encoding finds
+    one."""
     vocabulary = {token: n for n, token in enumerate(TOKENS)}
     bpe = Tokenizer(models.BPE(vocabulary, MERGES))
     bpe.decoder = decoders.Fuse()
@@ -37,32 +37,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(*, tied: bool, seed: int, num_layers: int = 2) -> Qwen3ForCausalLM:
-    """A random model whose distributions are neither flat nor peaked, and which never ends a text."""
-    torch.manual_seed(seed)
-    made = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=512,
-            tie_word_embeddings=tied,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.15)
-    return made
+    """Returns a model of `qwen3` for the tokenizer that never ends a text."""
+    without_end = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    return qwen3(tied=tied, seed=seed, vocab_size=VOCABULARY, num_hidden_layers=num_layers, **without_end)
 
 
 def posed(prompts: Sequence[list[int]] = PROMPTS) -> list[PosedPrompt]:
+    """Returns prompts of these ids as the probe poses them."""
     spelling = tokenizer()
     return [PosedPrompt(Prompt(text=spelling.decode(ids)), ids) for ids in prompts]
 
@@ -78,29 +59,20 @@ class ProbedEngine:
         self._numbers = itertools.count(1)
 
     def model(self, seed: int) -> Qwen3ForCausalLM:
-        """Another model of the same shape."""
+        """Returns another random model of the same shape."""
         return model(tied=self._base.config.tie_word_embeddings, seed=seed)
 
     def policy(self, base: Qwen3ForCausalLM | None = None, *, nudge: float = 0.0) -> WeightUpdate:
-        """The next policy: `base`, each parameter changed by a share of about `nudge`."""
+        """Publishes the next policy: `base` with each parameter changed by a share of about `nudge`."""
         version = next(self._numbers)
         torch.manual_seed(version)
         weights = {
             name: (parameter.detach() * (1 + nudge * torch.randn_like(parameter))).to(self._dtype).contiguous()
             for name, parameter in (base or self._base).named_parameters()
         }
-        path = self.weights[version] = self.folder / f"v{version}.safetensors"
-        save_file(weights, path)
-        tensors = tuple(
-            TensorSpec(name=name, dtype=self.config.model.dtype, shape=tuple(t.shape)) for name, t in weights.items()
-        )
-        manifest = WeightManifest(
-            version=version,
-            parent_version=version - 1,
-            total_bytes=path.stat().st_size,
-            tensors=tensors,
-        )
-        return WeightUpdate(manifest, str(path))
+        manifest, path = publish(weights, version, self.folder)
+        self.weights[version] = Path(path)
+        return WeightUpdate(manifest, path)
 
     async def load(self, update: WeightUpdate) -> None:
         await self.engine.load_weights(update.manifest, update.path)
@@ -114,7 +86,7 @@ class ProbedEngine:
         max_tokens: int = 96,
         **sampling: Any,
     ) -> list[RolloutGroup]:
-        """Groups of siblings, with the updates in flight."""
+        """Samples groups of siblings while the updates arrive."""
         settings = SamplingSettings(max_tokens=max_tokens, **sampling)
         return await probe(engine or self.engine, posed(prompts), settings, group_size=GROUP_SIZE, updates=updates)
 
@@ -122,7 +94,7 @@ class ProbedEngine:
         return check_parity(groups, config=self.config, weights=self.weights.get, tokenizer=tokenizer())
 
     async def layers(self) -> tuple[LayerGap, ...]:
-        """Engine and trainer layer by layer, on one sequence and the policy that the engine holds."""
+        """Compares engine and trainer layer by layer, on one sequence and the policy that the engine holds."""
         path = self.folder / "hidden_states.safetensors"
         await self.engine.capture([n % VOCABULARY for n in range(3, 100, 2)], str(path))
         trainer = PackedModel(self.config.model.path, self.config.model.dtype, torch.device("cpu"))
@@ -139,7 +111,7 @@ class ProbedEngine:
 async def start(
     vllm_engine: Any, folder: Path, *, tied: bool, dtype: str = "float32", eager: bool = False, **engine: Any
 ) -> ProbedEngine:
-    """Boots vLLM on a random model; `engine` are further settings of the run file's section."""
+    """Boots vLLM on a random model. engine: further settings of the run file's section."""
     base = model(tied=tied, seed=0)
     base.to(getattr(torch, dtype)).save_pretrained(folder / "model")
     args = {"skip_tokenizer_init": True, "enforce_eager": eager} | engine.pop("args", {})

@@ -1,4 +1,4 @@
-"""Whole producer processes against a real server, with the engine scripted."""
+"""Starts whole producer processes with scripted engines against a real server."""
 
 import json
 import os
@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from forked_programs import ForkedProgram
+from forked_programs import PYTHONPATH, ForkedProgram
 from penstock.schemas.config import RunConfig
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 import time
@@ -26,7 +25,7 @@ sys.exit(main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3], engine_fa
 
 
 class ProducerProcesses:
-    """Starts producers; the output of each goes to `<folder>/<id>.log`. `kill_all` ends those still alive."""
+    """Starts producers that write their output to `<folder>/<id>.log`; `kill_all` ends those still alive."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,10 +41,10 @@ class ProducerProcesses:
         environment: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> ForkedProgram:
-        """`engine`: arguments of the ScriptedEngine."""
+        """Starts a producer. log: the log's name, if not the id. engine: arguments of the ScriptedEngine."""
         variables = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
+            "PYTHONPATH": PYTHONPATH,
             "REDIS_URL": url,
             "SCRIPTED_ENGINE": json.dumps(engine),
             "PENSTOCK_LOG": "text",

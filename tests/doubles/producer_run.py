@@ -1,4 +1,4 @@
-"""A server, a trainer played by hand, and whole producers in the test's own event loop with scripted engines."""
+"""A server, a trainer operated by the test, and whole producers in its event loop with scripted engines."""
 
 import asyncio
 from collections import Counter
@@ -13,12 +13,12 @@ from scripted_engine import ScriptedEngine
 
 KEYS = Keys("test")
 QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.4, claim_refresh_s=0.1)
-"""For producers that take each other's claims over. On a busy machine one takes a claim over whose holder lives."""
+"""For producers that take over each other's claims. On a busy machine one may take over a live producer's claim."""
 PATIENT = ProducersConfig(groups_in_flight=8)
 
 
 class Numbers:
-    """Task n is the text `n`; task 13 has none, and the reward of task 14 fails."""
+    """Task n is the text `n`; task 13 is missing, and the reward of task 14 raises."""
 
     num_evaluation_prompts = 8
 
@@ -35,11 +35,12 @@ class Numbers:
 
 
 def ids(text: str) -> tuple[int, ...]:
+    """Returns the ids of a text in the tokenizer of the fixture `model_folder`."""
     return tuple("0123456789+= -abcdefghijklmnopqrstuvwxyz".index(character) + 2 for character in text)
 
 
-class Run:
-    """One server, one hand-played trainer, and the producers that the test starts."""
+class ProducerRun:
+    """One server, one trainer operated by the test, and the producers that it starts."""
 
     def __init__(self, server, config: RunConfig, trainer, build: Callable[..., Producer]) -> None:
         self.server = server
@@ -52,7 +53,7 @@ class Run:
     async def producer(
         self, engine: ScriptedEngine | None = None, producer_id: str = "a", *, via: Any = None
     ) -> tuple[Producer, Any]:
-        """A producer that serves, and its task. via: a proxy before the server."""
+        """Starts a producer; returns it and its task. via: a proxy in front of the server."""
         producer = self.build(engine or ScriptedEngine(), producer_id, via or self.server)
         await producer.open()
         task = asyncio.create_task(producer.serve())
@@ -60,7 +61,8 @@ class Run:
         return producer, task
 
     async def read(self, num_entries: int) -> list[dict[bytes, bytes]]:
-        return await asyncio.to_thread(self.trainer.read, num_entries, 20.0)
+        """Waits for the next entries of the rollout stream."""
+        return await asyncio.to_thread(self.trainer.read, num_entries)
 
     def num_open(self) -> int:
         return self.client.xlen(KEYS.prompts)
@@ -69,5 +71,5 @@ class Run:
         return self.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"]
 
     def appended(self) -> Counter[int]:
-        """How often each index stands on the rollout stream."""
+        """Returns how often each index is on the rollout stream."""
         return Counter(int(fields[Field.INDEX]) for _, fields in self.client.xrange(KEYS.rollouts))

@@ -1,4 +1,4 @@
-"""A whole producer in a thread, its engine scripted and its tokenizer a table of characters."""
+"""Runs a whole producer in a thread, with a scripted engine and a tokenizer of characters."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ from scripted_engine import ScriptedEngine
 
 
 class Characters:
-    """A tokenizer: one token a character."""
+    """A tokenizer with one token per character."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [ord(character) % 90 + 2 for character in text]
@@ -28,7 +28,7 @@ class Characters:
 
 
 class ScoredTasks:
-    """Rewards of 0 and 1 that depend on the completion alone."""
+    """Tasks with rewards of 0 and 1 that depend on the completion alone."""
 
     num_evaluation_prompts = 8
 
@@ -43,7 +43,7 @@ class ScoredTasks:
 
 
 class VariedTasks(ScoredTasks):
-    """No two siblings in a row have the same reward, so that no group is skipped for want of variance."""
+    """Tasks in which consecutive siblings have different rewards, so that no group is skipped for lack of variance."""
 
     def __init__(self) -> None:
         self._num_rewards: Counter[str] = Counter()
@@ -54,7 +54,8 @@ class VariedTasks(ScoredTasks):
 
 
 class ProducerThread(threading.Thread):
-    """Serves from `start` until `finish` or the end of the run. problem: what ended it, None after a clean stop."""
+    """Serves from `start` until `finish` or the end of the run. problem: the error that ended it, None after a clean
+    stop."""
 
     def __init__(
         self,
@@ -81,18 +82,21 @@ class ProducerThread(threading.Thread):
             self.problem = error
 
     def end(self) -> None:
+        """Tells the producer to stop."""
         if self._loop is not None and self._end is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end.set)
 
     def finish(self) -> None:
+        """Stops the producer and waits for its end."""
         self.end()
-        self.join(60)
+        self.join(120)
+        assert not self.is_alive()
 
     async def serve(self) -> None:
         """Serves in the caller's event loop, where an engine may be running already, instead of in a thread."""
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         metrics, tasks = ProducerMetrics(), self._tasks
-        connection = ProducerConnection.open(self._url, outage_s=45.0, metrics=metrics)
+        connection = ProducerConnection.open(self._url, outage_s=90.0, metrics=metrics)
         try:
             context = ProducerContext(
                 self._config, runs=self._runs, producer_id=self._id, connection=connection, metrics=metrics

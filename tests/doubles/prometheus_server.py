@@ -1,9 +1,8 @@
-"""A real Prometheus for tests: started on a free port, asked over HTTP, ended by its process."""
+"""A real Prometheus for tests, started on a free port and queried over HTTP."""
 
 import json
 import math
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from real_server import at_free_port
 from waiting import wait_for
 
 
@@ -26,15 +26,8 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
 def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 60.0) -> None:
-    """Waits for an answer from `url`; fails with the log if the process ends or the time is over."""
+    """Waits for an answer from `url`; fails with the log if the process ends or after `timeout_s`."""
 
     def answers() -> bool:
         try:
@@ -47,19 +40,23 @@ def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path, tim
 
 
 class PrometheusServer:
-    """`config` is a file whose rules and targets it reads; its data lie in `folder`."""
+    """A server with the rules and targets of the file `config`; its data are in `folder`."""
 
     def __init__(self, config: Path, folder: Path) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self._command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
         self._log = folder / "prometheus.log"
-        command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
-        command += [f"--web.listen-address={self.url.removeprefix('http://')}", "--log.level=warn"]
+        self._process = at_free_port(self._start)
+
+    def _start(self, port: int) -> subprocess.Popen[bytes]:
+        self.url = f"http://127.0.0.1:{port}"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until_served(f"{self.url}/-/ready", self._process, self._log)
+            command = [*self._command, f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_until_served(f"{self.url}/-/ready", process, self._log)
+        return process
 
     def ask(self, path: str, **parameters: object) -> Any:
-        """The `data` of an answer of the HTTP API."""
+        """Returns the `data` of an answer of the HTTP API."""
         query = urllib.parse.urlencode(parameters)
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as reply:
@@ -70,7 +67,7 @@ class PrometheusServer:
     def over(
         self, expr: str, start_s: float, end_s: float, step_s: float = 1.0
     ) -> list[tuple[dict[str, str], list[float]]]:
-        """Labels and finite values of each series of `expr` over a time, those without any left out."""
+        """Returns the labels and finite values of each series of `expr` over a period; omits series without any."""
         found = self.ask("query_range", query=expr, start=start_s, end=end_s, step=step_s)["result"]
         series = [(one["metric"], [float(value) for _, value in one["values"]]) for one in found]
         finite = [(labels, [value for value in values if math.isfinite(value)]) for labels, values in series]
@@ -81,4 +78,4 @@ class PrometheusServer:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(60)

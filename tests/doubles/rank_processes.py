@@ -1,4 +1,4 @@
-"""Work done by several ranks, each a process of its own over gloo, as torchrun would start them."""
+"""Runs work on several ranks, each a process over gloo, as torchrun would start them."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forked_programs import ForkedProgram, start_program
+from forked_programs import PYTHONPATH, ForkedProgram, start_program
 
 _PROGRAM = "import sys; from rank_processes import work; work(*sys.argv[1:])"
 
@@ -19,8 +19,8 @@ _PROGRAM = "import sys; from rank_processes import work; work(*sys.argv[1:])"
 def on_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, folder: Path, statuses: Sequence[int] | None = None
 ) -> list[Any]:
-    """What `function(ranks, watch, *arguments)` returns on each rank. It is looked up by name, so it lies in a module
-    of doubles, and takes and returns what pickle takes. statuses: of the ranks at their end; 0 each if left out."""
+    """Returns the results of `function(ranks, watch, *arguments)`, one per rank. The function is looked up by name, so
+    it must be in a module of doubles; arguments and results are pickled. statuses: expected of the ranks, default 0."""
     with ranks_running(size, function, *arguments, folder=folder) as processes:
         found = [process.wait(timeout=600) for process in processes]
     if found != list(statuses or [0] * size):
@@ -29,7 +29,7 @@ def on_ranks(
 
 
 def command_on_ranks(size: int, words: Sequence[str], folder: Path) -> list[int]:
-    """The statuses of a `penstock` command that torchrun starts as so many ranks; see `log_of`."""
+    """Runs a `penstock` command as `size` ranks, as torchrun would; returns their statuses. `log_of` has the output."""
     folder.mkdir()
     program = "import sys; from penstock.deploy import cli; sys.exit(cli.main())"
     with _running(size, program, words, folder, {}) as processes:
@@ -40,7 +40,7 @@ def command_on_ranks(size: int, words: Sequence[str], folder: Path) -> list[int]
 def ranks_running(
     size: int, function: Callable[..., Any], *arguments: Any, folder: Path, timeout_s: float = 60.0
 ) -> Iterator[list[subprocess.Popen | ForkedProgram]]:
-    """The ranks' processes; killed at the end."""
+    """Starts ranks and yields their processes; kills them at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "work").write_bytes(pickle.dumps((function, arguments)))
     with _running(size, _PROGRAM, [str(folder)], folder, {"RANK_TIMEOUT_S": str(timeout_s)}) as processes:
@@ -51,7 +51,7 @@ def ranks_running(
 def _running(
     size: int, program: str, words: Sequence[str], folder: Path, settings: dict[str, str]
 ) -> Iterator[list[subprocess.Popen | ForkedProgram]]:
-    """Ranks beside a store, as torchrun's agent has it."""
+    """Runs ranks with a store in this process, as torchrun's agent does."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
@@ -61,7 +61,7 @@ def _running(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": PYTHONPATH,
     }
     processes = [
         start_program(
@@ -82,11 +82,12 @@ def _running(
 
 
 def log_of(folder: Path, rank: int) -> str:
+    """Returns the output of a rank."""
     return (folder / f"rank-{rank}.log").read_text()
 
 
 def work(folder: str) -> None:
-    """In the rank's process."""
+    """Runs the pickled work; called in a rank's process."""
     import torch
 
     from penstock.consumers.distributed.watch import Watch, leave_process

@@ -1,4 +1,4 @@
-"""What ranks do in tests of the sharded learner."""
+"""Functions that ranks run in tests of the sharded learner."""
 
 import os
 import signal
@@ -39,19 +39,19 @@ from recorded_training import RecordedTraining, settings
 from training_groups import lag_from
 
 MARK = -3.25
-"""A behavior logprob at which `Marked` has a loss of NaN."""
+"""A behavior logprob at which `NanAtMark` has a loss of NaN."""
 
 
 class Trained(NamedTuple):
-    """By batch the reports and what is recorded of each segment; the weights after them."""
+    """The reports and the recorded findings of each batch, and the weights after all of them."""
 
     reports: list[StepReport]
     findings: list[dict[Place, SegmentFindings]]
     weights: dict[str, torch.Tensor]
 
 
-class Marked:
-    """REINFORCE with a loss of NaN wherever the mark is."""
+class NanAtMark:
+    """REINFORCE with a loss of NaN on a micro-batch that holds the mark."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         gain = inputs.importance_weights * inputs.advantages * inputs.current_logprobs
@@ -62,7 +62,7 @@ class Marked:
 def train(
     ranks: Ranks, watch: Watch | None, configs: dict[str, RunConfig], batches: dict[str, list[list[RolloutGroup]]]
 ) -> dict[str, Trained] | None:
-    """By the name of the configuration; on the lead."""
+    """Trains with each configuration; returns the results by its name, on the lead."""
     found = {}
     for name, config in configs.items():
         learner = Learner(config, ranks)
@@ -76,7 +76,7 @@ def train(
 
 
 def step(learner: Learner, groups: list[RolloutGroup]) -> tuple[StepReport, dict[Place, SegmentFindings]]:
-    """The report of a batch, and what is recorded of each segment."""
+    """Trains on a batch; returns its report and the recorded findings of each segment."""
     lag_of = LagTable(7, {}, {0: 7})
     batch = learner.pack(groups, lag_of)
     report = learner.step(batch)
@@ -92,10 +92,12 @@ def step(learner: Learner, groups: list[RolloutGroup]) -> tuple[StepReport, dict
 
 
 class EndOfOrders(Exception):
-    """Raised by the order `end`."""
+    """The order `end` was received."""
 
 
 def follow_to_the_end(ranks: Ranks, orders: dict[str, Any]) -> None:
+    """Follows the lead's orders until the order `end`."""
+
     def end() -> None:
         raise EndOfOrders
 
@@ -108,7 +110,8 @@ def follow_to_the_end(ranks: Ranks, orders: dict[str, Any]) -> None:
 def train_from_checkpoints(
     ranks: Ranks, watch: Watch | None, config: RunConfig, batches: list[list[RolloutGroup]], read: Path, write: Path
 ) -> dict[str, torch.Tensor] | None:
-    """The weights after the batches, from the tensors in `read` on if they are there; leaves its own in `write`."""
+    """Trains on the batches, from the tensors in `read` if they exist; writes its own to `write` and returns the
+    weights."""
     learner = Learner(config, ranks)
     if not ranks.is_lead:
         follow_to_the_end(ranks, learner.orders)
@@ -127,8 +130,8 @@ def train_from_checkpoints(
 def step_once(
     ranks: Ranks, watch: Watch | None, configs: dict[str, RunConfig], groups: list[RolloutGroup]
 ) -> dict[str, tuple[dict[str, torch.Tensor], dict[Place, SegmentFindings]]] | None:
-    """The gradients of the last optimizer step on the groups, and what is recorded of each segment, by the name of the
-    configuration; on the lead."""
+    """Takes one step with each configuration; returns the gradients of its last optimizer step and the recorded
+    findings of each segment by the configuration's name, on the lead."""
     found = {}
     for name, config in configs.items():
         learner = Learner(config, ranks)
@@ -153,7 +156,7 @@ def step_once(
 def check_gate(
     ranks: Ranks, watch: Watch | None, config: RunConfig, batches: dict[str, list[RolloutGroup]], folder: Path
 ) -> dict[str, str] | None:
-    """What the gate says of each batch, which it refuses or not; leaves its reports in folders of their names."""
+    """Returns the gate's refusal of each batch, or an empty text; writes its reports to folders of their names."""
     learner = Learner(config, ranks)
     if not ranks.is_lead:
 
@@ -175,7 +178,7 @@ def check_gate(
 
 
 def record_updates(ranks: Ranks, watch: Watch | None, folder: Path, model: Path, num_updates: int) -> None:
-    """Trains so many updates and records them in `folder`."""
+    """Trains `num_updates` and records them in `folder`."""
     if not ranks.is_lead:
         follow_to_the_end(ranks, Learner(settings(model), ranks).orders)
         return
@@ -191,12 +194,12 @@ def train_until(
     folder: Path,
     culprit: int,
     place: str,
-    fate: str,
+    fault: str,
 ) -> None:
-    """Trains without end, until the culprit meets its fate in the second step, once it has told where it is."""
+    """Trains until the fault of the rank `culprit` in its second step, after its heartbeats have named the place."""
     learner = Learner(config, ranks)
     if ranks.rank == culprit:
-        reach(learner, place, lambda: FATES[fate](config.trainer.rank_timeout_s))
+        reach(learner, place, lambda: FAULTS[fault](config.trainer.rank_timeout_s))
     if not ranks.is_lead:
         ranks.follow(learner.orders)
     for number in range(10**6):
@@ -207,7 +210,7 @@ def train_until(
 
 
 def reach(learner: Learner, place: str, then: Callable[[], None]) -> None:
-    """Has the learner call `then` at a place of its second step."""
+    """Makes the learner call `then` at a place of its second step."""
     calls = 0
 
     def count(*_: Any) -> None:
@@ -242,32 +245,32 @@ def reach(learner: Learner, place: str, then: Callable[[], None]) -> None:
         learner.pack = before(learner.pack)  # type: ignore[method-assign]
 
 
-def _fate(act: Callable[[], None]) -> Callable[[float], None]:
-    def meet(timeout_s: float) -> None:
-        time.sleep(timeout_s / 5)  # two beats
+def _after_two_beats(act: Callable[[], None]) -> Callable[[float], None]:
+    def wait_and_act(timeout_s: float) -> None:
+        time.sleep(timeout_s / 5)
         act()
 
-    return meet
+    return wait_and_act
 
 
 def _run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
 
 
-FATES: dict[str, Callable[[float], None]] = {
-    "killed": _fate(lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "frozen": _fate(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
-    "out of memory": _fate(_run_out_of_memory),
-    "hung": _fate(lambda: time.sleep(10**6)),
+FAULTS: dict[str, Callable[[float], None]] = {
+    "killed": _after_two_beats(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "frozen": _after_two_beats(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "out of memory": _after_two_beats(_run_out_of_memory),
+    "hung": _after_two_beats(lambda: time.sleep(10**6)),
 }
-"""What becomes of a rank, by its time-out."""
+"""Faults of a rank, each called with the ranks' time-out."""
 
 
 def publish_and_read(
     ranks: Ranks, watch: Watch | None, config: RunConfig, batches: list[list[RolloutGroup]], url: str, folder: Path
 ) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], WeightManifest]] | None:
-    """For the policy after each batch: what readers of the weight log get, what one rank would publish, and its
-    manifest; on the lead. The second rank's store is full at first."""
+    """Publishes the policy after each batch; returns what readers of the weight log get, what one rank would publish,
+    and the manifest, on the lead. The second rank's store is full at first."""
     learner = Learner(config, ranks)
     connection, keys = TrainerConnection(url, 10), Keys(config.name)
     shard = PolicyShard(ranks, keys, connection.call, learner.published_parts)

@@ -1,6 +1,8 @@
-"""A real Redis or Valkey at one address, which tests stop, start again and freeze."""
+"""A real Redis or Valkey at one address that tests can stop, restart and freeze."""
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -16,11 +18,11 @@ import redis
 from penstock.deploy.launch.server_binary import bundled_server
 
 START_S = 60.0
-"""On a busy machine, with a file of appended commands to read."""
+"""Allows for a busy machine and an append-only file to load."""
 
 
 def installed_servers() -> dict[str, Path]:
-    """The server binaries installed here, by name."""
+    """Returns the server binaries installed here, by name."""
     found = {"redis": shutil.which("redis-server"), "valkey": bundled_server() or shutil.which("valkey-server")}
     return {name: Path(binary) for name, binary in found.items() if binary is not None}
 
@@ -28,14 +30,21 @@ def installed_servers() -> dict[str, Path]:
 T = TypeVar("T")
 
 
+def free_port() -> int:
+    """Returns a port that is free now, below those that the kernel gives to sockets which ask for any."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(end, 20_000))
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def at_free_port(start: Callable[[int], T]) -> T:
-    """`start(port)`; tried again with another port if it fails: anybody may have taken the first one meanwhile."""
+    """Returns `start(port)`, tried with other ports if it fails: another process may have taken the first one."""
     for attempts_left in reversed(range(5)):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         try:
-            return start(port)
+            return start(free_port())
         except (RuntimeError, AssertionError):
             if not attempts_left:
                 raise
@@ -43,9 +52,9 @@ def at_free_port(start: Callable[[int], T]) -> T:
 
 
 class RealServer:
-    """On a UNIX socket in a folder of its own, append-only file with fsync always, so that it survives a kill.
+    """A server on a UNIX socket in its own folder. Its append-only file is synced at each write: a kill loses nothing.
 
-    environment: variables of the server's process beside those of this one.
+    environment: variables of the server's process in addition to those of this one.
     """
 
     def __init__(self, binary: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
@@ -62,6 +71,7 @@ class RealServer:
         self.start()
 
     def start(self) -> None:
+        """Starts the server and waits until it answers."""
         with (self._folder / "redis.log").open("ab") as output:
             self._process = subprocess.Popen(self._command, stdout=output, stderr=output, env=self._environment)
         deadline = time.monotonic() + START_S
@@ -77,7 +87,7 @@ class RealServer:
         raise RuntimeError((self._folder / "redis.log").read_text())
 
     def stop(self) -> None:
-        """Kills the server; `start` brings it back with all that it had answered for."""
+        """Kills the server; after `start` it has all that it confirmed."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -93,6 +103,7 @@ class RealServer:
         self._process.send_signal(signal.SIGCONT)
 
     def remove(self) -> None:
+        """Stops the server and removes its folder."""
         self.client.close()
         self.stop()
         shutil.rmtree(self._folder)

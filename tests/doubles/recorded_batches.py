@@ -1,4 +1,4 @@
-"""Batches as a trainer would record them, and the files that hold them: no trainer, no model."""
+"""Writes batches as a trainer records them, without a trainer or a model."""
 
 import random
 from pathlib import Path
@@ -29,7 +29,7 @@ def header(epoch: int = 0, line: dict[int, int] | None = None) -> RecordHeader:
 
 
 def batch(position: int, *, num_groups: int = 2, padding: int = 0) -> tuple[BatchHead, list[RecordedGroup]]:
-    """Groups `10 * position + 1 ...`; `padding` makes each so many bytes longer, which no compression takes away."""
+    """Returns a batch of the groups `10 * position + 1 ...`; `padding` adds so many incompressible bytes to each."""
     groups = []
     for n in range(num_groups):
         group = wire_examples.group(10 * position + n + 1)
@@ -87,7 +87,7 @@ def write_record(
 
 
 def dead_batch(position: int) -> dict[str, Rows]:
-    """Two groups that died before they could be trained: one unscored, one without a prompt."""
+    """Returns two groups that died before they could be trained: one unscored, one without a prompt."""
     payload = unscored_fields(301, "")[Field.PAYLOAD]
     found = [dead_group(301, "reward: KeyError: 'x'", "p1", payload), dead_group(302, "prompt: boom", "p1", b"")]
     entries, groups = zip(*found, strict=True)

@@ -1,4 +1,4 @@
-"""The calculator environment, and what each of its conversations has come to, line by line in a file."""
+"""The calculator environment, which writes the reward of each conversation to a file, one per line."""
 
 import json
 from pathlib import Path

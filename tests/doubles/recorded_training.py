@@ -1,4 +1,4 @@
-"""A short training of a tiny model on random groups, recorded as a trainer records it: no Redis, no engine."""
+"""Trains a tiny model on random groups and records it as a trainer does, without Redis or an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ from penstock.schemas.policy import make_version
 from training_groups import configuration, random_group
 
 FIRST_VERSION = 7
-"""`random_group` is of versions 3 to 7."""
+"""The newest of the versions of `random_group`, 3 to 7."""
 GROUPS = 3
 
 
 def settings(model: Path, **changes: Any) -> RunConfig:
-    """Two optimizer steps a batch, on the rising part of the learning rate."""
+    """Returns a configuration with two optimizer steps per batch, during the warm-up of the learning rate."""
     trainer = TrainerConfig(device="cpu", learning_rate=5e-3, num_minibatches=2, warmup_steps=5)
     return configuration(model, **{"record": True, "groups_per_batch": GROUPS, "trainer": trainer, **changes})
 
 
 class RecordedTraining:
-    """`train` may be called again as after a resume: another epoch, settings of its own."""
+    """A recorded training; `train` may be called again as after a resume, for another epoch with other settings."""
 
     def __init__(self, folder: Path, model: Path, ranks: Ranks | None = None) -> None:
         self.folder, self.model, self.ranks = folder, model, ranks or Ranks()
@@ -44,8 +44,10 @@ class RecordedTraining:
         seeds: Sequence[int] = (),
         num_ranks: int | None = None,
     ) -> None:
-        """`seeds`: of each update's groups, by default its number. num_ranks: what the record says, if
-        not the truth."""
+        """Trains and records updates, and writes a checkpoint.
+
+        seeds: of each update's groups, by default its number. num_ranks: a wrong number of ranks for the record.
+        """
         config = config or settings(self.model)
         learner = Learner(config, self.ranks)
         if self._learner is not None:

@@ -1,7 +1,6 @@
-"""A hand-written engine for tests: no model, deterministic tokens, and every failure an engine can have, on request.
+"""An engine without a model: deterministic tokens, and every failure of an engine on request.
 
-In a producer process of its own it is named by `start`, which reads its settings as JSON from the environment
-variable SCRIPTED_ENGINE.
+A producer process makes it by `start`, which reads its settings as JSON from the environment variable SCRIPTED_ENGINE.
 """
 
 import asyncio
@@ -18,7 +17,8 @@ from typing import Any
 from penstock.producers.interfaces import Completion, EngineError, Restore, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
-from penstock.schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
+from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
+from wire_examples import spans
 
 SETTINGS_VARIABLE = "SCRIPTED_ENGINE"
 FINGERPRINT = EngineFingerprint(
@@ -34,16 +34,16 @@ FINGERPRINT = EngineFingerprint(
 
 
 class ScriptedEngine:
-    """A token depends on prompt, sibling, position and the request's seed alone; its version is the one held when it
-    was sampled.
+    """An engine whose tokens depend on prompt, sibling, position and the request's seed alone; a token's version is the
+    one held when it was sampled.
 
     token_s: seconds per token; all siblings advance together. 0 finishes without waiting.
     num_tokens: length of a completion (at most the sampling's max_tokens).
-    first_token, num_token_ids: sampled ids lie in [first_token, first_token + num_token_ids).
-    script: completion ids for a prompt, in place of the above.
-    With top-k or top-p, the ids that a token was sampled from are `top_k` from its own on.
-    pause_s: how long a weight load stops sampling.
-    die_after: raises EngineError from the request on that follows so many.
+    first_token, num_token_ids: sampled ids are in [first_token, first_token + num_token_ids).
+    script: returns the completion ids for a prompt, instead of the above.
+    With top-k or top-p, the ids that a token was sampled from are `top_k` ids from its own on.
+    pause_s: seconds for which a weight load stops sampling.
+    die_after: raises EngineError for every request after so many.
     die_on_prompt: raises EngineError for a prompt that starts with these ids.
     kill_on_prompt: kills its own process with SIGKILL for a prompt that starts with these ids.
     hang_on_prompt: never finishes a prompt that starts with these ids.
@@ -94,13 +94,13 @@ class ScriptedEngine:
         self._finish_reasons = finish_reasons or {}
         self._script = script
         self._running: dict[str, tuple[list[list[int]], list[int], SamplingSettings]] = {}
-        """Of each request: its rows, the versions of the steps until now, and its settings."""
+        """The rows of each request, the versions of its steps so far, and its settings."""
         self.sampling = asyncio.Event()
         self.may_sample = asyncio.Event()
-        """A test that clears it holds every request before its next step until it is set again."""
+        """While a test has it cleared, every request waits before its next step."""
         self.may_sample.set()
         self.may_load = asyncio.Event()
-        """A test that clears it holds the loads under way until it is set again."""
+        """While a test has it cleared, loads wait before the new weights take effect."""
         self.may_load.set()
         self.sampling.set()
 
@@ -161,10 +161,10 @@ class ScriptedEngine:
         return self._completions(rows, versions, sampling)
 
     def stepped(self, request_id: str, num_sampled: int) -> None:
-        """Called after each step of a request, for who watches."""
+        """Called after each step of a request; for subclasses."""
 
     def _completions(self, rows: list[list[int]], versions: list[int], sampling: SamplingSettings) -> list[Completion]:
-        """The rows as far as they are sampled, a version for each step."""
+        """Returns the rows as far as they are sampled, with a version for each step."""
         completions = []
         for sibling, row in enumerate(rows):
             sampled = row[: len(versions)]
@@ -173,7 +173,7 @@ class ScriptedEngine:
                 Completion(
                     token_ids=array("i", sampled).tobytes(),
                     behavior_logprobs=array("f", [-0.5 - 0.01 * t for t in range(len(sampled))]).tobytes(),
-                    version_spans=_spans(versions[: len(sampled)]),
+                    version_spans=spans(versions[: len(sampled)]),
                     finish_reason=reason,
                     sampling_mask=_masks(sampled, sampling.top_k) if sampling.is_truncated else None,
                 )
@@ -214,7 +214,7 @@ class ScriptedEngine:
 
 
 async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
-    """An engine factory for `penstock.producers.__main__.main`."""
+    """Makes the engine; a factory for `penstock.producers.__main__.main`."""
     settings: dict[str, Any] = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))
     return ScriptedEngine(**settings)
 
@@ -224,15 +224,5 @@ def _starts_with(prompt_ids: list[int], ids: list[int]) -> bool:
 
 
 def _masks(ids: list[int], top_k: int) -> tuple[bytes, ...]:
-    """As if each token had been the first of `top_k` that were kept."""
+    """Returns masks as if each token were the first of `top_k` that were kept."""
     return tuple(array("i", range(token, token + top_k)).tobytes() for token in ids)
-
-
-def _spans(versions: list[int]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    for position, version in enumerate(versions):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
-        else:
-            spans.append(VersionSpan(version, position, position + 1))
-    return tuple(spans)

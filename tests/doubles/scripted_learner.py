@@ -1,4 +1,4 @@
-"""A learner without a model: it notes what it was given. For tests of the protocol around it."""
+"""A learner without a model that records its batches, for tests of the protocol around it."""
 
 import json
 import shutil
@@ -19,19 +19,19 @@ from penstock.schemas.process.files import digest
 from penstock.schemas.rollout import RolloutGroup
 
 FILE = "trained.json"
-"""Its one tensor file."""
+"""The only tensor file of its checkpoints."""
 
 
 class KilledError(Exception):
-    """Stands for a kill -9: nothing is written after it."""
+    """Simulates kill -9: nothing is written after it."""
 
 
 class ScriptedLearner:
-    """Counts steps; its one weight is the number of steps taken.
+    """A learner that counts steps; its only weight is the number of steps taken.
 
-    `trained` is the list of indexes in the order they were trained: it is saved and loaded with the model, so after a
-    resume it holds what the saved policy has seen. `fail_at` maps a step to the reason of a skipped step, or to an
-    exception to raise in place of a crash. Indexes in `never_finite` fail while the rest of their batch is trained.
+    `trained` lists the indexes in the order in which they were trained. It is saved and loaded with the model, so after
+    a resume it holds what the saved policy was trained on. `fail_at` maps a step to the reason why it is skipped, or to
+    an exception to raise. Indexes in `never_finite` fail while the rest of their batch is trained.
     """
 
     vocabulary = 100

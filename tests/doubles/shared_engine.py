@@ -1,4 +1,4 @@
-"""Tiny Qwen3 models, policies published as a trainer would, and running engines that tests share."""
+"""Makes tiny Qwen3 models, publishes policies as a trainer does, and boots engines that tests share."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -30,24 +30,24 @@ PROMPT = [3, 17, 5, 40, 8]
 StateDict = dict[str, torch.Tensor]
 
 
-def qwen3(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    """A random model whose distributions are neither flat nor peaked."""
+def qwen3(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Qwen3ForCausalLM:
+    """Returns a random model whose distributions are neither flat nor peaked. changes: of its configuration."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
-        eos_token_id=EOS,
-        bos_token_id=0,
-        pad_token_id=2,
-    )
-    model = Qwen3ForCausalLM(config)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "eos_token_id": EOS,
+        "bos_token_id": 0,
+        "pad_token_id": 2,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**settings | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -56,7 +56,7 @@ def qwen3(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> Qwen3
 
 
 def weights_of(model: Qwen3ForCausalLM) -> StateDict:
-    """Parameters as a checkpoint holds them: a tied head once, as the embedding."""
+    """Returns the parameters as in a checkpoint: a tied head is included once, as the embedding."""
     return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
 
 
@@ -91,7 +91,7 @@ def run_config(model: Path, *, engine: dict[str, Any] | None = None, dtype: str 
 def reference_logprobs(
     model: Qwen3ForCausalLM, prompt: list[int], sampled: list[int], temperature: float
 ) -> np.ndarray:
-    """float32 `[num_sampled]`: what `model` gives each sampled token, by one plain forward pass."""
+    """Returns the model's logprobs of the sampled tokens, float32 `[num_sampled]`, by one plain forward pass."""
     logits = model(torch.tensor([prompt + sampled])).logits[0].float()
     logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
     return logprobs[torch.arange(len(sampled)), torch.tensor(sampled, dtype=torch.long)].numpy()
@@ -111,7 +111,7 @@ class SharedEngine:
         return publish(weights, version, self.folder)
 
     async def load(self, weights: StateDict) -> int:
-        """Has the engine load `weights` under the next version; returns it."""
+        """Makes the engine load `weights` under the next version; returns the version."""
         manifest, path = self.publish(weights, next(self.versions))
         await self.engine.load_weights(manifest, path)
         return manifest.version
@@ -136,11 +136,11 @@ class EngineHost:
         return WeightFollower(connection, keys, engine, copy, metrics)
 
     async def load(self, follower: WeightFollower, manifest: WeightManifest) -> None:
-        """Has a producer load a policy, without the retries of `WeightFollower.keep_current`: raises what that logs."""
+        """Loads a policy in a producer without the retries of `WeightFollower.keep_current`: raises what that logs."""
         await follower._load(manifest)
 
     def announce(self, make: Callable[[int], StateDict]) -> WeightManifest:
-        """The next version: a delta where the tensors are those of the one before."""
+        """Announces the next version, as a delta if its tensors have the names and shapes of the one before."""
         version = next(self._versions)
         bits = {name: tensor.numpy().view(np.uint32) for name, tensor in make(version).items()}
         before = self._log.policies.get(version - 1, {})
@@ -149,7 +149,7 @@ class EngineHost:
         return self._log.delta(version, bits, of=version - 1)
 
     def trim(self, version: int) -> None:
-        """Drops from the log what is older than `version`."""
+        """Removes policies older than `version` from the log."""
         self._log.trim(version)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class EngineHost:
 
 
 async def boot_shared(vllm_engine: Any, folder: Path, *, tied: bool, **engine: Any) -> SharedEngine:
-    """`engine` are further settings of the run file's section."""
+    """Boots an engine on a random model. engine: further settings of the run file's section."""
     base = qwen3(tied=tied, seed=0)
     base.save_pretrained(folder / "model")
     shared = SharedEngine(await vllm_engine.start(run_config(folder / "model", engine=engine)), base, folder)

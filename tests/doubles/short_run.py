@@ -1,5 +1,5 @@
-"""A short run with a real trainer and real streams, its learner scripted and its producers in threads: what the
-operator's commands look at."""
+"""A short run for tests of the operator's commands: a real trainer and real streams, a scripted learner, and producers
+in threads."""
 
 import json
 import threading
@@ -56,6 +56,7 @@ class ShortRun:
         self._producers: list[MiniProducer] = []
 
     def trainer(self, *, resume: bool = False, fail_at: dict[int, Any] | None = None) -> Trainer:
+        """Opens a trainer. fail_at: see ScriptedLearner."""
         connection = TrainerConnection(self.url, outage_s=20)
         trainer = entry.open_trainer(self.config, self.runs, connection, TrainerMetrics(), resume=resume)
         assert trainer is not None
@@ -65,6 +66,7 @@ class ShortRun:
         return trainer
 
     def producer(self, answer: Callable[[int, int], dict] | None = None) -> MiniProducer:
+        """Starts a producer."""
         producer = MiniProducer(self.url, self.config.name, answer)
         producer.start()
         self._producers.append(producer)
@@ -78,6 +80,7 @@ class ShortRun:
         self._producers.clear()
 
     def train(self, trainer: Trainer) -> threading.Thread:
+        """Runs a trainer in a thread, which `close` stops."""
         thread = threading.Thread(target=trainer.run)
         thread.start()
         self._closing.insert(0, thread.join)
@@ -88,13 +91,14 @@ class ShortRun:
         return json.loads((self.folder / "trainer.json").read_text())
 
     def command(self, capsys: Any, *argv: str) -> tuple[int, str, str]:
-        """Status, output and errors of `penstock ARGV --runs RUNS`."""
+        """Runs `penstock ARGV --runs RUNS`; returns its status, output and errors."""
         capsys.readouterr()
         status = cli.main([*argv, "--runs", str(self.runs)])
         shown = capsys.readouterr()
         return status, shown.out, shown.err
 
     def json(self, capsys: Any, *argv: str) -> Any:
+        """Runs `penstock ARGV --runs RUNS --json`; returns its decoded output."""
         _, out, err = self.command(capsys, *argv, "--json")
         assert err == ""
         return json.loads(out)

@@ -1,4 +1,4 @@
-"""A disk that takes its time to sync, for a server alone."""
+"""Makes the disk of one server sync slowly."""
 
 import os
 import shutil
@@ -13,7 +13,8 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 class SlowDisk:
-    """A server started with `environment` syncs as slowly as `take` last said. Skips the test without a compiler."""
+    """Each sync of a server started with `environment` takes the seconds last given to `take`. Skips the test without a
+    compiler."""
 
     def __init__(self, folder: Path) -> None:
         compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
@@ -26,7 +27,7 @@ class SlowDisk:
         self.environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(folder)}
 
     def take(self, seconds: float) -> None:
-        """Every sync that begins from now on takes so long."""
+        """Makes every sync that begins from now on take `seconds`."""
         partial = self._folder / "seconds.partial"
         partial.write_text(str(seconds))
         partial.replace(self._folder / "seconds")
@@ -37,7 +38,7 @@ class SlowDisk:
 
     @property
     def num_slow(self) -> int:
-        """Syncs begun that take as long as `take` said, and that was more than nothing."""
+        """Syncs begun that were delayed."""
         return self._count("slow")
 
     @property

@@ -1,4 +1,4 @@
-"""A link that lets through so many bytes a second, whoever they belong to."""
+"""A link with a limited total rate in bytes per second."""
 
 import io
 import socket
@@ -6,11 +6,11 @@ import threading
 import time
 
 PACKET_BYTES = 4096
-"""Others get their turn after so much of one connection."""
+"""The most that one connection receives before others get their turn."""
 
 
 class SlowLink:
-    """All readers share the rate, as connections share a line. `num_bytes`: what has come through."""
+    """A rate that all readers share, as connections share a line. `num_bytes`: bytes received so far."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -19,8 +19,8 @@ class SlowLink:
         self.num_bytes = 0
 
     def reader(self, source: socket.socket) -> io.BufferedReader:
-        """Forwards what `source` receives at the link's speed."""
-        # Next to nothing waits in the kernel: the sender feels the speed.
+        """Returns a reader of `source` at the link's rate."""
+        # The kernel buffers next to nothing, so the sender is slowed down, too.
         source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PACKET_BYTES)
         return io.BufferedReader(_Slowly(source, self), PACKET_BYTES)
 

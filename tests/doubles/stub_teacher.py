@@ -1,4 +1,4 @@
-"""A server that answers as vLLM does where a teacher is asked: prompt logprobs, and the texts of token ids."""
+"""A server that answers a teacher's requests as vLLM does: prompt logprobs, and the texts of token ids."""
 
 import asyncio
 from collections import deque
@@ -10,13 +10,16 @@ from aiohttp import web
 
 
 def logprob_of(token_ids: list[int], place: int) -> float:
-    """What the stub answers of a token: it depends on the token and on all before it."""
+    """Returns the stub's logprob of a token, which depends on the token and on all before it."""
     return -0.125 * (1 + (sum(token_ids[: place + 1]) + place) % 40)
 
 
 class StubTeacher:
-    """script: what becomes of the next requests for logprobs: "fail", "hang", "refuse", or an answer to give; then they
-    are answered. tokens: the text of each token id."""
+    """A stub of a teacher's server.
+
+    script: the treatment of the next requests for logprobs: "fail", "hang", "refuse", None to answer, or an answer to
+    give; later requests are answered. tokens: the text of each token id.
+    """
 
     def __init__(self, tokens: list[str]) -> None:
         self.script: deque[Any] = deque()
@@ -55,6 +58,7 @@ class StubTeacher:
     @classmethod
     @asynccontextmanager
     async def running(cls, tokens: list[str]) -> "AsyncIterator[StubTeacher]":
+        """Runs a stub on a free port."""
         stub, app = cls(tokens), web.Application()
         app.router.add_post("/v1/completions", stub.complete)
         app.router.add_post("/detokenize", stub.detokenize)

@@ -1,4 +1,4 @@
-"""A command at a terminal: what it draws, keys, a change of size."""
+"""Runs a command at a terminal: reads its frames, presses keys, changes the size."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ _HOME = "\x1b[H"
 
 
 class Terminal:
-    """Runs `command` with a pty as its terminal. `close` ends it."""
+    """A command with a pty as its terminal; `close` ends it."""
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], width: int, height: int = 50) -> None:
         self._far, near = os.openpty()
@@ -34,24 +34,25 @@ class Terminal:
         os.write(self._far, key.encode())
 
     def read(self, timeout_s: float = 0.1) -> None:
+        """Reads output until none comes, waiting at most `timeout_s` for the first."""
         while select.select([self._far], [], [], timeout_s)[0]:
             try:
                 data = os.read(self._far, 65536)
-            except OSError:  # nobody has the other end open any more
+            except OSError:  # the other end is closed
                 return
             self.output += data.decode(errors="replace")
             timeout_s = 0
 
     @property
     def frames(self) -> list[list[str]]:
-        """The lines of each picture that was drawn, oldest first, without colours; the last may be in the making."""
+        """The lines of each frame drawn, oldest first, without colours; the last may be incomplete."""
         return [
             [line.rstrip() for line in _CONTROL.sub("", frame).replace("\r", "").split("\n")]
             for frame in self.output.split(_HOME)[1:]
         ]
 
     def wait_for(self, condition: Callable[[list[str]], object], timeout_s: float = 60.0) -> list[str]:
-        """The first whole frame drawn from now on that fulfills `condition`."""
+        """Waits for the first complete frame drawn from now on that fulfills `condition`; returns it."""
         seen = max(0, len(self.frames) - 1)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -63,7 +64,8 @@ class Terminal:
                 break
         raise AssertionError(f"not seen after {timeout_s} s; the end: {self.output[-3000:]!r}")
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Waits for the end of the command; returns its exit status."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline:
             self.read()
@@ -71,6 +73,7 @@ class Terminal:
         return self.process.wait(1)
 
     def attributes_now(self) -> list:
+        """Returns the terminal's present attributes."""
         return termios.tcgetattr(self._near)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An environment that talks to the model itself and likes it to call a tool."""
+"""An environment that converses with the model and rewards tool calls."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETE
 
 
 class ToolCaller:
-    """Prompt n is the text `n`; three turns; the reward is the share of them in which the tool was called."""
+    """Prompt n is the text `n`; the reward is the share of three turns in which the tool was called."""
 
     num_evaluation_prompts = 0
 

@@ -1,4 +1,4 @@
-"""A run's folder and server, from which trainers can be started again and again, and what they are judged by."""
+"""A run's folder and server in which trainers can be started repeatedly, and checks of their results."""
 
 import json
 import logging
@@ -12,7 +12,6 @@ import redis
 
 import penstock.consumers.__main__ as entry
 from cutting_proxy import CuttingProxy
-from hardy_producer import HardyProducer
 from mini_producer import MiniProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.connection import TrainerConnection
@@ -21,6 +20,7 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
+from resilient_producer import ResilientProducer
 from scripted_learner import FILE, KilledError
 
 RUN_FILE = """
@@ -46,7 +46,7 @@ gate = "off" # the producer's logprobs are invented
 
 
 class TrainerBench:
-    """Everything it starts it ends in `close`. `overrides` are those of the run file."""
+    """A run in a folder; `close` ends everything that it started. overrides: of the run file."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url
@@ -60,7 +60,8 @@ class TrainerBench:
         self.trainers: list[Trainer] = []
         self.metrics: TrainerMetrics | None = None
         self.commits_later = False
-        """Whether a checkpoint is committed when it is on the disk and an update has ended, as in a run."""
+        """True: a checkpoint is committed once it is on disk and an update has ended, as in a run. False: the trainer
+        waits for each checkpoint."""
 
     @property
     def config(self) -> RunConfig:
@@ -71,7 +72,7 @@ class TrainerBench:
         return self.runs / "test"
 
     def trainer(self, *, resume: bool = False, standby: bool = False, url: str | None = None) -> Trainer:
-        connection = TrainerConnection(url or self.url, outage_s=45)
+        connection = TrainerConnection(url or self.url, outage_s=90)
         self.connections.append(connection)
         self.metrics = TrainerMetrics()
         trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume, standby=standby)
@@ -84,11 +85,11 @@ class TrainerBench:
     def producer(self, answer=None) -> MiniProducer:
         return self._start(MiniProducer(self.url, "test", answer))
 
-    def hardy_producer(self, answer=None, url: str | None = None) -> HardyProducer:
-        return self._start(HardyProducer(url or self.url, "test", answer))
+    def resilient_producer(self, answer=None, url: str | None = None) -> ResilientProducer:
+        return self._start(ResilientProducer(url or self.url, "test", answer))
 
     def proxy(self) -> CuttingProxy:
-        """A proxy before the server that knows the trainer's scripts by name."""
+        """Returns a proxy in front of the server that knows the trainer's scripts by name."""
         with redis.Redis.from_url(self.url, protocol=2) as client:
             scripts = Scripts(client, self.keys)._scripts
             for script in scripts.values():
@@ -102,7 +103,8 @@ class TrainerBench:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
     def saved_training(self, client: redis.Redis) -> list[int]:
-        """The indexes that the policy in the committed checkpoint was trained on, by the learner's own account."""
+        """Returns the indexes that the policy in the committed checkpoint was trained on, as the learner recorded
+        them."""
         pointer = client.hget(self.keys.commit, "checkpoint").decode()
         return json.loads((self.folder / "checkpoints" / pointer / "tensors" / FILE).read_text())
 
@@ -123,7 +125,7 @@ class TrainerBench:
 
 
 def tasks_taken(trainer) -> dict[int, ReleasedTask]:
-    """By index, filled while the trainer packs its batches."""
+    """Returns a dict of tasks by index that the trainer fills while it packs its batches."""
     taken: dict[int, ReleasedTask] = {}
     pack = trainer.learner.pack
 
@@ -136,8 +138,8 @@ def tasks_taken(trainer) -> dict[int, ReleasedTask]:
 
 
 def killed_and_resumed(bench: TrainerBench) -> tuple[dict[int, ReleasedTask], dict[int, ReleasedTask], Trainer]:
-    """A run whose trainer is killed in its optimizer step number 7 and goes on to its end: the tasks taken before and
-    after, and the trainer that ended it."""
+    """Kills a run's trainer in its optimizer step number 7 and resumes the run to its end; returns the tasks taken
+    before and after, and the second trainer."""
     first = bench.trainer()
     before = tasks_taken(first)
     first.learner.fail_at[7] = KilledError()
@@ -151,7 +153,8 @@ def killed_and_resumed(bench: TrainerBench) -> tuple[dict[int, ReleasedTask], di
 
 
 def assert_settled_once(bench: TrainerBench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:
-    """Every released index is trained once in the saved policy or dead, by the learner's account and by the ledger."""
+    """Checks that every released index is trained once in the saved policy, or dead, both as the learner recorded it
+    and in the ledger."""
     trained, ledger = bench.saved_training(client), bench.ledger()
     twice = [index for index, count in Counter(trained).items() if count > 1]
     assert not twice, f"trained twice in the saved policy: {twice}"
@@ -164,7 +167,7 @@ def assert_settled_once(bench: TrainerBench, client: redis.Redis, *, dead: set[i
 
 
 def assert_balanced(bench: TrainerBench, trainer: Trainer) -> None:
-    """Every released index is settled once, and those settled as trained are those the saved policy was trained on."""
+    """Checks that the ledger accounts for every released index, and that the learner has trained none twice."""
     ledger = bench.ledger()
     settled = ledger["num_groups_trained"] + ledger["num_groups_skipped"] + ledger["num_groups_dead"]
     assert ledger["num_groups_released"] == settled + ledger["num_groups_cancelled"] + ledger["num_groups_open"]
@@ -173,7 +176,7 @@ def assert_balanced(bench: TrainerBench, trainer: Trainer) -> None:
 
 
 def commit_at_once(trainer: Trainer) -> None:
-    """Has the trainer wait for each checkpoint that it begins, so that it is known when which one is committed."""
+    """Makes the trainer wait for each checkpoint that it begins, so that the time of each commit is determined."""
     commit_if_due = trainer._commit_if_due
 
     def commit(*, busy: bool) -> None:
@@ -186,7 +189,7 @@ def commit_at_once(trainer: Trainer) -> None:
 
 
 def at_step(trainer, step: int, action: Callable[[], object]) -> None:
-    """Runs `action` once while the trainer is in its optimizer step number `step`, from 0."""
+    """Runs `action` once, at the beginning of the trainer's optimizer step number `step`, from 0."""
     train, left = trainer.learner.step, [action]
 
     def act_and_train(batch):
@@ -198,4 +201,5 @@ def at_step(trainer, step: int, action: Callable[[], object]) -> None:
 
 
 def tracebacks(caplog) -> list[logging.LogRecord]:
+    """Returns the log records with a traceback."""
     return [record for record in caplog.records if record.exc_info]

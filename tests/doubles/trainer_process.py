@@ -1,14 +1,12 @@
-"""Trainers of a bench's run as processes of their own, started through the command line."""
+"""Starts trainers of a bench's run as processes, through the command line."""
 
 import os
 import subprocess
 from pathlib import Path
 
-from forked_programs import ForkedProgram, start_program
+from forked_programs import PYTHONPATH, ForkedProgram, start_program
 from trainer_bench import TrainerBench
 from waiting import wait_for
-
-ROOT = Path(__file__).parents[2]
 
 SLOW_STEPS = """
 class Learner(ScriptedLearner):
@@ -35,16 +33,16 @@ from penstock.deploy.cli import main
 {setup}
 sys.exit(main(sys.argv[1:]))
 """
-"""Nothing heavy is imported before the command line does it: for a fresh process."""
+"""A program for a fresh process: it imports nothing heavy before the command line does."""
 
 
 def with_learner(learner: str = SLOW_STEPS) -> str:
-    """A program whose trainer has the class `Learner` that is defined in the given lines."""
+    """Returns a program whose trainer uses the class `Learner` that the given lines define."""
     return _PROGRAM.format(learner=learner)
 
 
 class TrainerProcesses:
-    """Ends what it has started in `close`. The output of a process goes to `<log>.log` in the folder of all runs."""
+    """Starts trainer processes, which `close` ends. They write to `<log>.log` in the folder of all runs."""
 
     def __init__(self, bench: TrainerBench) -> None:
         self._bench = bench
@@ -53,10 +51,9 @@ class TrainerProcesses:
     def start(
         self, log: str, *arguments: str, program: str | None = None, fresh: bool = False
     ) -> subprocess.Popen | ForkedProgram:
-        """`fresh`: the process imports everything itself."""
+        """Starts a trainer. fresh: the process imports everything itself."""
         bench = self._bench
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
-        environment = {**os.environ, "PYTHONPATH": path, "REDIS_URL": bench.url, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "REDIS_URL": bench.url, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("PENSTOCK_LOG", "text")
         command = ["trainer", str(bench.file), "--runs", str(bench.runs), *arguments]
         for override in bench.overrides:
@@ -76,6 +73,6 @@ class TrainerProcesses:
 
 
 def wait_until_stopped(process: subprocess.Popen | ForkedProgram) -> None:
-    """Until a process has stopped itself by SIGSTOP."""
+    """Waits until a process has stopped itself by SIGSTOP."""
     state = Path(f"/proc/{process.pid}/stat")
     wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")

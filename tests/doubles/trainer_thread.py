@@ -1,4 +1,4 @@
-"""A trainer in a thread of its own, for tests that do something meanwhile."""
+"""Runs a trainer in a thread, for tests that act during the run."""
 
 import threading
 
@@ -6,7 +6,7 @@ from penstock.consumers.trainer import Trainer
 
 
 class TrainerThread(threading.Thread):
-    """`outcome` is what `run` returned or raised; None while it runs."""
+    """A running trainer. outcome: what `run` returned or raised; None while it runs."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(daemon=True)

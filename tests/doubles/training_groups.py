@@ -1,4 +1,4 @@
-"""Random prompt groups, tiny models and run configurations for tests of the trainer's numbers."""
+"""Makes random prompt groups, tiny models and run configurations for tests of the trainer's numerics."""
 
 import random
 from pathlib import Path
@@ -47,7 +47,7 @@ def tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any
 
 
 def configuration(model_folder: Path | str, **changes: Any) -> RunConfig:
-    """A run of float32 on CPU; keywords replace whole fields of the run file."""
+    """Returns the configuration of a float32 run on CPU; keywords replace whole fields of the run file."""
     fields: dict[str, Any] = {
         "name": "test",
         "model": ModelConfig(path=str(model_folder)),
@@ -61,7 +61,7 @@ def configuration(model_folder: Path | str, **changes: Any) -> RunConfig:
 def segment(
     token_ids: list[int], runs: list[tuple[int, int]], versions: list[int], logprobs: list[float] | None = None
 ) -> Segment:
-    """`versions` holds one version per sampled token."""
+    """Returns a segment. versions: one per sampled token."""
     positions = [position for start, end in runs for position in range(start, end)]
     spans = tuple(VersionSpan(v, p, p + 1) for p, v in zip(positions, versions, strict=True))
     return Segment(
@@ -73,7 +73,7 @@ def segment(
 
 
 def group_of(index: int, segments: list[list[Segment]], rewards: list[float], temperature: float = 1.0) -> RolloutGroup:
-    """One inner list of segments per sibling."""
+    """Returns a group. segments: a list per sibling."""
     return RolloutGroup(
         index=index,
         prompt=Prompt(text="?"),
@@ -90,7 +90,8 @@ def group_of(index: int, segments: list[list[Segment]], rewards: list[float], te
 def random_group(
     index: int, seed: int, *, siblings: int = 4, temperature: float = 1.0, rewards: list[float] | None = None
 ) -> RolloutGroup:
-    """Siblings of one prompt of 1 to 6 tokens: one or two turns, 1 to 9 sampled tokens a turn, versions 3 to 7."""
+    """Returns siblings of one prompt of 1 to 6 tokens: one or two turns, 1 to 9 sampled tokens per turn, versions 3 to
+    7."""
     rng = random.Random(seed * 1000 + index)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -115,16 +116,16 @@ def random_group(
 
 
 def lag_from(current: int) -> Any:
-    """Lags of one line of policies."""
+    """Returns the lag by version, without a rollback."""
     return lambda version: current - version
 
 
 @torch.no_grad()
 def proximal_logprobs(learner: Learner, batch: Batch) -> list[torch.Tensor]:
-    """The learner's present logprobs of each micro-batch's sampled tokens."""
+    """Returns the learner's present logprobs of each micro-batch's sampled tokens."""
     return [learner.scorer.logprobs(each)[0] for each in batch.microbatches]
 
 
 def tiny_tokenizer(folder: Path, *more: str) -> None:
-    """Saves a tokenizer of a token a character, and of `more`, beside a model."""
+    """Saves a tokenizer with one token per character, and the special tokens `more`, in a model's folder."""
     build_tokenizer(64, special=more).save_pretrained(folder)

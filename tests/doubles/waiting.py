@@ -1,4 +1,4 @@
-"""Waiting for a condition with a time limit."""
+"""Waits for conditions, with time limits that only a hung test reaches."""
 
 import asyncio
 import subprocess
@@ -18,9 +18,9 @@ def wait_for(
     process: subprocess.Popen[Any] | None = None,
     log: Callable[[], object] = str,
 ) -> T:
-    """Calls `look` until `accept` is true of its result, which is returned.
+    """Calls `look` until `accept(result)` is true; returns that result.
 
-    Fails after `timeout_s`, or when `process` has ended, with the last result and `log()`.
+    Fails after `timeout_s`, or if `process` has ended, with the last result and `log()`.
     """
     deadline = time.monotonic() + timeout_s
     while not accept(seen := look()):
@@ -31,6 +31,7 @@ def wait_for(
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    """Waits until `condition()` is true; raises TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110, what is waited for happens in Redis or another task
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A host of producers whose engines keep what they load: no policy may be served by other bits than were published."""
+"""Producers of one host whose engines compare each policy that they load, bit for bit, with what was published."""
 
 import asyncio
 import fcntl
@@ -23,11 +23,12 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def read(path: Path | str) -> Weights:
-    """What an engine gets from a file, in memory of its own."""
+    """Reads a file of weights into memory, as an engine does."""
     return load(Path(path).read_bytes())
 
 
 def are_bits(found: Weights, expected: Weights) -> bool:
+    """Returns whether two policies are equal bit for bit."""
     return found.keys() == expected.keys() and all(
         found[name].dtype == expected[name].dtype
         and found[name].shape == expected[name].shape
@@ -36,11 +37,9 @@ def are_bits(found: Weights, expected: Weights) -> bool:
     )
 
 
-class KeepingEngine(ScriptedEngine):
-    """Keeps the tensors that it has loaded last, and of each load whether they were those published as that version.
-
-    expected: by version, what was published.
-    """
+class VerifyingEngine(ScriptedEngine):
+    """An engine that compares each policy that it loads. expected: the published weights by version. wrong: versions
+    that differed."""
 
     def __init__(self, expected: Mapping[int, Weights], **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
@@ -54,13 +53,13 @@ class KeepingEngine(ScriptedEngine):
 
 
 class HostProducer:
-    """The part of a producer that follows the policy, on a host whose copies are in `folder`."""
+    """The part of a producer that follows the policy, on a host with its copies in `folder`."""
 
     def __init__(
         self, url: str, folder: Path, keys: Keys, expected: Mapping[int, Weights], outage_s: float = 20
     ) -> None:
         self.metrics = ProducerMetrics()
-        self.engine = KeepingEngine(expected)
+        self.engine = VerifyingEngine(expected)
         self.connection = ProducerConnection.open(url, outage_s=outage_s, metrics=self.metrics)
         reader = WeightReader(self.connection.call, keys)
         self.copy = HostCopy(str(folder), keys.run, "redis", reader, self.metrics)
@@ -68,12 +67,14 @@ class HostProducer:
         self.tasks = [asyncio.create_task(part()) for part in (self.weights.follow, self.weights.keep_current)]
 
     def serves(self, version: int) -> bool:
+        """Returns whether the engine holds this version; raises the error of a failed part."""
         for task in self.tasks:
             if task.done():
                 task.result()
         return self.weights.loaded and self.engine.policy_version == version
 
     def rebuilt(self, reason: str) -> float:
+        """Returns how many copies were rebuilt for this reason."""
         name = "penstock_weight_copies_rebuilt_total"
         return self.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
 
@@ -84,26 +85,27 @@ class HostProducer:
         await self.connection.close()
 
 
-def harm_copy(folder: Path, harm: str, *, wait: bool = True) -> None:
-    """Harms a host's copy while nobody loads from it; raises BlockingIOError if somebody does, unless it may wait.
+def corrupt_copy(folder: Path, how: str, *, wait: bool = True) -> None:
+    """Corrupts a host's copy while no producer loads from it; without `wait`, raises BlockingIOError if one does.
 
-    `torn`: half of its bytes are others, and it is dirty, as a kill in the middle of a patch leaves it. `overwritten`:
-    the same, and it looks clean. `stateless`, `cut short`, `removed`: what the names say; the folder is removed.
+    how: `torn`: half of its bytes are wrong and its state is missing, as after a kill during a patch. `overwritten`:
+    half of its bytes are wrong, and its state is clean. `stateless`: its state is missing. `cut short`: half of the
+    file is missing. `removed`: the whole folder is.
     """
     descriptor = os.open(folder / "read", os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         (file,) = folder.glob("weights-*")
-        if harm in ("torn", "stateless"):
+        if how in ("torn", "stateless"):
             (folder / "state").unlink(missing_ok=True)
-        if harm in ("torn", "overwritten"):
+        if how in ("torn", "overwritten"):
             size = file.stat().st_size
             with file.open("r+b") as stream:
                 stream.seek(size // 2)
                 stream.write(bytes(255 - byte for byte in file.read_bytes()[size // 2 :]))
-        if harm == "cut short":
+        if how == "cut short":
             os.truncate(file, file.stat().st_size // 2)
-        if harm == "removed":
+        if how == "removed":
             shutil.rmtree(folder)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Writes a weight log by hand, as a trainer would: whole policies, deltas and anchors of bits that a test chooses."""
+"""Writes a weight log as a trainer does: whole policies, deltas and anchors with bits that a test chooses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +17,9 @@ Bits = Mapping[str, np.ndarray]
 
 
 class WeightWriter:
-    """Puts policies of float32 tensors, or of those given as `tensors`, on the log of run `run`.
+    """Writes policies of float32 tensors, or of those given as `tensors`, to the log of run `run`.
 
-    policies: the bits of every version written so far. manifests: as they were announced.
+    policies: the bits of every version written so far. manifests: those announced.
     """
 
     def __init__(
@@ -38,21 +38,21 @@ class WeightWriter:
         self._tensors, self._piece = tensors, piece
 
     def whole(self, version: int, bits: Bits, *, parent: int | None = None, **changes: Any) -> WeightManifest:
-        """Announces a policy with all of its bits; `changes` falsify its manifest."""
+        """Announces a policy with all of its bits; `changes` replace fields of its manifest."""
         return self._announce(self._manifest(version, bits, None, parent, "whole"), changes)
 
     def delta(self, version: int, bits: Bits, of: int, **changes: Any) -> WeightManifest:
-        """Announces a policy as what it changes in policy `of`."""
+        """Announces a policy as a delta of policy `of`."""
         return self._announce(self._manifest(version, bits, of, of, "delta"), changes)
 
     def anchor(self, version: int) -> WeightManifest:
-        """Adds the whole of a policy that is announced already."""
+        """Adds an anchor for a policy that is announced already."""
         manifest = self._manifest(version, self.policies[version], None, None, "anchor")
         self.client.hset(self.keys.anchors, version, msgspec.json.encode(manifest))
         return manifest
 
     def trim(self, floor: int) -> None:
-        """Drops what is older than `floor`, an anchor or a whole policy: announcements and anchors, then chunks."""
+        """Removes what is older than `floor`, an anchor or a whole policy: announcements and anchors, then chunks."""
         for version in self.client.hkeys(self.keys.anchors):
             if int(version) < floor:
                 self.client.hdel(self.keys.anchors, version)

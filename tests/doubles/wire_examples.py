@@ -1,4 +1,6 @@
-"""The group whose encodings are kept as golden payloads: two siblings, the second of two turns."""
+"""Makes the group whose encodings are the golden payloads: two siblings, the second of two turns."""
+
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -26,6 +28,17 @@ FINGERPRINT = EngineFingerprint(
     async_scheduling=False,
     other={"max_num_seqs": "64"},
 )
+
+
+def spans(versions: Sequence[int], start: int = 0) -> tuple[VersionSpan, ...]:
+    """Returns the version spans of tokens from `start` on, given the version of each."""
+    found: list[VersionSpan] = []
+    for position, version in enumerate(versions, start):
+        if found and found[-1].version == version:
+            found[-1] = VersionSpan(version, found[-1].start, position + 1)
+        else:
+            found.append(VersionSpan(version, position, position + 1))
+    return tuple(found)
 
 
 def single_turn() -> Rollout:
@@ -72,7 +85,7 @@ def group(index: int = 41) -> RolloutGroup:
 def group_of_lengths(
     *lengths: int, index: int = 41, version: int = 7, reward: float = 0.0, tries_lost: int = 0
 ) -> RolloutGroup:
-    """A group of rollouts of one turn, with so many sampled tokens each."""
+    """Returns a group of single-turn rollouts with these numbers of sampled tokens."""
     return replace(
         group(index),
         rollouts=tuple(
@@ -97,7 +110,7 @@ AT_TEMPERATURE_1 = SamplingSettings(temperature=1.0, max_tokens=16)
 
 
 def taught_group() -> RolloutGroup:
-    """The group with the logprobs of a teacher's server."""
+    """Returns the group with the logprobs of a teacher."""
     plain = group()
     (one,), (two,) = (rollout.segments for rollout in plain.rollouts)
     taught = (
@@ -109,7 +122,7 @@ def taught_group() -> RolloutGroup:
 
 
 def group_in_flight() -> RolloutGroup:
-    """The group while it is sampled: one sibling is finished, one is not, one has no token yet."""
+    """Returns the group while it is sampled: one sibling is finished, one is not, and one has no token yet."""
     (segment,) = single_turn().segments
     part = replace(
         segment,

@@ -1,4 +1,4 @@
-"""A weight log as a trainer leaves it in Redis and in its stores."""
+"""Writes a weight log in Redis and in stores of chunks, as a trainer does, from tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ Policy = Mapping[str, torch.Tensor]
 
 
 class WrittenLog:
-    """deltas, anchors: where their chunks go, as the run file has it."""
+    """A weight log. deltas, anchors: the places of their chunks, as in the run file."""
 
     def __init__(self, client: redis.Redis, keys: Keys, *, deltas: str = REDIS, anchors: str = REDIS) -> None:
         self.client, self.keys, self._deltas, self._anchors = client, keys, deltas, anchors
@@ -28,7 +28,7 @@ class WrittenLog:
         return open_store(place, self.keys, lambda command: command(self.client))
 
     def announce(self, version: int, policy: Policy, *, whole: bool = False) -> WeightManifest:
-        """The first policy, and each with `whole`, is an anchor; any other is a delta of the one before."""
+        """Announces a policy: the first, and each with `whole`, as an anchor, others as a delta of the one before."""
         before = None if whole or not self._policies else max(self._policies)
         self._policies[version] = {name: tensor.clone() for name, tensor in policy.items()}
         manifest = self._manifest(version, before)
@@ -38,13 +38,13 @@ class WrittenLog:
         return manifest
 
     def anchor(self, version: int) -> WeightManifest:
-        """An announced policy, whole, beside its delta."""
+        """Adds an anchor for an announced policy, in addition to its delta."""
         manifest = self._manifest(version, None)
         self.client.hset(self.keys.anchors, str(version), msgspec.json.encode(manifest))
         return manifest
 
     def drop(self, *versions: int) -> None:
-        """Entries and anchors first, then their chunks, as a trainer does."""
+        """Removes versions as a trainer does: entries and anchors first, then their chunks."""
         log = read_log(self.client, self.keys)
         for version in versions:
             self.client.xdel(self.keys.policy, f"{version}-1")

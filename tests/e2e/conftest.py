@@ -1,5 +1,5 @@
-"""Two runs of the demo that the tests of its views and files share: one looked at while it trains and afterwards, one
-killed and resumed."""
+"""Two runs of the demo shared by the tests of views and files: one observed during training and afterwards, one killed
+and resumed."""
 
 import signal
 from collections.abc import Iterator
@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 
 from demo_run import DemoRun
+from monitored_run import GROUPS_PER_BATCH, PACED, MonitoredRun
 from penstock.schemas.config import DEFAULT_OBJECTIVE
 from waiting import wait_for
-from watched_run import GROUPS_PER_BATCH, PACED, WatchedRun
 
 NUM_UPDATES = 40
 
 
 @pytest.fixture(scope="session")
-def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRun]:
-    """A recorded run of the demo that trains until a test asks for its end; a Prometheus scrapes it all along.
+def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MonitoredRun]:
+    """A recorded run of the demo that trains until a test asks for its end, scraped by Prometheus throughout.
 
-    It has a term for a reference model: there are panels for it. Its batches are small and its rewards take their time,
-    as a judge's do: at its own pace it would keep all processors busy while it is looked at.
+    It has a term for a reference model, which some panels need. Its batches are small and its rewards slow, as a
+    judge's are: at its own pace it would occupy all processors.
     """
     settings = {"objective.path": DEFAULT_OBJECTIVE, "objective.kwargs.kl_coefficient": 0.001}
     settings |= {"environment.path": "paced:Paced", "groups_per_batch": GROUPS_PER_BATCH}
     settings |= {"model.path": demo_model, "num_updates": 5000, "record": "true", "metrics.port": 0}
-    run = WatchedRun(tmp_path_factory.mktemp("live"), "live", **settings, **{"evaluation.num_prompts": 16})
+    run = MonitoredRun(tmp_path_factory.mktemp("live"), "live", **settings, **{"evaluation.num_prompts": 16})
     (run.project / "paced.py").write_text(PACED)
     try:
         run.begin()
@@ -36,17 +36,17 @@ def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="session")
-def ended_run(live_run: WatchedRun) -> WatchedRun:
-    """The same after its end, which tests of the live run come before: its connections to Redis are cut once, then a
-    signal stops it."""
+def ended_run(live_run: MonitoredRun) -> MonitoredRun:
+    """The live run after its end, which its tests precede: its connections to Redis are cut once, then a signal stops
+    it."""
     live_run.cut_and_stop()
     return live_run
 
 
 @pytest.fixture(scope="session")
 def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoRun]:
-    """A recorded run of the demo with one producer, killed behind a checkpoint and resumed from Python, to its end,
-    with two."""
+    """A recorded run of the demo with one producer, killed after a checkpoint and resumed from Python with two
+    producers to its end."""
     settings = {"model.path": demo_model, "num_updates": NUM_UPDATES, "checkpoint.every": 20, "record": "true"}
     settings |= {"metrics.port": 0, "producers.count": 1}
     run = DemoRun(tmp_path_factory.mktemp("resumed"), "resumed", **settings)
@@ -62,7 +62,7 @@ def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         run.wait_for_update(23)  # between two checkpoints
         run.signal(signal.SIGKILL)
         run.wait()
-        wait_for(run.living, lambda pids: pids == [], timeout_s=30)
+        wait_for(run.living, lambda pids: pids == [], timeout_s=120)
         run.resume_from_python(**{"producers.count": 2})
         assert run.wait() == 0, run.output()
         assert run.living() == []

@@ -1,4 +1,4 @@
-"""The calculator agent's own run file, cut short: it learns to call its tool, inside the producer and outside."""
+"""The calculator agent's run file, shortened: the model learns to call the tool, inside the producer and outside."""
 
 import json
 import os
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from forked_programs import ForkedProgram, start_penstock
+from forked_programs import PYTHONPATH, ForkedProgram, start_penstock
 from penstock.schemas.record_reader import Record
-from prometheus_server import free_port
+from real_server import free_port
 from waiting import wait_for
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 NUM_UPDATES = 32
-RUN_S = 400.0
-"""An engine's boot and a run on a busy machine."""
+RUN_S = 800.0
+"""Allows for an engine's boot and a run on a busy machine."""
 
 Process = subprocess.Popen[bytes] | ForkedProgram
 Start = Callable[..., Process]
@@ -34,9 +34,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("agent", "example.py", "argument")` runs Python, `start("run", "run", "demo")` runs `penstock run demo`.
-    The output is in `tmp_path / "agent"` or `tmp_path / "run"`."""
+    The output goes to `tmp_path / "agent"` or `tmp_path / "run"`."""
     processes: list[Process] = []
-    variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}"}
+    variables = os.environ | {"PYTHONPATH": PYTHONPATH}
 
     def run(name: str, *arguments: str) -> Process:
         if name == "run":
@@ -80,7 +80,7 @@ def mean(values: list[float]) -> float:
 
 
 def check(folder: Path) -> None:
-    """Learned, with the tokens that were sampled, and every group accounted for."""
+    """Checks that the run learned, on the tokens that were sampled, and that every group is accounted for."""
     updates = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in updates]
     assert len(rewards) == NUM_UPDATES
@@ -105,7 +105,7 @@ def test_the_calculator_environment_learns_to_call_its_tool(
     assert len(rewards) >= NUM_UPDATES * 64
     called = [reward["called"] for reward in rewards]
     assert mean(called[:256]) < 0.6 and mean(called[-512:]) > max(0.8, mean(called[:256]) + 0.2)
-    # No head is up to it: what is right has been computed by the tool.
+    # The model cannot compute the result itself: a correct answer comes from the tool.
     assert mean([reward["called"] for reward in rewards if reward["exact"]]) > 0.95
 
 
@@ -117,7 +117,7 @@ def test_the_example_of_an_agent_outside_learns_the_same(
     url = served_url(process, folder, tmp_path)
     agent = start("agent", "docs/examples/outside_agent.py", url)
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()
-    assert agent.wait(60) == 0, (tmp_path / "agent").read_text()
+    assert agent.wait(120) == 0, (tmp_path / "agent").read_text()
     check(folder)
     assert (tmp_path / "agent").read_text().count(": 1.0\n") > NUM_UPDATES * 64 / 2
 
@@ -125,7 +125,7 @@ def test_the_example_of_an_agent_outside_learns_the_same(
 def test_agents_outside_go_on_when_their_producer_is_killed_and_started_again(
     start: Start, calculator_model: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """The example's agents, with the retries that docs/agents.md asks for, on the real engine."""
+    """Uses the example's agents, with the retries that docs/agents.md recommends, on the real engine."""
     settings: dict[str, object] = {"environment.path": "penstock.producers.environments.calculator:CalculatorTasks"}
     settings |= {"num_updates": 8, "record": "true", "endpoint.port": free_port()}
     process = start("run", *run_arguments(folder, calculator_model, **settings))

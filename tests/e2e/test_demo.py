@@ -1,4 +1,4 @@
-"""The demo's own run file, cut short: killed and resumed, it learns and its ledger balances."""
+"""The demo's run file, shortened: killed and resumed, it learns and its ledger balances."""
 
 import pytest
 

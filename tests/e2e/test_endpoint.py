@@ -1,5 +1,5 @@
-"""Agents on the real engine and a real Redis: the plain OpenAI client uses a tool while the weights change, and what
-arrives on the stream is what the engine saw and sampled, token by token."""
+"""Agents on the real engine and a real Redis: the OpenAI client uses a tool while the weights change, and the stream
+has what the engine was given and sampled, token by token."""
 
 import asyncio
 import json
@@ -52,8 +52,8 @@ NUM_GROUPS = 3
 NUM_TURNS = 6
 
 
-class Recorder:
-    """An engine that writes down what it was given and sampled."""
+class RecordingEngine:
+    """An engine that records what it was given and sampled."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -70,7 +70,7 @@ class Recorder:
 
 class EndpointRun(NamedTuple):
     producer: Producer
-    engine: Recorder
+    engine: RecordingEngine
     agent: MarkovAgent
     client: Any
     keys: Keys
@@ -122,7 +122,7 @@ async def run(
 ) -> AsyncIterator[EndpointRun]:
     from penstock.producers.engines.answer_parser import VllmAnswerParser
 
-    engine = Recorder(engine)
+    engine = RecordingEngine(engine)
     metrics, environment = ProducerMetrics(), Numbers()
     connection = ProducerConnection.open(redis_url, outage_s=30.0, metrics=metrics)
     context = ProducerContext(config, runs=tmp_path, producer_id="a", connection=connection, metrics=metrics)
@@ -133,7 +133,7 @@ async def run(
     one = EndpointRun(producer, engine, agent, redis_client, Keys("agents"), metrics, log)
     task = asyncio.create_task(producer.serve())
     one.announce(0)
-    await until(lambda: task.done() or producer.weights.loaded, 60)
+    await until(lambda: task.done() or producer.weights.loaded)
     yield one
     producer.stop.set()
     await asyncio.gather(task, return_exceptions=True)
@@ -141,7 +141,7 @@ async def run(
 
 
 async def converse(base: str, reward: float) -> int:
-    """An agent that knows nothing of Penstock but three URLs; returns how many tools it has called."""
+    """Runs an agent that knows three URLs of Penstock and nothing else; returns its number of tool calls."""
     num_calls = 0
     server = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=50)
     rollout = await server.post("/r", cast_to=object)
@@ -178,7 +178,7 @@ async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled
     base = run.producer.endpoint.url
     calls = await asyncio.gather(*(converse(base, n % 2) for n in range(GROUP_SIZE * NUM_GROUPS)))
     changing.cancel()
-    await until(lambda: run.client.xlen(run.keys.rollouts) == NUM_GROUPS, 60)
+    await until(lambda: run.client.xlen(run.keys.rollouts) == NUM_GROUPS)
 
     groups = run.groups()
     assert sorted(group.index for group in groups) == list(range(1, NUM_GROUPS + 1))
@@ -192,7 +192,7 @@ async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled
         ids = tuple(unpack_ids(segment.token_ids))
         trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
     assert sorted(trained) == sorted(run.engine.seen) and len(trained) == GROUP_SIZE * NUM_GROUPS * NUM_TURNS
-    # Each letter says which policy has sampled it, and that policy's logprob is known.
+    # Each letter identifies the policy that sampled it, and that policy's logprob is known.
     versions = check_versions_and_logprobs(run.agent, rollouts)
     assert len(versions) > 2
     assert run.count("penstock_agent_calls_total", prompt="first") == len(rollouts)
@@ -207,14 +207,14 @@ async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(r
         states = run.engine._llm.output_processor.request_states
         for n in range(1, 100_000):
             await asyncio.sleep(0.005)
-            # Requests that are broken off again and again before their first token are given up, as they should be.
+            # Requests that are aborted again and again before their first token are given up, by design.
             begun = [name for name, state in states.items() if state.detokenizer.num_output_tokens() > 1]
             await run.engine._llm.abort(begun, internal=True)
             if n % 100 == 0:
                 run.announce(n // 100)
 
     aborting = asyncio.create_task(abort())
-    # An answer that the engine has ended by the time of its abort is whole: as many groups as it takes.
+    # An answer that ends before its abort is complete: tries as many groups as it takes.
     for index in range(1, 21):
         run.client.xadd(run.keys.prompts, {Field.INDEX: index, Field.VERSION: 0})
         await asyncio.gather(*(converse(run.producer.endpoint.url, n % 2) for n in range(GROUP_SIZE)))
@@ -222,7 +222,7 @@ async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(r
         if num_parts > index * GROUP_SIZE * NUM_TURNS + NUM_TURNS:
             break
     aborting.cancel()
-    await until(lambda: run.client.xlen(run.keys.rollouts) == index, 60)
+    await until(lambda: run.client.xlen(run.keys.rollouts) == index)
     rollouts = [rollout for group in run.groups() for rollout in group.rollouts]
     check_versions_and_logprobs(run.agent, rollouts)
     trained = []
@@ -231,7 +231,7 @@ async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(r
         assert segment.finish_reason != "abort" and len(segment.loss_mask) == NUM_TURNS
         ids = tuple(unpack_ids(segment.token_ids))
         trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
-    # What the engine has sampled in parts, one part after the other, is what the answers are made of, all of it.
+    # The answers consist of the parts that the engine sampled, in order and without exception.
     parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for context, part in run.engine.seen:
         parts.setdefault(context, []).append(part)
@@ -267,7 +267,7 @@ async def test_the_engine_itself_stops_at_the_token_that_completes_a_stop_string
 
 
 def check_versions_and_logprobs(agent: MarkovAgent, rollouts: list) -> set[int]:
-    """Returns the versions that sampled an answer's letters."""
+    """Checks each token's version and logprob; returns the versions that sampled an answer's letters."""
     letters = {token: parity for parity in range(len(LETTERS)) for token in agent.letters(parity)}
     tables = {parity: agent.logprobs(parity) for parity in range(len(LETTERS))}
     versions = set()

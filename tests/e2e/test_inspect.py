@@ -1,4 +1,4 @@
-"""`penstock inspect` over a real run: its stream while it goes on, its record, and the page of it."""
+"""`penstock inspect` on a real run: its stream while it trains, its record, and the page."""
 
 import http.client
 import json
@@ -11,28 +11,29 @@ from typing import Any
 import pytest
 
 from browser import Browser, needs_browser
+from monitored_run import GROUPS_PER_BATCH, MonitoredRun
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
-from watched_run import GROUPS_PER_BATCH, WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @contextmanager
-def inspected(run: WatchedRun, *arguments: str) -> Iterator[str]:
-    """The URL; the inspector ends cleanly at the end."""
+def inspected(run: MonitoredRun, *arguments: str) -> Iterator[str]:
+    """Runs the inspector and yields its URL; it must end cleanly."""
     command = run.command("inspect", run.name, "--port", "0", *arguments)
     with subprocess.Popen(command, cwd=run.project, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield next(line for line in process.stdout if line.startswith("http")).split()[0]
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 
 
 def ask(url: str, path: str) -> Any:
+    """Returns the decoded answer to a GET request."""
     connection = http.client.HTTPConnection(url.split("/")[2], timeout=60)
     try:
         connection.request("GET", path)
@@ -41,12 +42,12 @@ def ask(url: str, path: str) -> Any:
         connection.close()
 
 
-def test_a_live_run_is_looked_at_on_its_stream(live_run: WatchedRun) -> None:
+def test_a_live_run_is_looked_at_on_its_stream(live_run: MonitoredRun) -> None:
     with inspected(live_run, "--stream") as url:
         first = ask(url, "/api/run")
         assert first["kind"] == "stream" and first["num_groups"] > 0
         assert any("findings" in note for note in first["notes"])
-        # What comes while it looks is taken in, and kept though the trainer trims it.
+        # New groups are added, and kept although the trainer trims them.
         live_run.wait_for(lambda: ask(url, "/api/run")["num_groups"] > first["num_groups"])
         row = ask(url, "/api/groups?outcome=unsettled&size=1")["rows"][0]
         group = ask(url, f"/api/groups/{row['key']}")
@@ -57,7 +58,7 @@ def test_a_live_run_is_looked_at_on_its_stream(live_run: WatchedRun) -> None:
     assert set(segment["proximal_logprobs"]) == {None}
 
 
-def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: WatchedRun) -> None:
+def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: MonitoredRun) -> None:
     record = Record(ended_run.folder)
     at = max(record.groups(), key=lambda at: (at.entry.outcome == "trained", at.entry.max_lag))
     recorded = record.group(at)
@@ -80,7 +81,7 @@ def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: WatchedRun) -> No
 
 
 @needs_browser
-def test_a_browser_shows_a_real_rollout(ended_run: WatchedRun) -> None:
+def test_a_browser_shows_a_real_rollout(ended_run: MonitoredRun) -> None:
     with inspected(ended_run) as url:
         browser = Browser()
         try:

@@ -1,4 +1,4 @@
-"""A server that is gone for half a minute, with claims in flight that others might take over meanwhile."""
+"""A server that is unreachable for half a minute, with claims in flight that others may take over meanwhile."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_half_a_minute_without_redis_loses_nothing_and_trains_nothing_twice(
     monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     server = RealServer(server_binary, "--appendfsync", "everysec")
     bench = TrainerBench(server.url, tmp_path)
-    # Every claim is another producer's to take when the server comes back.
+    # When the server is back, every claim may be taken over by another producer.
     bench.overrides = ["producers.claim_idle_s=4", "producers.claim_refresh_s=1"]
     producers = [
         ProducerThread(bench.config, server.url, tmp_path, tasks=VariedTasks(), producer_id=f"producer-{n}")

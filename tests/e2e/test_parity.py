@@ -54,7 +54,7 @@ def group_of(index: int, prompt: list[int], completions: list[Completion], sampl
 
 
 async def gaps(engine, learner: Learner, config: RunConfig, version: int) -> np.ndarray:
-    """|proximal - behavior| of freshly sampled tokens, more than a thousand."""
+    """Returns |proximal - behavior| of more than a thousand freshly sampled tokens."""
     groups: list[RolloutGroup] = []
     for index, prompt in enumerate(itertools.cycle(PROMPTS), 1):
         if index > len(PROMPTS) and sum(r.num_sampled_tokens for g in groups for r in g.rollouts) > 1000:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 import probed_engine
-from forked_programs import start_penstock
+from forked_programs import PYTHONPATH, start_penstock
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 RUN_FILE = """
 name = "letters"
 num_updates = 2
@@ -46,16 +45,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the commands run."""
+    """Makes `tmp_path` the working directory of the commands."""
     monkeypatch.chdir(tmp_path)
 
 
 def penstock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
+    """Runs a `penstock` command; returns its status, output and errors."""
     output, errors = (folder / f"{words[0]}-{name}" for name in ("output", "errors"))
     for file in (output, errors):
         file.unlink(missing_ok=True)
-    status = start_penstock(words, {**os.environ, "PYTHONPATH": path}, output, errors).wait(500)
+    status = start_penstock(words, {**os.environ, "PYTHONPATH": PYTHONPATH}, output, errors).wait(500)
     return subprocess.CompletedProcess(words, status, output.read_text(), errors.read_text())
 
 

@@ -1,4 +1,4 @@
-"""The parity check on the real vLLM: it names each fault that is injected, and finds none where there is none."""
+"""The parity check on the real vLLM: it names each injected fault, and finds none without one."""
 
 import msgspec
 import pytest
@@ -29,16 +29,16 @@ pytestmark = [
 ]
 
 NUDGE = 0.02
-"""Relative change of the weights from one policy to the next."""
+"""The relative change of the weights from one policy to the next."""
 LONG_PROMPTS = [[(7 * n + p) % 50 + 3 for n in range(200)] for p in (0, 5)]
-"""Several blocks of the KV cache."""
+"""Prompts of several blocks of the KV cache."""
 CHUNK = 128
-"""Tokens that an engine computes in a step: a long prompt takes more than one, and an update may fall between them."""
+"""The tokens that an engine computes in a step: a long prompt takes several, and an update may fall between them."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def changeable(vllm_engine, tmp_path_factory):
-    """float32 and eager, so that a layer can be changed while it runs; prefix caching on, salted by version."""
+    """A float32 engine, eager so that a layer can be changed while it runs, with prefix caching salted by version."""
     from faulty_worker import FaultyWorker
     from penstock.producers.engines import vllm
 
@@ -58,7 +58,7 @@ async def changeable(vllm_engine, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def faulty(changeable: ProbedEngine) -> ProbedEngine:
-    """The same with a policy of its own, whatever the test before did to it."""
+    """The same engine with a new policy, independent of the test before."""
     await changeable.load(changeable.policy(nudge=NUDGE))
     return changeable
 
@@ -91,14 +91,14 @@ async def half_head(vllm_engine, tmp_path_factory):
 
 
 SHAPES = [("float32", True), ("bfloat16", False)]
-"""Each type and each kind of head; `changeable` is the other float32 model, `test_vllm_parity.py` has the other one."""
+"""Each dtype and each kind of head; `changeable` is the other float32 model, `test_vllm_parity.py` has the fourth."""
 
 
 @pytest_asyncio.fixture(
     scope="module", loop_scope="module", params=SHAPES, ids=lambda shape: f"{shape[0]}-{'un' * (not shape[1])}tied"
 )
 async def sound(vllm_engine, tmp_path_factory, request):
-    """The parity recipe, as engines run it: compiled."""
+    """The parity recipe as engines run it: compiled."""
     dtype, tied = request.param
     probed = await probed_engine.start(
         vllm_engine,
@@ -112,7 +112,7 @@ async def sound(vllm_engine, tmp_path_factory, request):
 
 
 def altered(groups: list[RolloutGroup], change) -> list[RolloutGroup]:
-    """`groups` with every segment replaced by `change(segment)`."""
+    """Returns `groups` with every segment replaced by `change(segment)`."""
     return [
         msgspec.structs.replace(
             group,
@@ -126,7 +126,7 @@ def altered(groups: list[RolloutGroup], change) -> list[RolloutGroup]:
 
 
 def named(report, cause: str) -> str:
-    """The verdict's sentence, of a mismatch by `cause`."""
+    """Checks that the verdict is a mismatch by `cause`; returns its sentence."""
     print(report.verdict.sentence)
     for each in report.hypotheses:
         print(f"  {each.name:18} {each.gap.mean:.2e} {each.gap.p99:.2e} {each.gap.max:.2e} {each.note}")
@@ -139,7 +139,7 @@ def num_mixed(groups: list[RolloutGroup]) -> int:
 
 
 async def met_in_flight(probed: ProbedEngine, *nudges: float, base=None, **sampling) -> list[RolloutGroup]:
-    """Groups of which some were in flight when the weights came, which may fall between two requests."""
+    """Returns groups of which some were in flight at an update; tries again if it fell between two requests."""
     for _ in range(10):
         groups = await probed.sample([probed.policy(base, nudge=nudge) for nudge in nudges], **sampling)
         if num_mixed(groups) >= 8:
@@ -162,23 +162,23 @@ async def test_nothing_is_found_where_nothing_is_wrong(sound: ProbedEngine, seed
 
 
 async def test_an_engine_that_caches_prefixes_by_version_is_in_parity(faulty: ProbedEngine):
-    # More requests than run at once, so that some wait, prompted under one policy, to be prefilled under the next.
+    # More requests than run at once: some wait under one policy and are prefilled under the next.
     groups = await met_in_flight(faulty, NUDGE, 2 * NUDGE, 3 * NUDGE, prompts=list(LONG_PROMPTS) * 8)
     report = faulty.check(groups)
     assert report.verdict.status == "parity", report
 
 
-async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_anew(sound: ProbedEngine, monkeypatch):
+async def test_an_update_between_two_chunks_of_a_prompt_restarts_the_prompt(sound: ProbedEngine, monkeypatch):
     from penstock.producers.engines.update import UPDATE
 
-    begun_anew: list[int] = []
+    restarted: list[int] = []
     core = sound.engine._llm.engine_core
     call = core.call_utility_async
 
     async def recorded(name, *arguments):
         found = await call(name, *arguments)
         if name == UPDATE:
-            begun_anew.append(found[1])
+            restarted.append(found[1])
         return found
 
     monkeypatch.setattr(core, "call_utility_async", recorded)
@@ -186,9 +186,9 @@ async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_ane
     for _ in range(5):
         updates = [sound.policy(nudge=n * NUDGE) for n in (1, 2, 3)]
         groups += await sound.sample(updates, prompts=LONG_PROMPTS * 4, max_tokens=48)
-        if any(begun_anew):
+        if any(restarted):
             break
-    assert any(begun_anew), "no update met half a prompt in 15"
+    assert any(restarted), "no update met half a prompt in 15"
     report = sound.check(groups)
     assert report.verdict.status == "parity", report
 
@@ -218,10 +218,10 @@ async def test_top_p_without_the_mask_is_named(faulty: ProbedEngine):
 async def test_token_ids_made_again_from_text_are_named(faulty: ProbedEngine):
     tokenizer = probed_engine.tokenizer()
 
-    def made_again(segment: Segment) -> Segment:
+    def retokenized(segment: Segment) -> Segment:
         start = segment.loss_mask[0][0]
         ids = unpack_ids(segment.token_ids).tolist()
-        # A completion so long that its text has as many tokens again: others could not be recorded.
+        # A completion whose text encodes to as many tokens again: others could not be recorded.
         for end in range(len(ids), start, -1):
             again = tokenizer.encode(tokenizer.decode(ids[start:end]), add_special_tokens=False)
             if len(again) == end - start:
@@ -234,7 +234,7 @@ async def test_token_ids_made_again_from_text_are_named(faulty: ProbedEngine):
             version_spans=(VersionSpan(segment.version_spans[0].version, start, end),),
         )
 
-    named(faulty.check(altered(await faulty.sample(), made_again)), "retokenized")
+    named(faulty.check(altered(await faulty.sample(), retokenized)), "retokenized")
 
 
 async def test_logprobs_of_two_siblings_in_swapped_order_are_named(faulty: ProbedEngine):
@@ -310,7 +310,7 @@ async def test_a_layer_with_another_rope_or_norm_epsilon_is_named(faulty: Probed
         print(report.verdict.sentence)
         report = with_layers(report, await faulty.layers())
     finally:
-        await rpc("penstock_mend")
+        await rpc("penstock_repair")
     assert named(report, "layer").startswith(layer)
     off = [each.name for each in report.layers if each.error > each.allowed]
     assert off == [layer], "no other layer is blamed"

@@ -7,36 +7,36 @@ from typing import Any
 import pytest
 import yaml
 
+from monitored_run import EXPORTER, GROUPS_PER_BATCH, MonitoredRun
 from penstock.deploy.prometheus.command import RULES
 from penstock.schemas.metrics import TRAINER_GAUGES, Metric, ProducerMetric, TrainerMetric
 from prometheus_server import needs_prometheus
 from waiting import wait_for
-from watched_run import EXPORTER, GROUPS_PER_BATCH, WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900), needs_prometheus]
 
 ROOT = Path(__file__).parents[2]
 RUN = "live"
 CREDIT = 3 * GROUPS_PER_BATCH
-"""Of the run, whose `max_lag` is 2."""
+"""The run's credit: its `max_lag` is 2."""
 MOMENT_S = 60
 RATE_INTERVAL = "20s"
-"""The shortest that Grafana takes for `$__rate_interval` with the provisioned data source."""
+"""The shortest `$__rate_interval` of Grafana with the provisioned data source."""
 NO_DATA_IN_A_SHORT_RUN = {"penstock:chi2:median_hour_before": "it begins five minutes ago, and the run is shorter"}
-"""A recording rule, of no panel; tried with promtool (tests/deploy/prometheus/without_data_in_a_short_run.yml)."""
+"""A recording rule without a panel; tested with promtool (tests/deploy/prometheus/without_data_in_a_short_run.yml)."""
 NOT_IN_THIS_RUN = {
     "penstock_teacher_kl_nats": "it has no teacher",
     "penstock_producer_quarantined": "no producer leaves the band",
     "penstock_lost_by_length_frac": "of whole windows of 256 groups, and the run is shorter",
 }
-"""Metrics of panels."""
+"""Metrics of panels without data in this run."""
 DASHBOARDS = {
     file.name: json.loads(file.read_text()) for file in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")
 }
 
 
 def queries() -> list[Any]:
-    """Every query of every panel."""
+    """Returns every query of every panel as a pytest parameter."""
     found = {}
     for name, dashboard in sorted(DASHBOARDS.items()):
         for panel in dashboard["panels"]:
@@ -52,7 +52,7 @@ def rules(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("expr", queries())
-def test_a_panels_query_returns_data(ended_run: WatchedRun, expr: str) -> None:
+def test_a_panels_query_returns_data(ended_run: MonitoredRun, expr: str) -> None:
     if "redis_" in expr and not EXPORTER:
         pytest.skip("needs prometheus-redis-exporter on PATH (the Debian package of that name)")
     found = ended_run.over(expr.replace("$run", RUN).replace("$__rate_interval", RATE_INTERVAL))
@@ -60,7 +60,7 @@ def test_a_panels_query_returns_data(ended_run: WatchedRun, expr: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in rules("record") if name not in NO_DATA_IN_A_SHORT_RUN])
-def test_a_recording_rule_returns_data_of_the_run(ended_run: WatchedRun, name: str) -> None:
+def test_a_recording_rule_returns_data_of_the_run(ended_run: MonitoredRun, name: str) -> None:
     found = ended_run.over(name)
     assert found and {labels["run"] for labels, _ in found} == {RUN}
 
@@ -78,17 +78,17 @@ def test_what_a_short_run_has_no_data_for_is_a_rule_of_no_panel_and_tried_with_p
     assert not any(name in shown for name in tried)
 
 
-def test_a_cut_connection_is_counted_by_trainer_and_producers_and_shown(ended_run: WatchedRun) -> None:
+def test_a_cut_connection_is_counted_by_trainer_and_producers_and_shown(ended_run: MonitoredRun) -> None:
     shown = {legend: values for legend, values in shown_by("Failed commands", ended_run).items() if max(values) > 0}
     assert "trainer: ConnectionError" in shown and "producers: connection" in shown
-    # Neither more than one each (and what `increase` extrapolates by), nor from before.
+    # At most one each (plus what `increase` extrapolates), and none from before.
     assert min(shown["producers: connection"]) == 0
     most = {legend: max(values) for legend, values in shown.items()}
     assert all(value <= 1.1 * ended_run.num_cut for value in most.values()), (most, ended_run.num_cut)
 
 
-def shown_by(title: str, ended_run: WatchedRun) -> dict[str, list[float]]:
-    """The lines of a panel of Flow by their legends."""
+def shown_by(title: str, ended_run: MonitoredRun) -> dict[str, list[float]]:
+    """Returns the lines of a panel of the dashboard Flow by their legends."""
     (panel,) = (panel for panel in DASHBOARDS["flow.json"]["panels"] if panel["title"] == title)
     found = {}
     for target in panel["targets"]:
@@ -102,7 +102,7 @@ def shown_by(title: str, ended_run: WatchedRun) -> dict[str, list[float]]:
     return found
 
 
-def test_the_places_of_the_groups_add_up_to_the_credit(ended_run: WatchedRun) -> None:
+def test_the_places_of_the_groups_add_up_to_the_credit(ended_run: MonitoredRun) -> None:
     places = shown_by("Groups by place", ended_run)
     assert places.keys() == {"prompts queued", "in producers", "ready to train", "free credit"}
     assert all(min(values) >= 0 for values in places.values())
@@ -113,34 +113,34 @@ def test_the_places_of_the_groups_add_up_to_the_credit(ended_run: WatchedRun) ->
 
 @pytest.mark.skipif(not EXPORTER, reason="needs prometheus-redis-exporter on PATH (the Debian package of that name)")
 def test_the_memory_of_a_runs_own_redis_is_watched_by_the_exporter_that_the_command_names(
-    ended_run: WatchedRun,
+    ended_run: MonitoredRun,
 ) -> None:
     ((_, shares),) = ended_run.over("redis_memory_used_bytes / redis_memory_max_bytes")
     assert 0 < min(shares) <= max(shares) < 0.85
     assert set(shown_by("Memory", ended_run)) >= {"limit"}
 
 
-def test_no_alert_fires_nor_is_pending_for_long_in_a_healthy_run(ended_run: WatchedRun) -> None:
+def test_no_alert_fires_nor_is_pending_for_long_in_a_healthy_run(ended_run: MonitoredRun) -> None:
     assert ended_run.over('ALERTS{alertstate="firing"}') == []
-    # Pending for a moment is what their `for` is there for: a producer that takes new weights is behind.
+    # A short time pending is normal: a producer that loads new weights is behind.
     pending = {labels["alertname"]: max(values) for labels, values in ended_run.over("time() - ALERTS_FOR_STATE")}
     pending.pop("PenstockNoTrainer", None)  # with few cores the trainer boots last
-    # Its rate looks back further than this run is long: a burst at the start, on a busy machine, stays in it.
+    # Its range is longer than this run: a burst at the start, on a busy machine, stays in it.
     pending.pop("PenstockLagAboveBound", None)
     assert all(num_seconds <= MOMENT_S for num_seconds in pending.values()), pending
-    # And that is not because they were not evaluated.
+    # All of them were evaluated.
     groups = ended_run.prometheus.ask("rules")["groups"]
     evaluated = [rule["name"] for group in groups for rule in group["rules"] if rule["lastEvaluation"] > "2000"]
     assert set(evaluated) == set(rules("record")) | set(rules("alert"))
     assert [rule for group in groups for rule in group["rules"] if rule["health"] != "ok"] == []
 
 
-def test_exactly_one_part_is_the_bottleneck_at_any_time(ended_run: WatchedRun) -> None:
+def test_exactly_one_part_is_the_bottleneck_at_any_time(ended_run: MonitoredRun) -> None:
     ((_, values),) = ended_run.over("sum(penstock:bottleneck)")
     assert set(values) == {1.0}
 
 
-def test_each_process_is_a_target_that_answers_and_says_who_it_is(ended_run: WatchedRun) -> None:
+def test_each_process_is_a_target_that_answers_and_says_who_it_is(ended_run: MonitoredRun) -> None:
     up = {labels["role"]: values for labels, values in ended_run.over('up{job="penstock"}')}
     assert up.keys() == {"trainer", "producer-0", "producer-1"}
     assert all(sum(values) >= 5 for values in up.values()), up
@@ -150,7 +150,7 @@ def test_each_process_is_a_target_that_answers_and_says_who_it_is(ended_run: Wat
     assert not any("exported_run" in labels for labels, _ in ended_run.over('{run="live"}'))
 
 
-def test_a_process_that_has_ended_in_good_order_is_no_target_any_more(ended_run: WatchedRun) -> None:
+def test_a_process_that_has_ended_in_good_order_is_no_target_any_more(ended_run: MonitoredRun) -> None:
     assert list((ended_run.folder / "metrics").glob("*.json")) == []
     wait_for(
         lambda: ended_run.prometheus.ask("targets")["activeTargets"], lambda found: "penstock" not in jobs_of(found)
@@ -161,19 +161,19 @@ def jobs_of(targets: list[dict[str, Any]]) -> set[str]:
     return {target["labels"]["job"] for target in targets}
 
 
-def test_every_metric_of_the_code_is_scraped(ended_run: WatchedRun) -> None:
+def test_every_metric_of_the_code_is_scraped(ended_run: MonitoredRun) -> None:
     declared = [
         one for kind in (ProducerMetric, TrainerMetric) for one in vars(kind).values() if isinstance(one, Metric)
     ]
     declared += TRAINER_GAUGES.values()
     scraped = set(ended_run.prometheus.ask("label/__name__/values", start=ended_run.began_s, end=ended_run.ended_s))
-    # Without values known beforehand a metric with labels has no sample until something happens.
+    # A metric with labels whose values are not declared has no sample until its first event.
     expected = [one for one in declared if not one.labels or one.values]
     missing = [one.name for one in expected if not {one.name, f"{one.name}_bucket"} & scraped]
     assert missing == []
 
 
-def test_the_numbers_in_prometheus_are_those_of_the_runs_own_files(ended_run: WatchedRun) -> None:
+def test_the_numbers_in_prometheus_are_those_of_the_runs_own_files(ended_run: MonitoredRun) -> None:
     rewards = {line["reward"] for line in ended_run.updates()}
     ((_, values),) = ended_run.over("penstock_reward")
     assert set(values) <= rewards and len(set(values)) > 3

@@ -1,4 +1,4 @@
-"""The record of a run of the demo that was killed and resumed: it gives the run's losses again."""
+"""The record of a run of the demo that was killed and resumed reproduces the run's losses."""
 
 import json
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark
 def test_the_record_of_a_killed_and_resumed_demo_gives_its_losses_again(resumed_run: DemoRun) -> None:
     num_updates = resumed_run.read("summary.json")["num_updates"]
     record = Record(resumed_run.folder)
-    # Three were taken behind the checkpoint at least; the last one's record may have been under way.
+    # At least three updates followed the checkpoint; the last one's record may have been incomplete.
     assert len(record.undone) >= 2 and record.missing == []
     heads = [record.head(at) for at in record.batches]
     assert [head.update for head in heads] == list(range(1, num_updates + 1))
@@ -28,7 +28,7 @@ def test_the_record_of_a_killed_and_resumed_demo_gives_its_losses_again(resumed_
         recorded = record.group(group)
         (rollout, *_), ((findings, *_), *_) = recorded.decode().rollouts, recorded.findings
         tokens = list(sampled_tokens(rollout.segments[0], findings))
-        # A token sampled after an update that met its row saw keys and values of older weights.
+        # A token sampled after an update in its row saw keys and values of older weights.
         if all(token.lag == 0 for token in tokens):
             gaps += [
                 abs(token.proximal_logprob - token.behavior_logprob)
@@ -37,8 +37,8 @@ def test_the_record_of_a_killed_and_resumed_demo_gives_its_losses_again(resumed_
             ]
     assert gaps and max(gaps) < 1e-4, "in a row at lag 0 the trainer finds what the engine found"
 
-    played = resumed_run.ask("replay", resumed_run.name, "--name", "own")
-    assert f"bit for bit, at all {num_updates} updates" in played
+    replayed = resumed_run.ask("replay", resumed_run.name, "--name", "own")
+    assert f"bit for bit, at all {num_updates} updates" in replayed
     lines = [json.loads(line) for line in (resumed_run.folder / "replay/own/updates.jsonl").read_text().splitlines()]
     own = {line["update"]: line["loss"] for line in lines if line["variant"] == "own"}
     written = {line["update"]: line["loss"] for line in resumed_run.updates()}

@@ -1,4 +1,5 @@
-"""A server whose disk syncs slowly, killed in the middle of a sync: what it forgets is done again, none of it twice."""
+"""A server on a disk that syncs slowly, killed during a sync: what it loses is repeated, and nothing is trained
+twice."""
 
 import logging
 import threading
@@ -24,8 +25,8 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow]
 SYNC_S = {"everysec": 1.5, "always": 0.1}
 
 
-class Scene:
-    """A server on a slow disk, a whole producer, and a trainer whose learner is scripted."""
+class SlowDiskRun:
+    """A server on a slow disk, a whole producer, and a trainer with a scripted learner."""
 
     def __init__(self, server: RealServer, disk: SlowDisk, folder: Path, *, may_forget: bool) -> None:
         self.server = server
@@ -34,7 +35,7 @@ class Scene:
         self.bench = TrainerBench(server.url, folder)
         self.producer = ProducerThread(self.bench.config, server.url, folder, tasks=VariedTasks())
         self.forgotten: list[bool] = []
-        """For each kill, whether something that the server had answered for was lost."""
+        """For each kill, whether a confirmed write was lost."""
 
     def kill_in_a_sync(self) -> None:
         with redis.Redis.from_url(self.server.url, protocol=2, socket_timeout=30) as client:
@@ -84,10 +85,10 @@ def server(server_binary: Path, disk: SlowDisk, fsync: str) -> Iterator[RealServ
 
 
 @pytest.fixture
-def scene(server: RealServer, disk: SlowDisk, fsync: str, tmp_path: Path, monkeypatch, caplog) -> Iterator[Scene]:
+def scene(server: RealServer, disk: SlowDisk, fsync: str, tmp_path: Path, monkeypatch, caplog) -> Iterator[SlowDiskRun]:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
-    scene = Scene(server, disk, tmp_path, may_forget=fsync == "everysec")
+    scene = SlowDiskRun(server, disk, tmp_path, may_forget=fsync == "everysec")
     yield scene
     scene.close()
 
@@ -117,7 +118,7 @@ def test_a_sync_that_takes_longer_than_an_answer_may_is_waited_out(scene, fsync,
     def stall() -> None:
         scene.disk.take(took)
         stalling.start()
-        # Not the next to begin: one under way may have asked for its time before.
+        # Waits for a delayed sync, not the next to begin: one in progress may have read its time before.
         wait_for(lambda: scene.disk.num_slow > 0)
         scene.disk.take(0.0)
 
@@ -129,7 +130,7 @@ def test_a_sync_that_takes_longer_than_an_answer_may_is_waited_out(scene, fsync,
     stalling.join()
     client.close()
     outages = [text for text in caplog.messages if "is away" in text]
-    assert len(outages) == 2, "one told by the producer, which waits for an answer, one by the trainer's socket"
+    assert len(outages) == 2, "one of the producer, which waits for an answer, and one of the trainer's socket"
     assert (
         len([text for text in outages if f"is away (no answer in {producer_connection.ANSWER_S:.0f} s)" in text]) == 1
     )

@@ -1,4 +1,4 @@
-"""The cells of the tutorials on a real run, whose second half a program of a user's has run through `penstock.run`."""
+"""The cells of the tutorials on a real run whose second half was run by a user's program through `penstock.run`."""
 
 from pathlib import Path
 

@@ -1,24 +1,26 @@
-"""A real run looked at while it trains: at a terminal, through a pipe, by its report, and in its logs."""
+"""A real run observed while it trains: at a terminal, through a pipe, in its report, and in its logs."""
 
 import json
 
 import pytest
 
 from demo_run import VARIABLES, DemoRun
+from monitored_run import MonitoredRun
 from terminal import Terminal
-from watched_run import WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def assert_shown_as_under_way(run: WatchedRun) -> None:
+def assert_shown_as_under_way(run: MonitoredRun) -> None:
     text = run.ask("watch", run.name, "--once")
     assert "waited for" in text and "mismatch at lag 0" in text and max(map(len, text.splitlines())) <= 80
     assert "not over, as of" in " ".join(run.ask("report", run.name).split())
     assert "This run is not over" in (run.folder / "report.html").read_text()
 
 
-def test_a_run_is_seen_while_it_trains_and_after_its_end(live_run: WatchedRun, request: pytest.FixtureRequest) -> None:
+def test_a_run_is_seen_while_it_trains_and_after_its_end(
+    live_run: MonitoredRun, request: pytest.FixtureRequest
+) -> None:
     assert_shown_as_under_way(live_run)
     terminal = Terminal(live_run.command("watch", live_run.name), environment=VARIABLES, width=100)
     try:
@@ -47,7 +49,7 @@ def test_a_run_is_seen_while_it_trains_and_after_its_end(live_run: WatchedRun, r
         terminal.close()
 
 
-def test_every_line_of_its_processes_is_a_record(ended_run: WatchedRun, resumed_run: DemoRun) -> None:
+def test_every_line_of_its_processes_is_a_record(ended_run: MonitoredRun, resumed_run: DemoRun) -> None:
     for name in ("trainer", "producer-0"):
         for run, lines in ((ended_run, ended_run.log_lines(name)), (resumed_run, resumed_run.fresh_lines[name])):
             for line in lines:

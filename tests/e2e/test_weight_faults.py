@@ -1,5 +1,5 @@
-"""Publisher and producers on one weight log, through a real server, with faults in between: what is served under a
-version is bit for bit what was published as it, and what was harmed is mended."""
+"""A publisher and producers on one weight log, through a real server, with faults: what is served under a version is
+bit for bit what was published under it, and what was corrupted is repaired."""
 
 import asyncio
 import math
@@ -14,24 +14,24 @@ import penstock.consumers.weights.shard as shard_module
 import penstock.producers.weights.follower as follower_module
 from penstock.consumers.weights.shard import Task
 from penstock.schemas.weights.stores import REDIS
-from publishing import Publishing, WalkingMasters
+from publishing_trainer import PublishingTrainer, RandomWalkMasters
 from waiting import until
-from weight_host import HostProducer, harm_copy
+from weight_host import HostProducer, corrupt_copy
 
 pytestmark = pytest.mark.redis
 
 
 class WeightRig:
-    """A trainer that publishes, and producers of hosts."""
+    """A trainer that publishes, and producers on several hosts."""
 
     def __init__(self, url: str, folder: Path, client: redis.Redis) -> None:
         self.url, self.folder, self.client = url, folder, client
-        self.masters = WalkingMasters(0)
-        self.trainers = [Publishing(url, folder, self.masters)]
+        self.masters = RandomWalkMasters(0)
+        self.trainers = [PublishingTrainer(url, folder, self.masters)]
         self.producers: list[HostProducer] = []
 
     @property
-    def trainer(self) -> Publishing:
+    def trainer(self) -> PublishingTrainer:
         return self.trainers[-1]
 
     @property
@@ -45,18 +45,18 @@ class WeightRig:
         return self.trainer.version
 
     def resume(self, parent: int) -> int:
-        """Another trainer goes on from an older policy; the one before is gone without a word."""
+        """Starts another trainer from an older policy; the one before ends without shutdown."""
         before = self.trainer
         for name, tensor in before.expected[parent].items():
             self.masters.weights[name].copy_(tensor)
-        self.trainers.append(Publishing(self.url, self.folder, self.masters, before.epoch + 1, after=before))
+        self.trainers.append(PublishingTrainer(self.url, self.folder, self.masters, before.epoch + 1, after=before))
         self.trainer.parent = parent
         self.trainer.publish()
         self.trainer.settle()
         return self.trainer.version
 
     def die_before_announcing(self) -> None:
-        """The trainer's chunks of the next policy are written, its manifest is not."""
+        """Writes the chunks of the next policy without its manifest."""
         version = self.trainer.version + 1
         self.masters.walk(0.02)
         self.trainer.shard.snapshots.begin(version)
@@ -72,20 +72,20 @@ class WeightRig:
         await until(lambda: all(producer.serves(version) for producer in self.producers))
         assert not any(producer.engine.wrong for producer in self.producers)
 
-    def harm_chunk(self, version: int, harm: str) -> None:
-        """Harms the first chunk of a delta."""
+    def corrupt_chunk(self, version: int, how: str) -> None:
+        """Corrupts the first chunk of a delta."""
         key = f"{version}-delta-0-0"
         data = self.client.hget(self.keys.chunks, key)
         assert data is not None
-        if harm == "missing":
+        if how == "missing":
             self.client.hdel(self.keys.chunks, key)
         else:
             flipped = data[:9] + bytes([data[9] ^ 4]) + data[10:]
-            self.client.hset(self.keys.chunks, key, data[:-3] if harm == "cut short" else flipped)
+            self.client.hset(self.keys.chunks, key, data[:-3] if how == "cut short" else flipped)
 
 
 @pytest.fixture
-async def bench(redis_url: str, redis_client: redis.Redis, tmp_path: Path, monkeypatch) -> AsyncIterator[WeightRig]:
+async def rig(redis_url: str, redis_client: redis.Redis, tmp_path: Path, monkeypatch) -> AsyncIterator[WeightRig]:
     monkeypatch.setattr(publisher_module, "RETRY_S", 0.01)
     monkeypatch.setattr(shard_module, "MAX_PIECE_BYTES", 1024)
     monkeypatch.setattr(shard_module, "MAX_CHUNK_BYTES", 2048)
@@ -99,108 +99,108 @@ async def bench(redis_url: str, redis_client: redis.Redis, tmp_path: Path, monke
         trainer.close()
 
 
-async def test_producers_of_several_hosts_serve_what_was_published_while_it_goes_on(bench: WeightRig) -> None:
-    bench.publish()
+async def test_producers_of_several_hosts_serve_what_was_published_while_it_goes_on(rig: WeightRig) -> None:
+    rig.publish()
     for host in ("one", "one", "two", "two"):
-        bench.join(host)
+        rig.join(host)
     for number in range(40):
-        await asyncio.to_thread(bench.publish, 1.0 if number % 13 == 12 else 0.01)
-    await bench.all_serve(bench.trainer.version)
+        await asyncio.to_thread(rig.publish, 1.0 if number % 13 == 12 else 0.01)
+    await rig.all_serve(rig.trainer.version)
 
 
-@pytest.mark.parametrize("harm", ["missing", "flipped", "cut short"])
+@pytest.mark.parametrize("how", ["missing", "flipped", "cut short"])
 async def test_a_chunk_that_is_lost_or_wrong_holds_the_old_policy_until_the_trainer_has_looked(
-    bench: WeightRig, harm: str
+    rig: WeightRig, how: str
 ) -> None:
-    bench.publish()
-    staying = bench.join()
-    old = bench.publish()
-    await bench.all_serve(old)
-    await staying.leave()  # away while the chunk is harmed
-    bench.producers.clear()
-    newest = bench.publish()
-    bench.harm_chunk(newest, harm)
-    joining = bench.join()
+    rig.publish()
+    staying = rig.join()
+    old = rig.publish()
+    await rig.all_serve(old)
+    await staying.leave()  # absent while the chunk is corrupted
+    rig.producers.clear()
+    newest = rig.publish()
+    rig.corrupt_chunk(newest, how)
+    joining = rig.join()
     await until(lambda: joining.weights.num_failed > 1)
     assert f"{newest}-delta-0-0" in joining.weights.last_error
-    bench.trainer.publisher.announce_again(thoroughly=True)
-    await bench.all_serve(newest)
-    await bench.all_serve(bench.publish())
+    rig.trainer.publisher.announce_again(thoroughly=True)
+    await rig.all_serve(newest)
+    await rig.all_serve(rig.publish())
 
 
-@pytest.mark.parametrize("harm", ["torn", "overwritten", "stateless", "cut short", "removed"])
+@pytest.mark.parametrize("how", ["torn", "overwritten", "stateless", "cut short", "removed"])
 @pytest.mark.parametrize("who", ["next version", "joining"])
-async def test_a_copy_that_is_harmed_is_built_anew_for_whoever_comes_next(
-    bench: WeightRig, harm: str, who: str
+async def test_a_corrupted_copy_is_rebuilt_for_the_next_producer_that_needs_it(
+    rig: WeightRig, how: str, who: str
 ) -> None:
-    bench.publish()
-    bench.join()
-    await bench.all_serve(bench.publish())
-    harm_copy(bench.producers[0].copy.folder, harm)
+    rig.publish()
+    rig.join()
+    await rig.all_serve(rig.publish())
+    corrupt_copy(rig.producers[0].copy.folder, how)
     if who == "joining":
-        bench.join()
+        rig.join()
     else:
-        bench.publish()
-    await bench.all_serve(bench.trainer.version)
-    bench.join()
-    await bench.all_serve(bench.publish())
-    folders = {producer.copy.folder for producer in bench.producers}
+        rig.publish()
+    await rig.all_serve(rig.trainer.version)
+    rig.join()
+    await rig.all_serve(rig.publish())
+    folders = {producer.copy.folder for producer in rig.producers}
     assert len(folders) == 1 and (folders.pop() / "state").exists()
 
 
-async def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(bench: WeightRig) -> None:
-    bench.publish()
-    first, second = bench.join(), bench.join()
-    await bench.all_serve(bench.publish())
+async def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(rig: WeightRig) -> None:
+    rig.publish()
+    first, second = rig.join(), rig.join()
+    await rig.all_serve(rig.publish())
     for name in ("users", "patch", "read"):
         (first.copy.folder / name).unlink()
-    third = bench.join()
-    await bench.all_serve(bench.publish())
+    third = rig.join()
+    await rig.all_serve(rig.publish())
     inodes = {(producer.copy.folder / "read").stat().st_ino for producer in (first, second, third)}
     assert len(inodes) == 1
-    for producer in list(bench.producers):
+    for producer in list(rig.producers):
         await producer.leave()
     assert not first.copy.folder.exists()
 
 
 @pytest.mark.parametrize("lost", ["anchors", "chunks", "policy"])
-async def test_what_redis_has_lost_is_there_again_for_who_joins(bench: WeightRig, lost: str) -> None:
-    bench.publish()
-    bench.join("one")
+async def test_what_redis_has_lost_is_there_again_for_who_joins(rig: WeightRig, lost: str) -> None:
+    rig.publish()
+    rig.join("one")
     for _ in range(3):
-        newest = bench.publish()
-    await bench.all_serve(newest)
-    bench.client.delete(getattr(bench.keys, lost))
-    bench.trainer.publisher.announce_again(thoroughly=True)
-    bench.trainer.settle()
-    bench.join("two")
-    await bench.all_serve(newest)
-    await bench.all_serve(bench.publish())
+        newest = rig.publish()
+    await rig.all_serve(newest)
+    rig.client.delete(getattr(rig.keys, lost))
+    rig.trainer.publisher.announce_again(thoroughly=True)
+    rig.trainer.settle()
+    rig.join("two")
+    await rig.all_serve(newest)
+    await rig.all_serve(rig.publish())
 
 
-async def test_an_emptied_redis_gets_the_newest_policy_again(bench: WeightRig) -> None:
-    bench.publish()
-    bench.join("one")
-    await bench.all_serve(bench.publish())
-    bench.client.flushall()
-    bench.trainer.publisher.announce_again()
-    bench.trainer.settle()
-    bench.join("two")
-    await bench.all_serve(bench.trainer.version)
-    await bench.all_serve(bench.publish())
+async def test_an_emptied_redis_gets_the_newest_policy_again(rig: WeightRig) -> None:
+    rig.publish()
+    rig.join("one")
+    await rig.all_serve(rig.publish())
+    rig.client.flushall()
+    rig.trainer.publisher.announce_again()
+    rig.trainer.settle()
+    rig.join("two")
+    await rig.all_serve(rig.trainer.version)
+    await rig.all_serve(rig.publish())
 
 
-async def test_chunks_of_a_policy_never_announced_are_gone_and_the_fork_is_served(bench: WeightRig) -> None:
-    bench.publish()
-    bench.join("one")
+async def test_chunks_of_a_policy_never_announced_are_gone_and_the_fork_is_served(rig: WeightRig) -> None:
+    rig.publish()
+    rig.join("one")
     for _ in range(4):
-        newest = bench.publish()
-    await bench.all_serve(newest)
-    bench.die_before_announcing()
-    assert bench.trainer.chunks(bench.client) > bench.trainer.named()
-    bench.join("two")
-    await bench.all_serve(newest)
-    fork = bench.resume(newest - 2)
-    assert bench.trainer.chunks(bench.client) == bench.trainer.named()
-    await bench.all_serve(fork)
-    await bench.all_serve(bench.publish())
+        newest = rig.publish()
+    await rig.all_serve(newest)
+    rig.die_before_announcing()
+    assert rig.trainer.chunks(rig.client) > rig.trainer.named()
+    rig.join("two")
+    await rig.all_serve(newest)
+    fork = rig.resume(newest - 2)
+    assert rig.trainer.chunks(rig.client) == rig.trainer.named()
+    await rig.all_serve(fork)
+    await rig.all_serve(rig.publish())

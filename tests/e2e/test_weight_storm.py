@@ -1,6 +1,6 @@
-"""Hundreds of policies each: random walks, forks, skipped versions, several hosts, and faults of all kinds in between.
-Whoever holds a version holds the bits that were published as it; and of the log nothing is left that nobody can need.
-"""
+"""Hundreds of policies: random walks, forks, skipped versions, several hosts, and faults of all kinds in between. A
+host that holds a version holds the bits that were published under it, and the log keeps nothing that no producer can
+need."""
 
 import math
 import random
@@ -20,15 +20,15 @@ from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.weights.log import read_log
 from penstock.schemas.weights.reading import WeightReader
 from penstock.schemas.weights.stores import FolderChunks
-from publishing import Publishing, WalkingMasters
-from weight_host import are_bits, harm_copy, read
+from publishing_trainer import PublishingTrainer, RandomWalkMasters
+from weight_host import are_bits, corrupt_copy, read
 
 pytestmark = pytest.mark.redis
 
 KEEP = 5
 CHAIN = 40
-CHUNK_HARMS = ("missing", "flipped", "cut short")
-COPY_HARMS = ("torn", "overwritten", "stateless", "cut short", "removed")
+CHUNK_CORRUPTIONS = ("missing", "flipped", "cut short")
+COPY_CORRUPTIONS = ("torn", "overwritten", "stateless", "cut short", "removed")
 
 
 class WeightStorm:
@@ -37,9 +37,9 @@ class WeightStorm:
     def __init__(self, url: str, client: redis.Redis, folder: Path, seed: int, deltas: str, anchors: str) -> None:
         self.url, self.client, self.folder = url, client, folder
         self.draw = random.Random(seed)
-        self.masters = WalkingMasters(seed)
+        self.masters = RandomWalkMasters(seed)
         self.places = {"deltas": deltas, "anchors": anchors, "keep": KEEP}
-        self.trainer = Publishing(url, folder, self.masters, **self.places)
+        self.trainer = PublishingTrainer(url, folder, self.masters, **self.places)
         self.keys = self.trainer.keys
         self.checkpoints: dict[int, dict[str, torch.Tensor]] = {}
         self.copies: list[HostCopy] = []
@@ -63,7 +63,7 @@ class WeightStorm:
             self.checkpoints[self.trainer.version] = weights
 
     def resume(self, *, torn: bool) -> None:
-        """The trainer is gone, between chunks and manifest if `torn`; another one goes on from any checkpoint."""
+        """Ends the trainer, between chunks and manifest if `torn`, and starts another one from any checkpoint."""
         before = self.trainer
         if torn:
             next_one = before.version + 1
@@ -73,37 +73,39 @@ class WeightStorm:
         parent = self.draw.choice(sorted(self.checkpoints))
         for name, tensor in self.checkpoints[parent].items():
             self.masters.weights[name].copy_(tensor)
-        self.trainer = Publishing(self.url, self.folder, self.masters, before.epoch + 1, after=before, **self.places)
+        self.trainer = PublishingTrainer(
+            self.url, self.folder, self.masters, before.epoch + 1, after=before, **self.places
+        )
         self.trainer.parent = parent
         self.publish()
         assert self.stored() <= self.trainer.named()
 
-    def harm_chunk(self) -> None:
-        """Any one, in Redis or in a folder."""
-        harm, key = self.draw.choice(CHUNK_HARMS), self.draw.choice(sorted(self.stored()))
+    def corrupt_chunk(self) -> None:
+        """Corrupts any chunk, in Redis or in a folder."""
+        how, key = self.draw.choice(CHUNK_CORRUPTIONS), self.draw.choice(sorted(self.stored()))
         stores = [self.trainer.shard.store(place) for place in (self.places["deltas"], self.places["anchors"])]
         store = next(store for store in stores if key in set(store.keys()))
         data = store.get(key)
         store.delete([key])
-        if harm == "flipped":
+        if how == "flipped":
             at = self.draw.randrange(len(data))
             store.put(key, data[:at] + bytes([data[at] ^ 1 << self.draw.randrange(8)]) + data[at + 1 :])
-        elif harm == "cut short":
+        elif how == "cut short":
             store.put(key, data[: self.draw.randrange(len(data))])
 
     def lose(self) -> None:
-        """What Redis may lose, and the trainer's look at it afterwards."""
+        """Deletes what Redis may lose; then the trainer checks the log."""
         what = self.draw.choice(["all", self.keys.anchors, self.keys.policy, self.keys.chunks])
         self.client.flushall() if what == "all" else self.client.delete(what)
         self.trainer.publisher.announce_again()
         self.trainer.settle()
 
-    def harm_copy(self) -> None:
+    def corrupt_copy(self) -> None:
         copy = self.draw.choice(self.copies)
         if (copy.folder / "read").exists() and copy.path.exists():
-            harm = self.draw.choice(COPY_HARMS)
-            harm_copy(copy.folder, harm)
-            if harm == "overwritten":  # unseen until the next patch, except by who joins
+            how = self.draw.choice(COPY_CORRUPTIONS)
+            corrupt_copy(copy.folder, how)
+            if how == "overwritten":  # detected at the next patch, or by a producer that joins
                 for number, other in enumerate(self.copies):
                     if other.folder == copy.folder:
                         other._has_compared = False
@@ -116,7 +118,7 @@ class WeightStorm:
         self.copies[number] = self.join(host)
 
     def hold(self, copy: HostCopy) -> bool:
-        """Has a copy moved to the newest; False if that is refused."""
+        """Moves a copy to the newest policy; returns False if that is refused."""
         log = read_log(self.client, self.keys)
         wanted = log.announced[max(log.announced)]
         try:
@@ -131,7 +133,7 @@ class WeightStorm:
         return True
 
     def all_hold(self) -> None:
-        """All can, once the trainer has looked."""
+        """Checks that all copies reach the newest policy, at the latest after the trainer has checked the log."""
         if not self.do_all_hold():
             self.trainer.publisher._compared = -1
             self.trainer.publisher.announce_again(thoroughly=True)
@@ -150,7 +152,7 @@ class WeightStorm:
         return found
 
     def check_size(self) -> None:
-        """The last versions, the anchor before them, and what lies between; no chunk beside."""
+        """Checks that the log holds the last versions, the anchor before them, those in between, and no other chunk."""
         log = self.trainer.reader.log()
         assert self.stored() <= self.trainer.named()
         assert len(log.announced) <= KEEP + CHAIN + 1
@@ -184,10 +186,10 @@ def test_a_storm_of_faults_never_shows_other_bits_and_leaves_nothing_behind(
     for number in range(400):
         if draw.random() < 0.02:
             storm.resume(torn=draw.random() < 0.5)
-        still = number % 100 > 50  # a long chain of small deltas
-        storm.masters.walk(draw.choice([0.0, 0.0003]) if still else draw.choice([0.0, 0.001, 0.01, 0.01, 0.1, 0.6]))
+        is_quiet = number % 100 > 50  # a long chain of small deltas
+        storm.masters.walk(draw.choice([0.0, 0.0003]) if is_quiet else draw.choice([0.0, 0.001, 0.01, 0.01, 0.1, 0.6]))
         storm.publish()
-        for fault, share in ((storm.harm_copy, 0.08), (storm.come_and_go, 0.1), (storm.harm_chunk, 0.03)):
+        for fault, share in ((storm.corrupt_copy, 0.08), (storm.come_and_go, 0.1), (storm.corrupt_chunk, 0.03)):
             if draw.random() < share:
                 fault()
         if draw.random() < 0.02:

@@ -1,4 +1,5 @@
-"""Fixtures of the producer's tests: a server that can be stopped and started, a tokenizer, a trainer played by hand."""
+"""Fixtures of the producer's tests: servers that can be stopped and restarted, a tokenizer, a trainer operated by the
+test."""
 
 import asyncio
 import json
@@ -24,7 +25,7 @@ from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest
 from producer_process import ProducerProcesses
-from producer_run import QUICK, Numbers, Run
+from producer_run import QUICK, Numbers, ProducerRun
 from real_server import RealServer, installed_servers
 from scripted_engine import ScriptedEngine
 from weight_writer import WeightWriter
@@ -34,7 +35,7 @@ CHARACTERS = "0123456789+= -abcdefghijklmnopqrstuvwxyz"
 
 @pytest.fixture
 def redis_server(server_binary: Path) -> Iterator[Callable[..., RealServer]]:
-    """Starts servers: `redis_server("--maxmemory", "2mb")`. All are stopped afterwards."""
+    """Starts servers: `redis_server("--maxmemory", "2mb")`. All are removed afterwards."""
     servers: list[RealServer] = []
 
     def start(*arguments: str) -> RealServer:
@@ -65,7 +66,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_config(model_folder: Path) -> Callable[..., RunConfig]:
-    """A run configuration with quick timeouts; keyword arguments replace whole fields."""
+    """Makes a run configuration with short time limits; keyword arguments replace whole fields."""
 
     def make(**changes: object) -> RunConfig:
         fields: dict = {
@@ -84,7 +85,7 @@ def make_config(model_folder: Path) -> Callable[..., RunConfig]:
 
 
 class HandTrainer:
-    """The trainer's side of the streams, by hand and with plain commands."""
+    """The trainer's side of the streams, operated by the test with plain commands."""
 
     def __init__(self, client: redis.Redis, config: RunConfig, runs: Path) -> None:
         self.keys = Keys(config.name)
@@ -100,7 +101,7 @@ class HandTrainer:
         self.log.client = client
 
     def announce(self, version: int, **changes: object) -> WeightManifest:
-        """Announces a whole policy of one tensor that holds `version`; `changes` falsify the manifest."""
+        """Announces a whole policy with one tensor that holds `version`; `changes` replace fields of the manifest."""
         return self.log.whole(version, {"weight": numpy.array([version], numpy.float32).view(numpy.uint32)}, **changes)
 
     def release(self, first: int, last: int, version: int = 0, environment: str = "") -> None:
@@ -113,7 +114,7 @@ class HandTrainer:
             self.client.xadd(self.keys.evaluations, {Field.ENVIRONMENT: environment}, id=f"{version}-{n}")
 
     def read(self, num_entries: int, timeout_s: float = 90.0) -> list[dict[bytes, bytes]]:
-        """The next entries of the rollout stream; fails after `timeout_s`."""
+        """Waits for the next entries of the rollout stream; fails after `timeout_s`."""
         entries: list[dict[bytes, bytes]] = []
         deadline = time.monotonic() + timeout_s
         while len(entries) < num_entries:
@@ -137,7 +138,7 @@ def metrics() -> ProducerMetrics:
 
 @pytest.fixture
 async def connect(metrics: ProducerMetrics) -> AsyncIterator[Callable[..., ProducerConnection]]:
-    """`connect(server)` is a producer's connection to a real server; closed afterwards."""
+    """`connect(server)` opens a producer's connection to a real server; all are closed afterwards."""
     opened: list[ProducerConnection] = []
 
     def open_connection(server: RealServer, outage_s: float = 30.0) -> ProducerConnection:
@@ -150,7 +151,7 @@ async def connect(metrics: ProducerMetrics) -> AsyncIterator[Callable[..., Produ
 
 
 class Streams(NamedTuple):
-    """A producer's connection, and a plain client of the same data."""
+    """A producer's connection, and a plain client of the same server."""
 
     connection: ProducerConnection
     client: Any
@@ -161,7 +162,7 @@ class Streams(NamedTuple):
 
 @pytest.fixture(params=["fake", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "valkey"))])
 async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> AsyncIterator[Streams]:
-    """The same test on fakeredis and on real servers. Nothing here may block in the server."""
+    """Streams on fakeredis and on real servers. No test with it may block in the server."""
     server = None
     if request.param != "fake":
         if request.param not in installed_servers():
@@ -179,11 +180,13 @@ async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> A
 
 
 @pytest.fixture
-async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_path) -> AsyncIterator[Callable[..., Run]]:
-    """`run(**changes)` is a server with policy 0 announced, for producers in this event loop."""
-    started: list[Run] = []
+async def run(
+    redis_server, connect, make_config, hand_trainer, metrics, tmp_path
+) -> AsyncIterator[Callable[..., ProducerRun]]:
+    """`run(**changes)` starts a server with policy 0 announced, for producers in this event loop."""
+    started: list[ProducerRun] = []
 
-    def begin(*arguments: str, **changes: object) -> Run:
+    def begin(*arguments: str, **changes: object) -> ProducerRun:
         server, config = redis_server(*arguments), make_config(**{"producers": QUICK, **changes})
         tokenizer, environment = load_tokenizer(config), Numbers()
 
@@ -193,7 +196,7 @@ async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_pat
             )
             return Producer(context, engine, alone(config, environment), tokenizer)
 
-        started.append(Run(server, config, hand_trainer(server.client, config, tmp_path), build))
+        started.append(ProducerRun(server, config, hand_trainer(server.client, config, tmp_path), build))
         started[-1].trainer.announce(0)
         return started[-1]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lone_host import LoneHost, has_namespaces
+from isolated_host import IsolatedHost, has_namespaces
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.rollout import decode_group
@@ -32,7 +32,7 @@ def test_a_host_that_shares_nothing_but_redis_serves_the_run(
     server.client.hset(trainer.keys.description, mapping=encode_description(describe(config)))
     everything = tmp_path_factory.getbasetemp()
     assert Path(config.model.path).is_relative_to(everything)
-    host = LoneHost(server.url, [everything])
+    host = IsolatedHost(server.url, [everything])
     try:
         host.start("-c", PROGRAM, "producer", "--join", host.url, "--run", "test", "--id", "far")
         trainer.announce(0)

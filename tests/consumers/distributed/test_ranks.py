@@ -71,7 +71,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "beside": run(teacher={"alone": False}, correction=CorrectionConfig(mode="none", m2_budget=0.004)),
         "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
         "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
-        "marked": run(objective=Plug(path="rank_work:Marked"), trainer=_trainer(num_minibatches=2)),
+        "marked": run(objective=Plug(path="rank_work:NanAtMark"), trainer=_trainer(num_minibatches=2)),
     }
 
 

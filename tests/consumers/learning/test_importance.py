@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from padded import correct
+from padded_batches import correct
 from penstock.consumers.learning.importance import Correction, trust
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.consumers.learning.rows import Rows

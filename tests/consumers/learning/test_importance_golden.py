@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from golden_corrections import Golden, mask_of, names, per_token
-from padded import correct
+from padded_batches import correct
 from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.schemas.config import CorrectionConfig, Rejection

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from correction_oracle import CorrectionToken, Row, oracle_correct, tau
-from padded import correct
+from padded_batches import correct
 from penstock.consumers.learning.importance import Correction, correct_packed, trust
 from penstock.schemas.config import CorrectionConfig, Rejection
 

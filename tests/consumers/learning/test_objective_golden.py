@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from golden_corrections import Golden, names, per_token
-from padded import correct
+from padded_batches import correct
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo

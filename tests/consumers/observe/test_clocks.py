@@ -23,7 +23,7 @@ def test_waits_and_the_start_of_a_run_do_not_depend_on_the_producers_clock(bench
         group = msgspec.structs.replace(decode_group(fields[Field.PAYLOAD]), timings=timings)
         return fields | {Field.PAYLOAD: encode_group(group)}
 
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     began_s = time.time()
     assert bench.trainer().run()
     assert_settled_once(bench, redis_client)
@@ -36,7 +36,7 @@ def test_waits_and_the_start_of_a_run_do_not_depend_on_the_producers_clock(bench
 
 def test_a_trainer_whose_clock_is_wrong_says_so(bench, monkeypatch, caplog):
     true_time = time.time
-    bench.hardy_producer()
+    bench.resilient_producer()
     monkeypatch.setattr(time, "time", lambda: true_time() - 420.0)
     assert bench.trainer().run()
     assert all(line["clock_ahead_s"] == pytest.approx(-420.0, abs=3.0) for line in bench.lines("updates.jsonl"))

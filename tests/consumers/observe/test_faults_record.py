@@ -58,7 +58,7 @@ def assert_recorded_once(bench, client) -> Record:
 def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, redis_client, monkeypatch, place):
     owner, method, when = PLACES[place]
     bench.overrides = ["record=true"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     original, calls = getattr(owner, method), []
     fatal = 6 if method == "append" else 2
@@ -108,7 +108,7 @@ def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_
         return group_fields(index, version)
 
     is_last = False
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     # Each kill falls between two checkpoints with a chance of two in three.
     while num_kills < 3 or (not undone and num_kills < 6):
         process = processes.start("trainer", *(["--resume"] if num_kills else []), program=OFTEN_A_NEW_FILE)
@@ -153,7 +153,7 @@ Learner = ScriptedLearner
 
 def test_a_batch_half_written_when_the_trainer_was_killed_is_done_again(bench, redis_client, processes):
     bench.overrides = ["record=true"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     process = processes.start("first", program=DIES_WRITING_THE_SEVENTH_BATCH)
     assert process.wait(60) == -signal.SIGKILL, processes.log("first")
     cut = Record(bench.folder)
@@ -167,7 +167,7 @@ def test_a_batch_half_written_when_the_trainer_was_killed_is_done_again(bench, r
 
 def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
     bench.overrides = ["record=true"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[7] = KilledError()
     with pytest.raises(KilledError):
@@ -191,7 +191,7 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
         return group_fields(index, version, rewards=(1.0, 1.0) if index % 5 == 0 else (1.0, 0.0))
 
     bench.overrides = ["record=true", "evaluation.num_prompts=0"]
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     trainer = bench.trainer()
     trainer.learner.fail_at[3] = "gradient norm is not finite"
     trainer.learner.never_finite = {2}
@@ -214,7 +214,7 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
 
 def test_a_run_that_is_given_up_has_recorded_what_it_settled(bench, redis_client):
     bench.overrides = ["record=true"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     step = trainer.learner.step
 
@@ -235,7 +235,7 @@ def test_a_run_that_is_given_up_has_recorded_what_it_settled(bench, redis_client
 
 def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client, monkeypatch, caplog):
     bench.overrides = ["record=true"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     sync, left = RecordFiles.sync, [1]
 
@@ -255,7 +255,7 @@ def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client,
 
 
 def test_a_run_without_record_leaves_none_and_a_later_one_says_what_is_missing(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
     with pytest.raises(KilledError):
@@ -275,7 +275,7 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
     import penstock.schemas.record
 
     bench.overrides = ["record=true"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     with monkeypatch.context() as patch:
 
@@ -316,7 +316,7 @@ def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redi
 
 def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(bench, redis_client):
     bench.overrides = ["record=true"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[7] = KilledError()
     with pytest.raises(KilledError):

@@ -407,7 +407,7 @@ def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_pa
 @pytest.mark.redis
 def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_it_repeats_in_both_sessions(bench):
     bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab", "metrics.wandb.mode=offline"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
     with pytest.raises(KilledError):
@@ -435,7 +435,7 @@ def test_a_tensorboard_that_cannot_be_opened_stops_no_training(bench, caplog):
     bench.overrides = ["metrics.tensorboard=true"]
     bench.folder.mkdir()
     (bench.folder / "tensorboard").write_text("in the way")
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     assert trainer.run()
     trainer.close()
@@ -449,7 +449,7 @@ def test_a_tensorboard_that_cannot_be_opened_stops_no_training(bench, caplog):
 @pytest.mark.parametrize("how", ["resume", "standby"])
 def test_a_trainer_without_the_sinks_package_takes_nothing_over(bench, redis_client, monkeypatch, caplog, how):
     monkeypatch.setenv("REDIS_URL", bench.url)
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
     with pytest.raises(KilledError):

@@ -16,8 +16,8 @@ from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.report import ParityReport
 from penstock.schemas.adapter import adapter_shapes, parse_name, tensor_name
 from penstock.schemas.config import LoraConfig, ModelConfig
-from played_engine import PlayedEngine
 from training_groups import configuration
+from transformers_engine import TransformersEngine
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 """Its scale is 3."""
@@ -41,7 +41,7 @@ class AdapterBench:
             self.files[version] = folder / f"adapter-{version}.safetensors"
             save_file({name: each.to(getattr(torch, dtype)) for name, each in adapter.items()}, self.files[version])
 
-    def engine(self, serves: Callable[[int], tuple[int, float]]) -> PlayedEngine:
+    def engine(self, serves: Callable[[int], tuple[int, float]]) -> TransformersEngine:
         """It serves base and adapter merged. serves: of a version, whose adapter and at which scale."""
         merged: dict[int, Path] = {}
         for version in self.files:
@@ -56,9 +56,9 @@ class AdapterBench:
                     )
             merged[version] = self.folder / f"merged-{version}.safetensors"
             save_file({name: each.contiguous() for name, each in weights.items()}, merged[version])
-        return PlayedEngine(self.bench.folder, merged)
+        return TransformersEngine(self.bench.folder, merged)
 
-    def check(self, engine: PlayedEngine, **changes: Any) -> ParityReport:
+    def check(self, engine: TransformersEngine, **changes: Any) -> ParityReport:
         answers = [
             *engine.generate(prompts(3, 6), 4, 12, version=2, sampling=COLD, seed=1),
             *engine.generate(prompts(3, 9, seed=1), 4, 14, version=2, updates={7: 3}, sampling=COLD, seed=2),
@@ -108,7 +108,7 @@ def test_the_gate_looks_again_once_the_adapter_is_something(adapters: AdapterBen
     gate = Gate(config, tmp_path)
 
     def sampled(files: Mapping[int, Path], version: int) -> list:
-        engine = PlayedEngine(adapters.bench.folder, files)
+        engine = TransformersEngine(adapters.bench.folder, files)
         return groups_of(engine.generate(prompts(3, 6), 4, 12, version=version, sampling=COLD, seed=1))
 
     gate.check(sampled({}, 0), model, 0, LagTable(0, {}, {}))

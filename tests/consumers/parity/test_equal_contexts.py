@@ -8,7 +8,7 @@ from penstock.consumers.parity.inference import EqualContexts, engine_head_sign,
 from penstock.consumers.parity.report import Gap
 from penstock.consumers.parity.sample import Sample, read_sample
 from penstock.schemas.rollout import SamplingSettings
-from played_engine import PlayedEngine
+from transformers_engine import TransformersEngine
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> ParityBench:
     return ParityBench.make(tmp_path_factory.mktemp("bench"), dtype="bfloat16")
 
 
-def sample_of(engine: PlayedEngine, sampling: SamplingSettings = COLD, count: int = 24) -> Sample:
+def sample_of(engine: TransformersEngine, sampling: SamplingSettings = COLD, count: int = 24) -> Sample:
     return read_sample(
         groups_of(engine.generate(prompts(count, 6), 8, 8, sampling=sampling), sampling), 48, lambda v: True
     )

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from parity_bench import COLD, ParityBench
 from penstock.consumers.parity.report import ParityError
 from penstock.schemas.rollout import RolloutGroup
-from played_engine import PlayedCompletion, group_of
+from transformers_engine import TransformersCompletion, group_of
 
 ALPHABET = "abcdef "
 MERGES = [("a", "b"), ("c", "d"), ("ab", "cd"), ("e", "f"), ("b", "c"), ("d", "e"), (" ", "a"), ("f", "a")]
@@ -51,9 +51,9 @@ def record(pairs: list[tuple[str, Any]]) -> list[RolloutGroup]:
     return [group_of(n, answer, COLD, text=text) for n, (text, answer) in enumerate(pairs, 1)]
 
 
-def retokenized(own: PlayedCompletion, tokenizer: Any) -> PlayedCompletion:
+def retokenized(own: TransformersCompletion, tokenizer: Any) -> TransformersCompletion:
     ids = tokenizer.encode(tokenizer.decode(own.token_ids))[: len(own.token_ids)]
-    return PlayedCompletion(ids, own.logprobs[: len(ids)], own.versions[: len(ids)], own.kept[: len(ids)])
+    return TransformersCompletion(ids, own.logprobs[: len(ids)], own.versions[: len(ids)], own.kept[: len(ids)])
 
 
 def test_sampled_ids_are_at_parity(bench, tokenizer) -> None:

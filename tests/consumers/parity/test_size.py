@@ -5,13 +5,13 @@ import pytest
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.parity import conventions
 from penstock.deploy.demo.make_model import ModelRecipe, make_model
-from played_engine import PlayedEngine, publish_perturbed
+from transformers_engine import TransformersEngine, publish_perturbed
 
 
 def test_a_thousand_rollouts_of_the_demo_model_take_seconds(tmp_path) -> None:
     make_model(tmp_path / "demo", ModelRecipe(train=False), progress=lambda _: None)
     files = publish_perturbed(tmp_path / "weights", tmp_path / "demo", range(5))
-    engine = PlayedEngine(tmp_path / "demo", files)
+    engine = TransformersEngine(tmp_path / "demo", files)
     answers = engine.generate(prompts(65, 6), 8, 5, version=2, sampling=COLD)
     answers += engine.generate(prompts(60, 6, 1), 8, 5, version=2, updates={2: 3, 4: 4}, sampling=COLD)
     bench = ParityBench(tmp_path / "demo", files)

@@ -4,16 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from parity_bench import COLD, ParityBench, groups_of, prompts
-from penstock.consumers.learning.fresh_rows import RowGap
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
-from penstock.consumers.parity.sample import read_sample
-from penstock.consumers.parity.watch import ProducerWatch
-from penstock.schemas.config import ModelConfig, RunConfig, TrainerConfig
-from penstock.schemas.rollout import RolloutGroup
-from played_faults import (
+from engine_faults import (
     FAULTS,
     LENGTH,
     NUM_GROUPS,
@@ -24,6 +15,15 @@ from played_faults import (
     label_late,
     sampled_by,
 )
+from parity_bench import COLD, ParityBench, groups_of, prompts
+from penstock.consumers.learning.fresh_rows import RowGap
+from penstock.consumers.learning.lag import LagTable
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
+from penstock.consumers.parity.sample import read_sample
+from penstock.consumers.parity.watch import ProducerWatch
+from penstock.schemas.config import ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.rollout import RolloutGroup
 from training_groups import configuration
 
 AT_0 = LagTable(0, {}, {})

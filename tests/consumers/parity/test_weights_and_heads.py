@@ -10,7 +10,7 @@ from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.parity import versions
 from penstock.consumers.parity.replay import Replay, ReplayPlan
 from penstock.consumers.parity.report import ParityReport
-from played_engine import spans
+from transformers_engine import spans
 
 
 @pytest.fixture(scope="module")

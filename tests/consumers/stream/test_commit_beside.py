@@ -20,7 +20,7 @@ from waiting import wait_for
 def beside(bench: TrainerBench) -> TrainerBench:
     bench.commits_later = True
     bench.overrides = ["evaluation.num_prompts=0"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     return bench
 
 

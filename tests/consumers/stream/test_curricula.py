@@ -239,7 +239,7 @@ def test_a_killed_run_goes_on_with_the_tasks_of_one_that_was_not_killed(bench, r
     overrides = [f"curriculum.path={CURRICULA}:drop_flat", "curriculum.kwargs.after=1", "environment.num_tasks=30"]
     overrides += ["mode=synchronous"]
     bench.overrides = overrides
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     before, after, second = killed_and_resumed(bench)
     assert second.intake.ledger.settled.ranges() == [(1, 49)]
     assert len(before.keys() & after.keys()) >= 8
@@ -250,7 +250,7 @@ def test_a_killed_run_goes_on_with_the_tasks_of_one_that_was_not_killed(bench, r
     (tmp_path / "other").mkdir()
     whole = TrainerBench(bench.url, tmp_path / "other")
     whole.overrides = overrides
-    whole.hardy_producer(answer)
+    whole.resilient_producer(answer)
     trainer = whole.trainer()
     unharmed = tasks_taken(trainer)
     assert trainer.run()
@@ -317,7 +317,7 @@ def test_a_group_that_came_before_its_lost_index_was_released_again_keeps_its_ta
 @pytest.mark.redis
 def test_a_run_whose_curriculum_fails_ends_with_its_work_saved_and_goes_on_with_another(bench, redis_client):
     bench.overrides = [f"curriculum.path={__name__}:failing", "environment.num_tasks=30"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     with pytest.raises(RunFailedError, match="returned task 7 twice; expected each once"):
         bench.trainer().run()
     assert bench.ledger()["num_groups_trained"] > 0

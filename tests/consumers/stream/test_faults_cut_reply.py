@@ -42,7 +42,7 @@ def test_a_cut_connection_changes_nothing(bench, redis_client, caplog, command, 
     with bench.proxy() as proxy:
         fault = proxy.cut(command, nth, when)
         trainer = bench.trainer(url=proxy.url)
-        producer = bench.hardy_producer(answer)
+        producer = bench.resilient_producer(answer)
         assert trainer.run()
         assert fault.happened.is_set(), proxy.num_seen
         bench.close()
@@ -70,7 +70,7 @@ def test_a_connection_cut_again_and_again_still_ends_with_everything_trained_onc
             for nth in (1, 2, 3):
                 proxy.cut(command, nth, "reply", away_s=0.05)
         trainer = bench.trainer(url=proxy.url)
-        bench.hardy_producer()
+        bench.resilient_producer()
         assert trainer.run()
         assert proxy.num_cuts >= 9
         bench.close()

@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_while_training_goes_
     bench, redis_client, monkeypatch, caplog
 ):
     monkeypatch.setattr("penstock.consumers.stream.commit_schedule.FIRST_RETRY_S", 0.02)
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = with_large_state(bench.trainer())
     seen = []
     with contextlib.ExitStack() as stack:
@@ -113,7 +113,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_stops_and_is_continued_from
     bench, redis_client, monkeypatch, caplog
 ):
     monkeypatch.setenv("REDIS_URL", bench.url)
-    bench.hardy_producer()
+    bench.resilient_producer()
     open_trainer = entry.open_trainer
     with contextlib.ExitStack() as stack:
 
@@ -137,7 +137,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_stops_and_is_continued_from
 def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, redis_client, monkeypatch, caplog):
     monkeypatch.setattr("penstock.consumers.weights.publisher.RETRY_S", 0.05)
     bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = with_large_policy(bench.trainer())
     with contextlib.ExitStack() as stack:
         fill_from(trainer, 5, 99, stack)
@@ -154,7 +154,7 @@ def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, 
 
 def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, redis_client, caplog):
     bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = with_large_policy(bench.trainer())
     with contextlib.ExitStack() as stack:
         fill_from(trainer, 5, 99, stack)
@@ -168,7 +168,7 @@ def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, red
 
 
 def test_a_stop_with_a_full_disk_ends_at_once_and_leaves_the_checkpoint_before(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = with_large_state(bench.trainer())
     train = trainer.learner.step
 

@@ -23,7 +23,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_trainer_killed_around_a_commit_is_continued(bench, redis_client, monkeypatch, place):
     method, when, continued_from = PLACES[place]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     owner = checkpoints if hasattr(checkpoints, method) else Checkpoints
     original, calls = getattr(owner, method), []
@@ -64,7 +64,7 @@ def spoil(bench, client, how: str) -> None:
 @pytest.mark.parametrize("how", ["torn", "flipped", "missing"])
 def test_a_spoiled_checkpoint_costs_the_work_since_the_one_before_it_and_no_group(bench, redis_client, caplog, how):
     # The stream was trimmed for the spoiled one: what it had settled since the one before is made again.
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[10] = KilledError()
     with pytest.raises(KilledError):
@@ -79,7 +79,7 @@ def test_a_spoiled_checkpoint_costs_the_work_since_the_one_before_it_and_no_grou
 
 def test_everything_a_trainer_counts_survives_in_its_checkpoint(bench, redis_client):
     bench.overrides = ["evaluation.num_prompts=0"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[3] = "gradient norm is not finite"
     train = first.learner.step

@@ -37,7 +37,7 @@ def failed_report(batch, indexes) -> StepReport:
 
 
 def test_a_run_that_gives_up_has_settled_all_that_its_policy_was_trained_on(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     train, calls = first.learner.step, []
 
@@ -63,7 +63,7 @@ def test_a_run_that_gives_up_has_settled_all_that_its_policy_was_trained_on(benc
 
 def test_groups_that_a_failed_batch_is_not_to_blame_for_stay_ready(bench, redis_client):
     bench.overrides = ["max_lag=0", "evaluation.num_prompts=0"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     train, failed = trainer.learner.step, []
 
@@ -79,7 +79,7 @@ def test_groups_that_a_failed_batch_is_not_to_blame_for_stay_ready(bench, redis_
 
 
 def test_a_fenced_trainer_leaves_the_checkpoint_that_its_lost_commit_reply_was_about(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     with bench.proxy() as proxy:
         held = proxy.hold("commit", 1, "reply")
         first = TrainerThread(bench.trainer(url=proxy.url))
@@ -102,7 +102,7 @@ def test_a_fenced_trainer_leaves_the_checkpoint_that_its_lost_commit_reply_was_a
 
 
 def test_a_resume_that_finds_no_checkpoint_where_one_was_committed_is_refused(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[10] = KilledError()
     with pytest.raises(KilledError):
@@ -121,7 +121,7 @@ def test_a_resume_that_finds_no_checkpoint_where_one_was_committed_is_refused(be
 
 
 def test_a_missing_checkpoint_with_a_predecessor_is_said(bench, redis_client, caplog):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[10] = KilledError()
     with pytest.raises(KilledError):
@@ -138,12 +138,12 @@ def test_a_missing_checkpoint_with_a_predecessor_is_said(bench, redis_client, ca
 def test_a_continued_run_is_not_finished_again_by_a_redis_that_fell_back(bench, start_server):
     server = start_server("--appendfsync", "everysec")
     bench.url = server.url
-    bench.hardy_producer()
+    bench.resilient_producer()
     assert bench.trainer().run()
     server.remember()
     bench.overrides = ["num_updates=20"]
     second = bench.trainer(resume=True)
-    producer = bench.hardy_producer()
+    producer = bench.resilient_producer()
     at_step(second, 14, lambda: wait_for(lambda: producer.epoch == 1) or server.restart())
     thread = TrainerThread(second)
     thread.join(60)
@@ -159,7 +159,7 @@ def test_streams_that_were_emptied_while_the_trainer_waits_are_released_again(be
     # The trainer has released all that its credit allows, and nothing has come back yet.
     wait_for(lambda: redis_client.xlen(bench.keys.prompts) == 12)
     redis_client.xadd(bench.keys.prompts, {"index": 1, "version": 0}, maxlen=1, approximate=False)
-    bench.hardy_producer()
+    bench.resilient_producer()
     thread.join(60)
     assert thread.outcome is True
     assert_settled_once(bench, redis_client)
@@ -174,7 +174,7 @@ def test_prompts_that_were_acknowledged_and_left_there_are_released_again(bench,
     redis_client.xgroup_create(bench.keys.prompts, PRODUCERS_GROUP, id="0")
     [(_, entries)] = redis_client.xreadgroup(PRODUCERS_GROUP, "broken", {bench.keys.prompts: ">"}, count=5)
     redis_client.xack(bench.keys.prompts, PRODUCERS_GROUP, *(entry for entry, _ in entries[:3]))
-    bench.hardy_producer()
+    bench.resilient_producer()
     thread.join(60)
     assert thread.outcome is True
     assert "3 entries that no producer can get any more are removed" in caplog.text
@@ -189,7 +189,7 @@ def test_a_prompt_entry_that_names_no_task_does_not_stop_the_trainer(bench, redi
     thread = TrainerThread(trainer)
     wait_for(lambda: "an entry names no task" in caplog.text)
     redis_client.xdel(bench.keys.prompts, entry)  # what a producer does that claims it
-    bench.hardy_producer()
+    bench.resilient_producer()
     thread.join(60)
     assert thread.outcome is True
     assert_settled_once(bench, redis_client)
@@ -199,7 +199,7 @@ def test_a_prompt_entry_that_names_no_task_does_not_stop_the_trainer(bench, redi
 def test_an_evaluation_result_of_nobody_changes_nothing(bench, redis_client, evaluation):
     for _ in range(3):
         redis_client.xadd(bench.keys.evaluation_results, {"evaluation": evaluation, "kind": "dead"})
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     assert trainer.run()
     assert [line["num_failed"] for line in bench.lines("evaluations.jsonl")] == [0, 0, 0, 0]
@@ -207,7 +207,7 @@ def test_an_evaluation_result_of_nobody_changes_nothing(bench, redis_client, eva
 
 def test_a_run_resumed_with_smaller_steps_still_releases_what_it_needs(bench, redis_client):
     bench.overrides = ["num_updates=60"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     at_step(first, 20, first.stop)
     assert first.run() is False
@@ -235,7 +235,7 @@ def test_a_run_that_gives_up_on_dead_groups_has_settled_each_of_them(bench, redi
         begun.set()
         wait_for(lambda: redis_client.xlen(bench.keys.rollouts) >= 12)
 
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     # Every answer that the credit allows is on the stream, so that one read takes more than three dead ones.
     at_step(trainer, 1, let_all_arrive)
     with pytest.raises(RunFailedError, match="max_dead_in_a_row = 3"):

@@ -26,7 +26,7 @@ def test_producers_refused_for_want_of_memory_go_on_once_the_trainer_has_committ
     bench.url = server.url
     bench.overrides = ["num_updates=24", "checkpoint.every=1000", "evaluation.num_prompts=0"]
     payload = {"padding": b"x" * 100_000}
-    producer = bench.hardy_producer(lambda index, version: {**group_fields(index, version), **payload})
+    producer = bench.resilient_producer(lambda index, version: {**group_fields(index, version), **payload})
     monkeypatch.setattr(
         "penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 1e9
     )  # as if the last commit had been just too early
@@ -51,7 +51,7 @@ def test_a_commit_is_due_at_seventy_percent_of_the_memory_and_producers_never_wa
     bench.url = server.url
     bench.overrides = ["num_updates=60", "checkpoint.every=1000", "evaluation.num_prompts=0"]
     payload = {"padding": b"x" * 100_000}
-    producer = bench.hardy_producer(lambda index, version: {**group_fields(index, version), **payload})
+    producer = bench.resilient_producer(lambda index, version: {**group_fields(index, version), **payload})
     trainer = bench.trainer()
     assert trainer.run()
     assert producer.num_pauses == 0
@@ -75,7 +75,7 @@ def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(benc
     wait_for(lambda: "3 entries that no producer can get any more are removed" in caplog.text)
     wait_for(lambda: server.client.xlen(prompts) == 12)
     server.client.config_set("maxmemory", 0)
-    bench.hardy_producer()
+    bench.resilient_producer()
     thread.join(60)
     assert thread.outcome is True
     assert_settled_once(bench, server.client)
@@ -86,7 +86,7 @@ def test_memory_that_no_commit_can_free_is_no_reason_to_commit_all_the_time(benc
     monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 0.0)  # somebody else's data
     monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_COMMIT_SHARE", 0.001)
     bench.overrides = ["checkpoint.every=1000"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     written = []
     begin = trainer.leadership.checkpoints.begin
@@ -96,7 +96,7 @@ def test_memory_that_no_commit_can_free_is_no_reason_to_commit_all_the_time(benc
 
 
 def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_client):
-    producers = [bench.hardy_producer(), bench.hardy_producer()]
+    producers = [bench.resilient_producer(), bench.resilient_producer()]
     first = bench.trainer()
     at_step(first, 5, first.stop)
     assert first.run() is False

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.redis
 def test_a_redis_out_of_reach_for_a_while_is_waited_for(bench, redis_client, caplog):
     with bench.proxy() as proxy:
         trainer = bench.trainer(url=proxy.url)
-        bench.hardy_producer(url=proxy.url)
+        bench.resilient_producer(url=proxy.url)
 
         def come_back() -> None:
             wait_for(lambda: "is away" in caplog.text)
@@ -49,7 +49,7 @@ def test_a_redis_that_stays_away_ends_the_trainer_with_one_line_and_its_work_is_
 
     with bench.proxy() as proxy:
         monkeypatch.setenv("REDIS_URL", proxy.url)
-        bench.hardy_producer()
+        bench.resilient_producer()
         held = proxy.hold("announce", 6, "before")
         threading.Thread(target=lambda: (held.wait(), proxy.refuse(), held.release()), daemon=True).start()
         with monkeypatch.context() as patch:
@@ -71,7 +71,7 @@ def test_a_read_that_blocks_for_longer_than_the_socket_waits_is_no_outage_withou
 
     def feed() -> None:
         wait_for(lambda: trainer.leadership.connection.num_outages)
-        bench.hardy_producer()
+        bench.resilient_producer()
 
     threading.Thread(target=feed, daemon=True).start()
     assert trainer.run()
@@ -84,7 +84,7 @@ def test_a_signal_ends_a_trainer_whose_redis_is_away(bench, redis_client, monkey
     bench.overrides = ["redis.outage_s=600.0"]
     with bench.proxy() as proxy:
         monkeypatch.setenv("REDIS_URL", proxy.url)
-        bench.hardy_producer()
+        bench.resilient_producer()
 
         def go_away_and_interrupt() -> None:
             fault.wait()
@@ -111,7 +111,7 @@ def test_a_signal_ends_a_trainer_whose_redis_is_away(bench, redis_client, monkey
 def test_a_signal_ends_a_trainer_whose_redis_is_frozen(bench, start_server):
     server = start_server()
     bench.url = server.url
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
 
     def freeze() -> None:
@@ -131,7 +131,7 @@ def test_a_stop_is_carried_out_after_a_short_outage(bench, redis_client, monkeyp
     monkeypatch.setattr(penstock.consumers.stream.connection, "SHUTDOWN_TIMEOUT_S", 60.0)
     with bench.proxy() as proxy:
         trainer = bench.trainer(url=proxy.url)
-        bench.hardy_producer()
+        bench.resilient_producer()
 
         def stop() -> None:
             trainer.stop()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.redis
 
 @pytest.mark.parametrize("step", [0, 3, 6, 11])
 def test_a_redis_emptied_during_a_step_is_restored(bench, redis_client, caplog, step):
-    producer = bench.hardy_producer()
+    producer = bench.resilient_producer()
     trainer = bench.trainer()
     at_step(trainer, step, redis_client.flushall)
     assert trainer.run()
@@ -43,7 +43,7 @@ def test_a_redis_emptied_while_the_trainer_waits_is_restored(bench, redis_client
             flushed.append(redis_client.flushall())
         return group_fields(index, version)
 
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     assert bench.trainer().run()
     assert flushed
     assert_settled_once(bench, redis_client)
@@ -58,7 +58,7 @@ def test_a_redis_emptied_again_and_again_costs_work_and_nothing_else(bench, redi
             flushes.append(1)
 
     flushes: list[int] = []
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     train = trainer.learner.step
     trainer.learner.step = lambda batch: (time.sleep(0.05), train(batch))[1]
@@ -81,7 +81,7 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
     monkeypatch.setattr(recovery_module, "SUSPICIOUS_S", 0.2)
     caplog.set_level("INFO")
     is_stuck, collect = threading.Event(), Evaluator.collect
-    producer = bench.hardy_producer() if when == "the last evaluation" else None
+    producer = bench.resilient_producer() if when == "the last evaluation" else None
     if when == "the last evaluation":
         monkeypatch.setattr(Evaluator, "collect", lambda self: [] if is_stuck.is_set() else collect(self))
     trainer = bench.trainer()
@@ -111,13 +111,13 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
     wait_for(can_be_read)
     is_stuck.clear()
     if producer is None:
-        bench.hardy_producer()
+        bench.resilient_producer()
     thread.join(60)
     assert thread.outcome is True
 
 
 def test_a_redis_emptied_before_the_last_evaluation_is_answered_is_asked_again(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     collect = trainer.evaluator.collect
     flushed = []
@@ -134,7 +134,7 @@ def test_a_redis_emptied_before_the_last_evaluation_is_answered_is_asked_again(b
 
 
 def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis_client, monkeypatch):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
     with pytest.raises(KilledError):
@@ -163,7 +163,7 @@ def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis
 
 
 def test_a_redis_emptied_between_two_trainers_is_continued_from_the_newest_checkpoint(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[10] = KilledError()
     with pytest.raises(KilledError):
@@ -181,7 +181,7 @@ def test_a_redis_emptied_under_a_sleeping_trainer_does_not_give_it_the_run_back(
     redis_client.flushall()
     with pytest.raises(entry.FencedError, match="of epoch 0, and the checkpoint folder knows epoch 1"):
         first.run()
-    bench.hardy_producer()
+    bench.resilient_producer()
     assert second.run()
     assert_settled_once(bench, redis_client)
 
@@ -191,7 +191,7 @@ def test_a_redis_killed_during_a_step_and_started_again_is_noticed(bench, start_
     # An idle connection that breaks is replaced by redis-py without any error.
     server = start_server(*arguments)
     bench.url = server.url
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     at_step(trainer, 5, server.restart)
     assert trainer.run()
@@ -207,7 +207,7 @@ def test_a_power_loss_that_takes_the_last_seconds_is_made_good(bench, start_serv
     server = start_server("--appendfsync", "everysec")
     bench.url = server.url
     bench.overrides = ["checkpoint.every=2"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
 
     at_step(trainer, lost, server.restart)
@@ -222,7 +222,7 @@ def test_a_trainer_killed_with_the_power_continues_from_what_both_still_know(ben
     server = start_server("--appendfsync", "everysec")
     bench.url = server.url
     bench.overrides = ["checkpoint.every=2"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     at_step(first, 3, server.remember)
     first.learner.fail_at[9] = KilledError()
@@ -244,7 +244,7 @@ def test_a_promoted_replica_that_lacks_the_last_updates_is_reconciled(bench, sta
     bench.overrides = ["checkpoint.every=3"]
     with bench.proxy() as proxy:
         trainer = bench.trainer(url=proxy.url)
-        bench.hardy_producer(url=proxy.url)
+        bench.resilient_producer(url=proxy.url)
 
         def demote() -> None:
             proxy.point_to(replica.url)  # which still is one: it refuses every write

@@ -70,7 +70,7 @@ def test_a_batch_that_has_skipped_enough_takes_what_arrives(bench, redis_client)
 
 def test_a_synchronous_run_that_was_killed_repeats_itself_while_it_fills_batches(bench, redis_client):
     bench.overrides = [FILL, "mode=synchronous", "batch.max_skipped=9"]
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     before, after, _ = killed_and_resumed(bench)
     assert sorted(before | after) == list(range(3, 3 * 48 + 1, 3)), "the first that teach, and none twice"
 
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_while_it_filled_a_batch_goes_on_with_that_batch(
             first.stop()
         return never(index, version)
 
-    bench.hardy_producer(stop_and_answer)
+    bench.resilient_producer(stop_and_answer)
     before = tasks_taken(first)
     assert not first.run()
     assert len(first.intake.ledger.by_outcome["trained"]) == 0 and len(before) == 8
@@ -102,7 +102,7 @@ def test_a_run_that_was_stopped_while_it_filled_a_batch_goes_on_with_that_batch(
 
 def test_a_run_that_goes_on_knows_by_how_much_its_credit_had_grown(bench, redis_client):
     bench.overrides = [FILL, "batch.max_skipped=6"]
-    bench.hardy_producer(never)
+    bench.resilient_producer(never)
     first = bench.trainer()
     at_step(first, 0, first.stop)
     assert not first.run()

@@ -95,7 +95,7 @@ def test_a_run_among_hostile_dead_entries_finishes_and_its_letters_and_lines_are
             return {**dead_fields(index, HUGE), Field.PAYLOAD: b"x" * (MAX_ENTRY_BYTES + 1)}
         return group_fields(index, version)
 
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     assert bench.trainer().run()
     assert_settled_once(bench, redis_client, dead=dead)
     letters = [fields for _, fields in redis_client.xrange(bench.keys.dead)]

@@ -46,7 +46,7 @@ def test_lag_runs_along_the_path_between_the_policies_of_two_lines(bench, redis_
         sampled_by.setdefault(index, version)
         return group_fields(index, version)
 
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     first = bench.trainer()
     update = first.run_log.update
 
@@ -94,7 +94,7 @@ def test_lag_is_counted_token_by_token_where_a_segment_was_in_flight_over_a_roll
         versions_of.setdefault(index, versions)
         return group_fields(index, version) | {Field.PAYLOAD: encode_group(replace(group, rollouts=rollouts))}
 
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     first = bench.trainer()
     update = first.run_log.update
 
@@ -120,7 +120,7 @@ def test_lag_is_counted_token_by_token_where_a_segment_was_in_flight_over_a_roll
 
 def test_a_rollback_of_fifty_steps_samples_stale_indexes_again_and_masks_no_token(bench, redis_client):
     bench.overrides = ["num_updates=60", "checkpoint.every=1000", "evaluation.num_prompts=0"]
-    producer = bench.hardy_producer()
+    producer = bench.resilient_producer()
     first = bench.trainer()
     train = first.learner.step
 

@@ -40,7 +40,7 @@ def test_an_older_trainer_describes_nothing_any_more(bench, redis_client) -> Non
 
 @pytest.mark.parametrize("lost", ["everything", "the description"])
 def test_a_redis_that_has_lost_the_description_gets_it_again(bench, redis_client, lost: str) -> None:
-    bench.hardy_producer()
+    bench.resilient_producer()
     trainer = bench.trainer()
     before = described(redis_client, bench)
 

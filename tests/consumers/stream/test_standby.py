@@ -60,7 +60,7 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
         return group_fields(index, version)
 
     bench.overrides = ["weights.keep_versions=2"]
-    bench.hardy_producer(answer)
+    bench.resilient_producer(answer)
     with bench.proxy() as proxy:
         asleep = proxy.hold(command, nth, when)
         sleeper = bench.trainer(url=proxy.url)
@@ -91,7 +91,7 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
 
 
 def test_a_trainer_that_wakes_up_replaced_and_with_a_checkpoint_due_writes_none(bench, redis_client, monkeypatch):
-    bench.hardy_producer()
+    bench.resilient_producer()
     with bench.proxy() as proxy:
         asleep = proxy.hold("XREAD", 5, "before")
         sleeper = bench.trainer(url=proxy.url)
@@ -108,7 +108,7 @@ def test_a_trainer_that_wakes_up_replaced_and_with_a_checkpoint_due_writes_none(
 
 
 def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_successors(bench, redis_client, monkeypatch):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     asleep, wake_up = threading.Event(), threading.Event()
     committed = first.leadership.checkpoints.committed
@@ -134,7 +134,7 @@ def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_success
 
 
 def test_what_a_fenced_trainer_wrote_last_stays_until_its_successor_commits(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     with bench.proxy() as proxy:
         asleep = proxy.hold("commit", 2, "before")
         first = TrainerThread(bench.trainer(url=proxy.url))
@@ -245,7 +245,7 @@ class Learner(ScriptedLearner):
 @pytest.mark.slow
 def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends(bench, redis_client, processes):
     bench.overrides = ["num_updates=200", "checkpoint.every=10", "trainer.lease_s=2.0"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     hold = bench.runs / "hold"
     first = processes.start("first", program=LONG_STEP.format(hold=hold))
     wait_for(lambda: epoch(redis_client, bench) == 0)
@@ -274,7 +274,7 @@ def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends
 @pytest.mark.slow
 def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client, processes):
     bench.overrides = ["num_updates=80", "checkpoint.every=1000", "trainer.lease_s=2.0"]
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = processes.start("first")
     wait_for(lambda: int(redis_client.hget(bench.keys.commit, "policy_version") or 0) >= 20)
     second = processes.start("second", "--standby")
@@ -299,7 +299,7 @@ class Learner(ScriptedLearner):
 
 
 def test_a_trainer_replaced_while_it_loads_its_checkpoint_says_that_it_was(bench, redis_client, processes):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[5] = KilledError()
     with pytest.raises(KilledError):
@@ -323,7 +323,7 @@ def test_a_trainer_replaced_while_it_loads_its_checkpoint_says_that_it_was(bench
 def test_whatever_a_replaced_trainer_meets_in_its_checkpoint_it_is_told_that_it_was_replaced(
     bench, redis_client, monkeypatch, caplog, what_it_meets
 ):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[5] = KilledError()
     with pytest.raises(KilledError):
@@ -341,7 +341,7 @@ def test_whatever_a_replaced_trainer_meets_in_its_checkpoint_it_is_told_that_it_
 
 
 def test_a_trainer_that_was_not_replaced_is_told_what_is_wrong_with_its_checkpoint(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[5] = KilledError()
     with pytest.raises(KilledError):
@@ -353,7 +353,7 @@ def test_a_trainer_that_was_not_replaced_is_told_what_is_wrong_with_its_checkpoi
 
 
 def test_a_stopped_trainer_commits_a_second_starts_and_the_first_s_work_is_kept(bench, redis_client):
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     thread = TrainerThread(first)
     wait_for(lambda: first.learner.num_steps >= 3)

@@ -105,7 +105,7 @@ def test_what_was_released_since_the_checkpoint_keeps_the_task_that_redis_has():
 def test_a_killed_run_continued_with_other_weights_keeps_every_task_that_was_released(bench, redis_client):
     environments = "".join(f"[[environments]]\nname = '{name}'\npath = 'none:None'\n" for name in "ab")
     bench.file.write_text(bench.file.read_text().replace('[environment]\npath = "none:None"\n', environments))
-    bench.hardy_producer()
+    bench.resilient_producer()
     first = bench.trainer()
     before = tasks_taken(first)
     first.learner.fail_at[7] = KilledError()

@@ -22,7 +22,7 @@ from penstock.schemas.config import CheckpointConfig, ConfigError, EnvironmentCo
 from penstock.schemas.weights.log import WeightLog
 from penstock.schemas.weights.reading import WeightReader
 from probed_engine import model as tiny_qwen3
-from publishing import Publishing, WalkingMasters
+from publishing_trainer import PublishingTrainer, RandomWalkMasters
 from scripted_learner import KilledError, ScriptedLearner
 from trainer_bench import TrainerBench, at_step
 from waiting import wait_for
@@ -48,7 +48,7 @@ class Kept:
             **changes,
         )
         self.folder = folder / "best"
-        self.log = Publishing(url, folder, WalkingMasters(0), keep=2, pinned=lambda: self.best.pinned)
+        self.log = PublishingTrainer(url, folder, RandomWalkMasters(0), keep=2, pinned=lambda: self.best.pinned)
         self.best = self.opened()
 
     def opened(self, epoch: int = 0) -> BestPolicy:
@@ -185,8 +185,8 @@ def test_a_best_json_of_other_hands_is_refused(start):
 def test_what_is_kept_loads_in_transformers_as_the_policy(redis_url, tmp_path):
     base, model = tmp_path / "base", tiny_qwen3(tied=True, seed=1)
     model.save_pretrained(base)
-    masters = WalkingMasters(0, {name: tuple(tensor.shape) for name, tensor in model.named_parameters()})
-    log = Publishing(redis_url, tmp_path, masters)
+    masters = RandomWalkMasters(0, {name: tuple(tensor.shape) for name, tensor in model.named_parameters()})
+    log = PublishingTrainer(redis_url, tmp_path, masters)
     log.publish()
     log.settle()
     config = RunConfig(

@@ -16,22 +16,24 @@ from penstock.schemas.keys import Field
 from penstock.schemas.policy import make_version
 from penstock.schemas.weights.log import decode_manifest
 from penstock.schemas.weights.stores import REDIS, ChunkStoreError, FolderChunks, FsspecChunks, RedisChunks
-from publishing import Publishing, WalkingMasters
+from publishing_trainer import PublishingTrainer, RandomWalkMasters
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
 
 @pytest.fixture
-def start(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Publishing]]:
+def start(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., PublishingTrainer]]:
     monkeypatch.setattr(publisher_module, "RETRY_S", 0.01)
     monkeypatch.setattr(shard_module, "MAX_PIECE_BYTES", 1024)  # several pieces of a tensor, several chunks of a policy
     monkeypatch.setattr(shard_module, "MAX_CHUNK_BYTES", 2048)
-    started: list[Publishing] = []
+    started: list[PublishingTrainer] = []
 
-    def begin(masters: WalkingMasters | None = None, epoch: int = 0, **settings: object) -> Publishing:
-        masters = WalkingMasters(0) if masters is None else masters
-        started.append(Publishing(redis_url, tmp_path, masters, epoch, **settings))
+    def begin(masters: RandomWalkMasters | None = None, epoch: int = 0, **settings: object) -> PublishingTrainer:
+        masters = RandomWalkMasters(0) if masters is None else masters
+        started.append(PublishingTrainer(redis_url, tmp_path, masters, epoch, **settings))
         return started[-1]
 
     yield begin

@@ -6,13 +6,13 @@ import time
 import msgspec
 import pytest
 
+from parity_records import INSTANCES, SAYS, write_parity
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, InFlight, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.policy import make_version
 from short_run import ShortRun
 from waiting import wait_for
 from wire_examples import FINGERPRINT
-from written_parity import INSTANCES, SAYS, write_parity
 
 pytestmark = pytest.mark.redis
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parity_bench import ParityBench, with_logprobs
+from parity_run import NAME, ParityRun, make_bench, sampled_groups
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.report import ParityReport
@@ -24,7 +25,6 @@ from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ModelConfig, ParityConfig
 from penstock.schemas.rollout import RolloutGroup
 from real_server import installed_servers
-from recorded_run import NAME, RecordedRun, make_bench, played_groups
 from training_groups import configuration, tiny_model
 from written_log import WrittenLog
 
@@ -58,20 +58,20 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> ParityBench:
 
 @pytest.fixture(scope="module")
 def groups(bench: ParityBench) -> list[RolloutGroup]:
-    return played_groups(bench)
+    return sampled_groups(bench)
 
 
 @pytest.fixture
-def run(tmp_path: Path, bench: ParityBench, redis_url: str, redis_client, monkeypatch) -> RecordedRun:
+def run(tmp_path: Path, bench: ParityBench, redis_url: str, redis_client, monkeypatch) -> ParityRun:
     monkeypatch.setenv("REDIS_URL", redis_url)
-    return RecordedRun(tmp_path / "runs", bench, redis_client)
+    return ParityRun(tmp_path / "runs", bench, redis_client)
 
 
-def parity(run: RecordedRun, *arguments: str) -> int:
+def parity(run: ParityRun, *arguments: str) -> int:
     return cli.main(["parity", NAME, "--runs", str(run.runs), *arguments])
 
 
-def report_of(run: RecordedRun) -> dict:
+def report_of(run: ParityRun) -> dict:
     return json.loads((run.folder / "parity.json").read_text())
 
 
@@ -213,7 +213,7 @@ def test_a_stopped_run_s_own_server_is_started_and_stopped_again(bench, groups, 
     folder = tmp_path / "runs" / NAME
     folder.mkdir(parents=True)
     server = RedisServer(folder, maxmemory_mb=64)
-    stopped = RecordedRun(tmp_path / "runs", bench, server.client)
+    stopped = ParityRun(tmp_path / "runs", bench, server.client)
     stopped.append(groups)
     server.stop()
     assert parity(stopped) == 0
@@ -301,7 +301,7 @@ def test_a_run_that_nobody_knows_is_refused(run, capsys):
 class SavedRollouts:
     """A rollout file that `--save` wrote, with its own copies of everything."""
 
-    def __init__(self, run: RecordedRun, file: Path) -> None:
+    def __init__(self, run: ParityRun, file: Path) -> None:
         self.run, self.file = run, file
 
     def check(self, *arguments: str) -> int:

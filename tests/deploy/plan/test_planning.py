@@ -23,7 +23,7 @@ from penstock.deploy.plan.simulation import Simulation
 from penstock.deploy.plan.workload import lengths_of
 from penstock.schemas.config import ConfigError, RunConfig, config_of
 from penstock.schemas.policy import make_version
-from written_simulation import TRAINER, WrittenSimulation
+from recorded_simulation import TRAINER, RecordedSimulation
 
 PACE = RunPace(speed=EngineSpeed(0.02, 0.001), token_s=0.001)
 DOCUMENT = {
@@ -51,7 +51,7 @@ def small(changed: dict[str, Any]) -> RunConfig:
 def runs(tmp_path_factory) -> Path:
     """With the run `small`: 2 producers, known speeds."""
     runs = tmp_path_factory.mktemp("runs")
-    WrittenSimulation(small({}), 2, PACE, lengths_of(LENGTHS), 40).write(runs)
+    RecordedSimulation(small({}), 2, PACE, lengths_of(LENGTHS), 40).write(runs)
     return runs
 
 
@@ -63,7 +63,7 @@ def limited(tmp_path_factory) -> Path:
     """With the run `small`: 4 producers of an update that takes longer than they need."""
     runs = tmp_path_factory.mktemp("limited")
     run = small({"max_lag": 2})
-    assert WrittenSimulation(run, 4, TRAINER_IS_THE_LIMIT, lengths_of(LENGTHS), 40).write(runs).waits < 0.1
+    assert RecordedSimulation(run, 4, TRAINER_IS_THE_LIMIT, lengths_of(LENGTHS), 40).write(runs).waits < 0.1
     return runs
 
 
@@ -78,7 +78,7 @@ def read_back(
 ) -> PacedRun:
     """What is read of a run that had this pace."""
     run = small(changed)
-    WrittenSimulation(run, producers, pace, lengths_of(LENGTHS), 40, ahead_s=ahead_s).write(runs, record=record)
+    RecordedSimulation(run, producers, pace, lengths_of(LENGTHS), 40, ahead_s=ahead_s).write(runs, record=record)
     return read_run(runs / "small")
 
 
@@ -128,7 +128,7 @@ def test_updates_of_equal_batches_are_taken_to_grow_with_them(tmp_path):
     factors = tuple(0.9 + 0.04 * (7 * n % 6) for n in range(6))
     pace = RunPace(speed=PACE.speed, update_s=1.0, token_s=0.001, update_factors=factors)
     run = small({})
-    WrittenSimulation(run, 2, pace, lengths_of("constant:50"), 40).write(tmp_path)
+    RecordedSimulation(run, 2, pace, lengths_of("constant:50"), 40).write(tmp_path)
     found = read_run(tmp_path / "small").pace
     assert found.update_s == 0 and 800 * found.token_s == pytest.approx(1.0 + 800 * 0.001, rel=0.02)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from padded import mismatch_metrics
+from padded_batches import mismatch_metrics
 from penstock.deploy.prometheus.metrics_reference import (
     BEGIN,
     PAGE,

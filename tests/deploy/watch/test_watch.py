@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import generate_latest, start_http_server
 from rich.console import Console
 
-from hardy_producer import HardyProducer
+from parity_records import INSTANCES, write_parity
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.deploy import cli
 from penstock.deploy.launch.endpoints import MetricsEndpoint, Samples, scrape
@@ -37,12 +37,12 @@ from penstock.schemas.process.prometheus import register_metrics_port
 from penstock.schemas.process.redis_url import connection_file
 from penstock.schemas.producer_parity import ProducerParity
 from real_server import RealServer
+from resilient_producer import ResilientProducer
 from scripted_learner import ScriptedLearner
 from short_run import ShortRun
 from terminal import Terminal
 from waiting import wait_for
 from wire_examples import FINGERPRINT
-from written_parity import INSTANCES, write_parity
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(
@@ -572,7 +572,7 @@ def slow_learner(monkeypatch) -> threading.Event:
 def test_a_live_run_is_seen_through_its_redis_with_its_folder_and_without(redis_url, tmp_path, monkeypatch, capsys):
     run = ShortRun(redis_url, tmp_path / "runs", monkeypatch, num_updates=400)
     is_seen = slow_learner(monkeypatch)
-    producer = HardyProducer(redis_url, "test", None)
+    producer = ResilientProducer(redis_url, "test", None)
     try:
         producer.start()
         trainer = run.trainer()
@@ -669,7 +669,7 @@ def test_keys_choose_the_view_a_resize_is_followed_and_q_leaves_the_terminal_as_
 def test_a_live_run_is_drawn_until_its_end_and_beyond(redis_url, tmp_path, monkeypatch, at_a_terminal):
     run = ShortRun(redis_url, tmp_path, monkeypatch, num_updates=300)
     is_seen = slow_learner(monkeypatch)
-    producer = HardyProducer(redis_url, "test", None)
+    producer = ResilientProducer(redis_url, "test", None)
     try:
         producer.start()
         trainer = run.trainer()

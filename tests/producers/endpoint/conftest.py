@@ -1,4 +1,4 @@
-"""A producer with an endpoint, on a real Redis, and a client of it."""
+"""A producer with an endpoint on a real Redis, and a client of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,11 +22,11 @@ from penstock.schemas.rollout import RolloutGroup, decode_group
 from producer_run import QUICK, Numbers
 from real_server import RealServer
 from scripted_engine import ScriptedEngine
-from tagged_calls import TaggedCalls
+from tag_parser import TagParser
 from waiting import until
 
 QUICK_PRODUCERS = replace(QUICK, claim_idle_s=600.0)
-"""A producer that stands still for a while is not taken for dead."""
+"""A producer that stands still for a while is not considered dead."""
 QUICK_ENDPOINT = EndpointConfig(port=0, idle_timeout_s=20.0, group_deadline_s=40.0)
 
 
@@ -48,35 +48,37 @@ class Served(NamedTuple):
         return self.producer.endpoint.url
 
     async def entries(self, num_entries: int) -> list[dict[bytes, bytes]]:
-        """The next entries of the rollout stream."""
+        """Waits for the next entries of the rollout stream."""
         return await asyncio.to_thread(self.trainer.read, num_entries, 90.0)
 
     async def groups(self, num_groups: int) -> list[RolloutGroup]:
+        """Waits for the next entries of the rollout stream, which must be groups."""
         entries = await self.entries(num_groups)
         assert [fields[Field.KIND] for fields in entries] == [Kind.GROUP] * num_groups, entries
         return [decode_group(fields[Field.PAYLOAD]) for fields in entries]
 
     def dead_rollouts(self) -> list[tuple[str, str, str]]:
-        """Index, id and reason of each that left a letter."""
+        """Returns index, id and reason of each dead rollout."""
         letters = self.server.client.xrange(self.trainer.keys.dead_rollouts)
         names = (Field.INDEX, Field.ROLLOUT, Field.REASON)
         return [tuple(fields[name].decode() for name in names) for _, fields in letters]
 
     def quarantine(self) -> None:
-        """As the trainer does."""
+        """Quarantines the producer, as the trainer does."""
         keys = self.trainer.keys
         heartbeat = decode_heartbeat(self.server.client.get(keys.producer(self.producer_id)))
         found = ProducerParity(producer_id=self.producer_id, quarantined_s=1.0, cause="raw", says="raw logprobs")
         self.server.client.hset(keys.parity, heartbeat.instance, encode_parity(found))
 
     def count(self, metric: str, **labels: str) -> float:
+        """Returns the value of a metric."""
         return self.metrics.registry.get_sample_value(metric, labels) or 0.0
 
 
 @pytest.fixture
 async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
-    """`await serve(engine, producer_id, beside=..., **changes)` starts a producer that serves agents; `beside` another
-    one of the same run. environment: one, or several by name."""
+    """`await serve(engine, producer_id, beside=..., **changes)` starts a producer that serves agents; `beside` is
+    another one of the same run. environment: one, or several by name."""
     started: list[Served] = []
 
     async def start(
@@ -116,7 +118,7 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
             teacher=teacher,
         )
         environments = several(config, by_name) if by_name else alone(config, environment)
-        producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TaggedCalls())
+        producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TagParser())
         await producer.open()
         task = asyncio.create_task(producer.serve())
         await until(lambda: task.done() or (producer.weights.loaded and producer.endpoint.url != ""))

@@ -4,8 +4,15 @@ import asyncio
 
 import pytest
 
+from labelled_weights import (
+    count_mislabelled,
+    label_of,
+    sample_throughout,
+    update_until_seen,
+    versions_of,
+    weights_of_token,
+)
 from shared_engine import EngineHost, boot_shared
-from telling_weights import count_mislabelled, label_of, sample_throughout, telling, update_until_seen, versions_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -27,7 +34,7 @@ async def test_no_token_is_mislabelled_by_an_engine_that_computes_a_step_ahead(
     follower = host.follower(shared.engine)
 
     async def update() -> None:
-        await host.load(follower, host.announce(lambda version: telling(base, label_of(version))))
+        await host.load(follower, host.announce(lambda version: weights_of_token(base, label_of(version))))
 
     completions: list = []
     try:

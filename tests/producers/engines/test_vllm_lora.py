@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from labelled_weights import count_mislabelled, label_of, sample_throughout, update_until_seen, versions_of
 from parity_faults import LabelsOnly
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
@@ -26,7 +27,6 @@ from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_floats, unpack_ids
 from shared_engine import qwen3, run_config
-from telling_weights import count_mislabelled, label_of, sample_throughout, update_until_seen, versions_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -69,7 +69,7 @@ class AdaptedEngine:
             for name, shape in self.shapes.items()
         }
 
-    def telling(self, token: int) -> dict[str, Tensor]:
+    def weights_of_token(self, token: int) -> dict[str, Tensor]:
         """An adapter whose greedy token is `token` after any context."""
         adapter = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
         adapter[tensor_name("model.layers.1.mlp.down_proj", "A")][0, 0] = 1.0
@@ -151,13 +151,13 @@ async def test_each_policy_serves_the_base_with_its_adapter_and_no_older_prefix(
 
 async def test_no_token_is_mislabelled_while_adapters_come_in_flight(adapted: AdaptedEngine):
     stop = asyncio.Event()
-    await adapted.load(adapted.telling(label_of(len(adapted.files))))
+    await adapted.load(adapted.weights_of_token(label_of(len(adapted.files))))
 
     completions: list = []
     await asyncio.gather(
         sample_throughout(adapted.engine, stop, 0, completions, longest=160),
         update_until_seen(
-            lambda: adapted.load(adapted.telling(label_of(len(adapted.files)))), completions, NUM_UPDATES, stop
+            lambda: adapted.load(adapted.weights_of_token(label_of(len(adapted.files)))), completions, NUM_UPDATES, stop
         ),
     )
     assert max(len(each.version_spans) for each in completions) >= 3, "no completion saw several updates"

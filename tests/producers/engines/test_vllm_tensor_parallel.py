@@ -10,6 +10,14 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
+from labelled_weights import (
+    count_mislabelled,
+    label_of,
+    sample_throughout,
+    update_until_seen,
+    versions_of,
+    weights_of_token,
+)
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.gate import Gate
@@ -20,7 +28,6 @@ from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 from scripted_engine import ScriptedEngine
 from shared_engine import PROMPT, EngineHost, boot_shared, run_config
-from telling_weights import count_mislabelled, label_of, sample_throughout, telling, update_until_seen, versions_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -102,7 +109,7 @@ async def test_no_token_is_mislabelled_while_both_ranks_load_from_a_copy_that_ot
     follower, beside = host.follower(parallel_engine.engine), host.follower(ScriptedEngine())
 
     async def update(one) -> None:
-        await host.load(one, host.announce(lambda version: telling(base, label_of(version))))
+        await host.load(one, host.announce(lambda version: weights_of_token(base, label_of(version))))
 
     completions: list = []
     await update(follower)

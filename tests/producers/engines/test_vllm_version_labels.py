@@ -8,8 +8,15 @@ from functools import partial
 import pytest
 import torch
 
+from labelled_weights import (
+    count_mislabelled,
+    label_of,
+    sample_throughout,
+    update_until_seen,
+    versions_of,
+    weights_of_token,
+)
 from shared_engine import EngineHost
-from telling_weights import count_mislabelled, label_of, sample_throughout, telling, update_until_seen, versions_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -18,7 +25,7 @@ NUM_UPDATES = 16
 
 async def load_telling(host, follower, base) -> None:
     """Announces the next version, whose greedy token names its number, and has it or a newer one loaded."""
-    manifest = host.announce(lambda version: telling(base, label_of(version)))
+    manifest = host.announce(lambda version: weights_of_token(base, label_of(version)))
     await host.load(follower, manifest)
     assert follower.version >= manifest.version
 
@@ -52,6 +59,6 @@ async def test_no_token_is_mislabelled_on_two_engines_of_one_host_updated_while_
 def test_the_telling_weights_do_tell(make_qwen3, parameters):
     for tied in (True, False):
         model = make_qwen3(tied=tied, seed=0)
-        model.load_state_dict(telling(parameters(model), 33), strict=False)
+        model.load_state_dict(weights_of_token(parameters(model), 33), strict=False)
         with torch.no_grad():
             assert set(model(torch.randint(0, 64, (4, 50))).logits.argmax(-1).flatten().tolist()) == {33}

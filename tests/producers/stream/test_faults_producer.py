@@ -11,14 +11,14 @@ import pytest
 import redis
 
 from cutting_proxy import CuttingProxy
+from forked_programs import PYTHONPATH
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream import heartbeat as heartbeat_module
 from penstock.schemas.config import EnvironmentConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
-from producer_process import ROOT
-from producer_run import KEYS, Run, ids
+from producer_run import KEYS, ProducerRun, ids
 from real_server import at_free_port
 from scripted_engine import ScriptedEngine
 from waiting import until, wait_for
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.redis
 NUM_PROMPTS = 10
 
 
-def all_appended(one: Run, last: int = NUM_PROMPTS) -> bool:
+def all_appended(one: ProducerRun, last: int = NUM_PROMPTS) -> bool:
     return one.num_open() == 0 and set(one.appended()) == set(range(1, last + 1))
 
 
@@ -107,7 +107,7 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
     trainer = hand_trainer(server.client, config, tmp_path)
     trainer.announce(0)
     trainer.release(1, 4)
-    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "tests" / "doubles")])
+    path = os.pathsep.join([str(tmp_path), PYTHONPATH])
     lives = 0
     while server.client.xlen(KEYS.prompts):
         lives += 1
@@ -189,7 +189,7 @@ async def test_a_blocking_read_longer_than_the_timeout_of_the_client_loses_nothi
     assert not task.done() and one.num_claimed() == 0
 
 
-def release_lost(one: Run, last: int) -> None:
+def release_lost(one: ProducerRun, last: int) -> None:
     """What a trainer does after an outage: on a slow disk a server that does not sync always loses 2 s of it all."""
     released = {int(fields[Field.INDEX]) for _, fields in one.server.client.xrange(KEYS.prompts)}
     for index in sorted(set(range(1, last + 1)) - released - set(one.appended())):

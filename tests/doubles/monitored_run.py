@@ -1,4 +1,4 @@
-"""A run of the demo from its first second to its last, in a Prometheus that is still up afterwards."""
+"""A run of the demo, monitored from start to end by a Prometheus that stays up afterwards."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import yaml
 
 from demo_run import DemoRun
 from penstock.schemas.process.redis_url import connection_file
-from prometheus_server import PrometheusServer, free_port, has_prometheus, wait_until_served
+from prometheus_server import PrometheusServer, has_prometheus, wait_until_served
+from real_server import at_free_port
 
 EXPORTER = shutil.which("prometheus-redis-exporter") or shutil.which("redis_exporter")
 GROUPS_PER_BATCH = 8
@@ -27,13 +28,15 @@ class Paced(Arithmetic):
         await asyncio.sleep(2)
         return super().reward(prompt, completion)
 """
-"""The module `paced`: an environment for about one update a second."""
+"""The module `paced`: an environment for about one update per second."""
 
 
-class WatchedRun(DemoRun):
-    """began_s, ended_s: between which Prometheus saw the run at work; num_cut: connections to Redis that were cut."""
+class MonitoredRun(DemoRun):
+    """A monitored run. began_s, ended_s: times of its first and last scrape; num_cut: connections to Redis that were
+    cut."""
 
     def begin(self) -> None:
+        """Starts the run, and Prometheus if it is installed."""
         self.began_s = time.time()
         self.num_cut = 0
         self._cut_s = 0.0
@@ -46,48 +49,51 @@ class WatchedRun(DemoRun):
 
     def _watch(self) -> None:
         """Starts Prometheus and the exporter as `penstock prometheus` says."""
-        address = f"127.0.0.1:{free_port()}"
-        shown = self.ask("prometheus", self.name, *(["--redis-exporter", address] if EXPORTER else []))
         if EXPORTER:
-            (line,) = (line for line in shown.splitlines() if "--redis.addr" in line)
-            self._start_exporter(line.replace("prometheus-redis-exporter", EXPORTER), address)
+            self._exporter = at_free_port(self._start_exporter)
+        else:
+            self.ask("prometheus", self.name)
         file = self.folder / "prometheus.yml"
         config = yaml.safe_load(file.read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         file.write_text(yaml.safe_dump(config))
         self.prometheus = PrometheusServer(file, self.runs)
 
-    def _start_exporter(self, line: str, address: str) -> None:
-        """Runs the command as it is shown, in a shell."""
-        log = self.runs / "exporter.log"
+    def _start_exporter(self, port: int) -> subprocess.Popen[bytes]:
+        """Runs the command that `penstock prometheus` displays, in a shell."""
+        shown = self.ask("prometheus", self.name, "--redis-exporter", f"127.0.0.1:{port}")
+        (line,) = (line for line in shown.splitlines() if "--redis.addr" in line)
+        line, log = line.replace("prometheus-redis-exporter", EXPORTER or ""), self.runs / "exporter.log"
         with log.open("wb") as output:
-            self._exporter = subprocess.Popen(line, shell=True, start_new_session=True, stdout=output, stderr=output)
-        wait_until_served(f"http://{address}/metrics", self._exporter, log)
+            exporter = subprocess.Popen(line, shell=True, start_new_session=True, stdout=output, stderr=output)
+        wait_until_served(f"http://127.0.0.1:{port}/metrics", exporter, log)
+        return exporter
 
     def cut_and_stop(self) -> None:
-        """Cuts the connections to Redis once, sees the run recover and stops it by a signal."""
+        """Cuts the connections to Redis once, waits until the run has recovered and stops it by a signal."""
         with redis.Redis.from_url(json.loads(connection_file(self.folder).read_text())["url"]) as client:
             try:
                 self.wait_for(lambda: self._cut_connections(client))
                 self.wait_for_update(self.updates()[-1]["update"] + 25)
-            finally:  # also where that fails: the other tests need the processors
+            finally:  # also after a failure: the other tests need the processors
                 self.ended_s = time.time()
                 self.stop()
 
     def _cut_connections(self, client: redis.Redis) -> bool:
-        """Cuts everybody's but this one, every two seconds until the trainer has noticed: it waits for an answer half
-        of the time, and an idle connection is opened again without anybody's noticing."""
+        """Cuts every connection but this one, every two seconds, until the trainer has logged an outage; returns
+        whether it has. It waits for a reply half of the time, and reopens an idle connection silently."""
         if time.monotonic() > self._cut_s + 2:
             self._cut_s = time.monotonic()
             self.num_cut += int(client.client_kill_filter(_type="normal"))
         return " is away " in (self.folder / "logs" / "trainer.log").read_text()
 
     def over(self, expr: str) -> list[tuple[dict[str, str], list[float]]]:
-        """The values of a query while the run was at work, by labels."""
+        """Returns the values of a query during the run, by labels."""
         assert self.prometheus is not None
         return self.prometheus.over(expr, self.began_s, self.ended_s)
 
     def close(self) -> None:
+        """Stops Prometheus, the exporter and the run."""
         if self.prometheus is not None:
             self.prometheus.close()
         if self._exporter is not None and self._exporter.poll() is None:

@@ -1,4 +1,4 @@
-"""Three producers in one thread, each with an engine played on the run's own policies; one of them turns bad."""
+"""Three producers in one thread, each with an engine on the run's own policies; one of them becomes faulty."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -8,24 +8,24 @@ from pathlib import Path
 import msgspec
 import redis
 
+from engine_faults import LENGTH, SIBLINGS, label_late, sampled_by
 from parity_bench import COLD, ParityBench, prompts
 from penstock.consumers.parity.logged_versions import LoggedVersions
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import Rollout, RolloutGroup, encode_group
 from penstock.schemas.weights.reading import WeightReader
-from played_engine import PlayedEngine, group_of
-from played_faults import LENGTH, SIBLINGS, label_late, sampled_by
+from transformers_engine import TransformersEngine, group_of
 
 NAMES = ("good", "bad", "fine")
 
 
-class PlayedProducers:
-    """Answers prompts in turn, as `MiniProducer.answer`; the bad one whatever the trainer says of it.
+class FaultyProducers:
+    """Answers prompts in turn, as `MiniProducer.answer`; the bad producer ignores its quarantine.
 
-    since: the first policy that it samples with the fault. first: producers of the first answers.
-    answered: producers by index, in the order of their answers. batches: producers by index, of each batch that was
-    trained; found: by producer its quarantine, and the number of batches trained before.
+    since: the first policy that the bad producer samples with the fault. first: producers of the first answers.
+    answered: producers by index, in the order of their answers. batches: producers by index, for each batch that was
+    trained. found: each producer's quarantine, and the number of batches trained before it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PlayedProducers:
         reader = WeightReader(lambda command: command(client), keys)
         self._policies = LoggedVersions(bench.folder, folder, reader)
         self._bench, self._fault, self._since = bench, fault, since
-        self._engine = PlayedEngine(bench.folder, {}, dtype=bench.dtype)
+        self._engine = TransformersEngine(bench.folder, {}, dtype=bench.dtype)
         self._names = chain(first, cycle(NAMES))
         self._ready: tuple[int, deque[RolloutGroup]] = (-1, deque())
         self.answered: dict[int, list[str]] = {}
@@ -58,7 +58,7 @@ class PlayedProducers:
         return {Field.INDEX: str(index), Field.KIND: Kind.GROUP, Field.PAYLOAD: payload}
 
     def watched(self, trainer):
-        """The trainer, with its batches and what it finds noted."""
+        """Records the trainer's batches and the quarantines that it decides; returns the trainer."""
         pack, add = trainer.learner.pack, trainer.intake.quarantine.add
 
         def note_and_pack(groups, lag_of):
@@ -73,7 +73,7 @@ class PlayedProducers:
         return trainer
 
     def num_trained(self, name: str, *, after: int = 0) -> int:
-        """Groups of a producer in the batches behind the first `after`."""
+        """Returns the number of a producer's groups in the batches after the first `after`."""
         return sum(Counter(batch.values())[name] for batch in self.batches[after:])
 
     def _file(self, version: int) -> Path:
@@ -91,18 +91,20 @@ class PlayedProducers:
     def _wrong(self, version: int) -> RolloutGroup:
         of, groups = self._ready
         if of != version or not groups:
-            # The faults play version 0 alone, or followed by version 3.
-            played = {0: version, 3: version + 1}
+            # The faults sample version 0 alone, or followed by version 3.
+            meant = {0: version, 3: version + 1}
             files = {0: self._file(version), 3: self._bench.files[3]}
             if self._fault is label_late:
-                played = {0: version - 1, 3: version}
-                files = {name: self._file(each) for name, each in played.items()}
+                meant = {0: version - 1, 3: version}
+                files = {name: self._file(each) for name, each in meant.items()}
             bad = self._fault(ParityBench(self._bench.folder, files, self._bench.dtype))
-            self._ready = version, deque(relabelled(group, played) for group in bad)
+            self._ready = version, deque(relabelled(group, meant) for group in bad)
         return self._ready[1].popleft()
 
 
 def relabelled(group: RolloutGroup, versions: dict[int, int]) -> RolloutGroup:
+    """Returns the group with its versions mapped by `versions`."""
+
     def changed(rollout: Rollout) -> Rollout:
         (segment,) = rollout.segments
         spans = tuple(msgspec.structs.replace(s, version=versions[s.version]) for s in segment.version_spans)

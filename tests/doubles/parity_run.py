@@ -1,4 +1,4 @@
-"""A run as the parity check finds it: a run file, a weight log, rollouts on a stream."""
+"""A run for the parity check: a run file, a weight log, and rollouts on a stream."""
 
 import time
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ NUM_TOKENS = 12
 
 
 def make_bench(folder: Path) -> ParityBench:
-    """With a tokenizer in its model's folder."""
+    """Makes a bench with a tokenizer in its model's folder."""
     bench = ParityBench.make(folder, vocab_size=len(TOKENS))
     tokenizer().save_pretrained(bench.folder)
     return bench
 
 
-def played_groups(bench: ParityBench, *, num_prompts: int = 4, first: int = 1, seed: int = 0) -> list[RolloutGroup]:
-    """Siblings that version 1 began and version 2 ended, and such that version 2 sampled alone."""
+def sampled_groups(bench: ParityBench, *, num_prompts: int = 4, first: int = 1, seed: int = 0) -> list[RolloutGroup]:
+    """Samples groups that version 1 begins and version 2 ends, and groups of version 2 alone."""
     engine = bench.engine()
     asked = prompts(num_prompts, 6, seed)
     answers = engine.generate(asked, 4, NUM_TOKENS, version=1, updates={5: 2}, seed=seed)
@@ -53,8 +53,8 @@ def context_of(group: RolloutGroup) -> list[int]:
     return unpack_ids(segment.token_ids)[: segment.loss_mask[0][0]].tolist()
 
 
-class RecordedRun:
-    """Run `recorded` in `runs`, with what a trainer and a producer would have left there and in Redis."""
+class ParityRun:
+    """Run `recorded` in `runs`, with what a trainer and a producer leave there and in Redis."""
 
     def __init__(self, runs: Path, bench: ParityBench, client: redis.Redis) -> None:
         self.runs, self.client, self.keys = runs, client, Keys(NAME)
@@ -81,7 +81,7 @@ class RecordedRun:
         self.client.xadd(self.keys.rollouts, fields)
 
     def send_heartbeat(self) -> None:
-        """A producer is at work."""
+        """Writes the heartbeat of a live producer."""
         heartbeat = Heartbeat(
             producer_id="producer-0",
             host="here",

@@ -1,4 +1,4 @@
-"""Weights that name their version, and requests that come and go while they are updated."""
+"""Weights whose greedy token identifies their version, and requests that run while they are updated."""
 
 import asyncio
 import itertools
@@ -15,9 +15,9 @@ from shared_engine import StateDict
 FIRST_TOKEN = 8
 
 
-def telling(base: Mapping[str, torch.Tensor], token: int) -> StateDict:
-    """Weights whose greedy token is `token` after any context: blocks add nothing, one row of the head wins, tied to
-    the embedding or not."""
+def weights_of_token(base: Mapping[str, torch.Tensor], token: int) -> StateDict:
+    """Returns weights whose greedy token is `token` after any context: the blocks add nothing and one row of the head
+    wins, tied to the embedding or not."""
     weights = {name: tensor.clone() for name, tensor in base.items()}
     for name, tensor in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -32,15 +32,15 @@ def telling(base: Mapping[str, torch.Tensor], token: int) -> StateDict:
 
 
 def label_of(version: int) -> int:
-    """The token that the weights of `version` name themselves by."""
+    """Returns the greedy token of the weights of `version`."""
     return FIRST_TOKEN + version % 50
 
 
 async def update_until_seen(
     update: Callable[[], Awaitable[object]], completions: list[Completion], num_updates: int, stop: asyncio.Event
 ) -> None:
-    """So many updates, and more until a completion was sampled by three versions: where the machine is busy, many end
-    between two updates."""
+    """Updates `num_updates` times, and further until a completion was sampled by three versions: on a busy machine many
+    completions end between two updates."""
     for number in range(20 * num_updates):
         if number >= num_updates and any(len(each.version_spans) >= 3 for each in completions):
             break
@@ -53,7 +53,7 @@ async def update_until_seen(
 async def sample_throughout(
     engine: Any, stop: asyncio.Event, seed: int, done: list[Completion], longest: int = 480
 ) -> None:
-    """Requests that come and go, of all lengths, until `stop`; what they have sampled goes to `done`."""
+    """Samples requests of all lengths until `stop`; appends their completions to `done`."""
     rng = random.Random(seed)
 
     async def requests(name: int) -> None:
@@ -71,7 +71,8 @@ async def sample_throughout(
 
 
 def count_mislabelled(completions: Iterable[Completion]) -> tuple[int, int]:
-    """All tokens, and those whose label is not the version that they name. Checks that the labels tile them."""
+    """Returns the number of tokens, and of those labelled with another version than they identify. Checks that the
+    version spans tile the tokens."""
     num_tokens = num_wrong = 0
     for completion in completions:
         ids = unpack_ids(completion.token_ids)
@@ -84,4 +85,5 @@ def count_mislabelled(completions: Iterable[Completion]) -> tuple[int, int]:
 
 
 def versions_of(completions: Iterable[Completion]) -> set[int]:
+    """Returns the versions that sampled the completions."""
     return set(itertools.chain(*({span.version for span in c.version_spans} for c in completions)))

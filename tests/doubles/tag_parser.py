@@ -1,4 +1,4 @@
-"""A parser of answers without vLLM: calls between <tool_call> tags, reasoning between <think> tags."""
+"""Parses answers without vLLM: calls between <tool_call> tags, reasoning between <think> tags."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from penstock.producers.endpoint.chat.answers import ParsedAnswer
 from penstock.producers.endpoint.chat.requests import ChatRequest
 
 
-class TaggedCalls:
+class TagParser:
     skip_special_tokens = False
 
     def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:

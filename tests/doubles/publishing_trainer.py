@@ -1,4 +1,4 @@
-"""A publisher of masters that tests move at random, and what readers of its weight log get."""
+"""Publishes masters that tests move at random, and checks what readers of the weight log get."""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -18,22 +18,23 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.policy import make_version
 from penstock.schemas.weights.reading import WeightReader
 from penstock.schemas.weights.stores import REDIS
+from weight_host import are_bits
 
 SHAPES = {"embedding": (97, 16), "layer": (64, 33), "norm": (33,), "scale": ()}
 Weights = dict[str, torch.Tensor]
 
 
-class WalkingMasters:
+class RandomWalkMasters:
     """Float32 masters of a few tensors, published in bfloat16; `norm` in float32."""
 
     def __init__(self, seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
         self._draw = torch.Generator().manual_seed(seed)
         self.weights = {name: torch.randn(shape, generator=self._draw) for name, shape in shapes.items()}
         self.before_update: Callable[[], None] = lambda: None
-        """As the learner's: waits for the snapshot."""
+        """Called before the masters change, as the learner's: waits for the snapshot."""
 
     def walk(self, density: float, size: float = 1e-2) -> None:
-        """Moves this share of the elements."""
+        """Changes this share of the elements at random."""
         self.before_update()
         for tensor in self.weights.values():
             hit = torch.rand(tensor.shape, generator=self._draw) < density
@@ -49,21 +50,21 @@ class WalkingMasters:
         return {name: tensor.to(_dtype(name), copy=True) for name, tensor in self.weights.items()}
 
 
-class Publishing:
-    """One trainer's epoch as the weight log knows it. `expected`: by version the weights that were published."""
+class PublishingTrainer:
+    """The publishing part of one trainer, in one epoch. expected: the weights published, by version."""
 
     def __init__(
         self,
         url: str,
         folder: Path,
-        masters: WalkingMasters,
+        masters: RandomWalkMasters,
         epoch: int = 0,
         *,
         deltas: str = REDIS,
         anchors: str | None = None,
         redis_bytes: int = 1 << 29,
         keep: int = 8,
-        after: "Publishing | None" = None,
+        after: "PublishingTrainer | None" = None,
         pinned: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self.keys = Keys("test")
@@ -96,7 +97,7 @@ class Publishing:
         self._is_first = True
 
     def publish(self, steps: int = 1) -> None:
-        """The masters as they are; the first time as the epoch's first policy."""
+        """Publishes the masters as they are; the first time as the epoch's first policy."""
         parent = self.parent if self._is_first else self.version
         self.version += 0 if self._is_first else steps
         self.expected[self.version] = self.masters.published()
@@ -104,7 +105,7 @@ class Publishing:
         self._is_first = False
 
     def settle(self) -> None:
-        """Returns once everything that the last publication led to is over."""
+        """Waits until everything that the last publication caused is done."""
         self.publisher.wait()
         is_over: Future[None] = Future()
         self.publisher._worker.give(lambda: is_over.set_result(None))
@@ -115,25 +116,16 @@ class Publishing:
         return sorted(self.reader.log().announced)
 
     def check(self, version: int) -> None:
-        """Raises AssertionError unless a reader gets the bits that were published."""
+        """Checks that a reader gets the bits that were published."""
         self.reader.write(self.reader.log().way(version), self._file)
-        found = load_file(self._file)
-        expected = self.expected[version]
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-            assert (
-                found[name].view(torch.uint8).equal(tensor.view(torch.uint8))
-                if tensor.ndim
-                else torch.equal(found[name], tensor)
-            ), f"policy {version}: {name}"
+        assert are_bits(load_file(self._file), self.expected[version]), f"policy {version}"
 
     def chunks(self, client: redis.Redis) -> set[str]:
-        """Keys of the chunks in Redis."""
+        """Returns the keys of the chunks in Redis."""
         return {key.decode() for key in client.hkeys(self.keys.chunks)}
 
     def named(self) -> set[str]:
-        """Keys of the chunks that the log names."""
+        """Returns the keys of the chunks that the log names."""
         log = self.reader.log()
         return {chunk.key for known in (log.announced, log.anchors) for each in known.values() for chunk in each.chunks}
 

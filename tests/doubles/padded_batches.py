@@ -1,4 +1,4 @@
-"""The correction and the diagnostics of padded batches, [B, T]: the layout of the golden files and of the oracles."""
+"""Computes correction and diagnostics for padded batches, [B, T], the layout of the golden files and the oracles."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def correct(
     advantages: Tensor | None = None,
     current_logprobs: Tensor | None = None,
 ) -> Correction:
-    """`correct_packed` for padded rows: every tensor is [B, T]."""
+    """Calls `correct_packed` for padded rows: every tensor is [B, T]."""
     shape = proximal_logprobs.shape
     packed = correct_packed(
         proximal_logprobs.flatten(),
@@ -43,7 +43,7 @@ def mismatch_metrics(
     advantages: Tensor | None = None,
     **settings,
 ) -> dict[str, float]:
-    """`MismatchSums.of_packed(...).metrics()` for padded rows.
+    """Returns `MismatchSums.of_packed(...).metrics()` for padded rows.
 
     Args:
         weights, lag: [B, T]. advantages: [B, T], or [B] or [B, 1] for one per row.
@@ -52,7 +52,7 @@ def mismatch_metrics(
     num_rows, length = train_logprobs.shape
     if advantages is not None and advantages.shape in ((num_rows,), (num_rows, 1)):
         advantages = advantages.reshape(num_rows, 1).expand(num_rows, length)
-    # Packed, every token is a sampled one and its lag counts for its row; here it may be padding.
+    # When packed, every token is sampled and its lag counts for its row; here a token may be padding.
     lag = None if lag is None else torch.where(loss_mask, lag, torch.zeros_like(lag))
     optional = {"weights": weights, "lag": lag, "advantages": advantages}
     return MismatchSums.of_packed(

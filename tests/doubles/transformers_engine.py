@@ -1,5 +1,5 @@
-"""An engine played by transformers: it samples token by token with a KV cache, takes weights in flight, and can be told
-to be wrong."""
+"""An engine in transformers: it samples token by token with a KV cache, loads weights in flight, and can be made to
+report wrong logprobs."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +20,15 @@ from penstock.schemas.rollout import (
     RolloutGroup,
     SamplingSettings,
     Segment,
-    VersionSpan,
     pack_floats,
     pack_ids,
 )
-from wire_examples import FINGERPRINT
+from wire_examples import FINGERPRINT, spans
 
 
 @dataclass
-class PlayedCompletion:
-    """One sibling; versions, logprobs and the sets that the sampler kept, token by token."""
+class TransformersCompletion:
+    """One sibling: versions, logprobs and the sets of tokens that the sampler kept, token by token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -38,24 +37,24 @@ class PlayedCompletion:
 
 
 @dataclass
-class PlayedAnswer:
+class TransformersAnswer:
     """The siblings of one prompt."""
 
     prompt: list[int]
-    siblings: list[PlayedCompletion]
+    siblings: list[TransformersCompletion]
 
 
 @lru_cache(maxsize=4)
 def _model(folder: Path, dtype: str) -> Any:
-    """Loaded once, by the first engine: transformers changes classes of its own while it loads, so that two threads
-    that do so at a time leave them changed, and faults make engines in a producer's thread."""
+    """Loads a model once. transformers modifies its own classes during a load, so two threads that load at the same
+    time would leave them modified, and some engines are made in a producer's thread."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
-class PlayedEngine:
-    """folder: a transformers model. files: published weights by version.
+class TransformersEngine:
+    """An engine on a transformers model in `folder`. files: published weights by version.
 
-    dtype: of the body. head: "float32" or "bfloat16", what the head's logits are computed in.
+    dtype: of the body. head: "float32" or "bfloat16", the type of the head's logits.
     convention: maps (logits [B, V], sampling, log-softmax that the sampler draws from [B, V]) to the reported
         log-softmax [B, V]; None reports the distribution that was sampled from.
     """
@@ -70,7 +69,7 @@ class PlayedEngine:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """[T, V] float32 of one sequence, by the weights loaded last."""
+        """Returns the logits of one sequence, [T, V] float32, with the weights loaded last."""
         return self.model(input_ids=torch.tensor([ids])).logits[0].float()
 
     @torch.no_grad()
@@ -87,11 +86,12 @@ class PlayedEngine:
         clear: bool = False,
         preempted: Sequence[int] = (),
         stale: tuple[int, int] | None = None,
-    ) -> list[PlayedAnswer]:
-        """Prompts of one length. `updates`: before step n the weights of that version are loaded.
+    ) -> list[TransformersAnswer]:
+        """Samples `siblings` answers to each of `prompts`, which have the same length.
 
-        clear: an update makes it compute all keys and values again; so does a preemption, before these steps.
-        stale: (version, tokens) of the context's keys and values that older weights computed.
+        updates: versions whose weights are loaded, by the step before which they are.
+        clear: an update discards the keys and values computed so far. preempted: steps before which they are, too.
+        stale: (version, tokens): older weights compute the keys and values of so many tokens of the context.
         """
         sampling = sampling or SamplingSettings(max_tokens=num_tokens)
         random = torch.Generator().manual_seed(seed)
@@ -118,10 +118,10 @@ class PlayedEngine:
             out.append((token[:, 0], reported.gather(1, token)[:, 0], version, drawn > -torch.inf))
             ids = torch.cat([ids, token], 1)
         return [
-            PlayedAnswer(
+            TransformersAnswer(
                 prompts[p],
                 [
-                    PlayedCompletion(
+                    TransformersCompletion(
                         [int(t[r]) for t, _, _, _ in out],
                         [float(b[r]) for _, b, _, _ in out],
                         [v for _, _, v, _ in out],
@@ -150,7 +150,7 @@ class PlayedEngine:
 
 
 def processed(logits: Tensor, prompt: Tensor, sampled: Tensor, sampling: SamplingSettings) -> Tensor:
-    """[B, V] log-softmax of what vLLM samples from: penalties, temperature, top-k, top-p in this order."""
+    """Returns the log-softmax [B, V] that vLLM samples from: penalties, temperature, top-k, top-p in this order."""
     z = logits.float().clone()
     counts = F.one_hot(sampled, z.shape[1]).sum(1) if sampled.shape[1] else torch.zeros_like(z, dtype=torch.long)
     seen = (counts > 0) | (F.one_hot(prompt, z.shape[1]).sum(1) > 0)
@@ -170,9 +170,9 @@ def processed(logits: Tensor, prompt: Tensor, sampled: Tensor, sampling: Samplin
 
 
 def group_of(
-    index: int, answer: PlayedAnswer, sampling: SamplingSettings, *, with_masks: bool = False, text: str = "?"
+    index: int, answer: TransformersAnswer, sampling: SamplingSettings, *, with_masks: bool = False, text: str = "?"
 ) -> RolloutGroup:
-    """The record of one prompt's siblings."""
+    """Returns the record of one prompt's siblings."""
     rollouts = []
     for n, own in enumerate(answer.siblings):
         start = len(answer.prompt)
@@ -201,21 +201,11 @@ def group_of(
     )
 
 
-def spans(versions: Sequence[int], start: int) -> tuple[VersionSpan, ...]:
-    """Run-length encoded."""
-    found: list[VersionSpan] = []
-    for n, version in enumerate(versions):
-        if found and found[-1].version == version:
-            found[-1] = VersionSpan(version, found[-1].start, start + n + 1)
-        else:
-            found.append(VersionSpan(version, start + n, start + n + 1))
-    return tuple(found)
-
-
 def publish_perturbed(
     folder: Path, base: Path, versions: Sequence[int], *, size: float = 0.02, dtype: str = "float32"
 ) -> dict[int, Path]:
-    """A published file for each version: each a step of relative size `size` from the one before."""
+    """Writes a published file for each version, each a step of relative size `size` from the one before; returns
+    them."""
     state = load_file(base / "model.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     files = {}

@@ -1,4 +1,4 @@
-"""A producer without an engine that lives through whatever becomes of Redis."""
+"""A producer without an engine that survives every fault of Redis."""
 
 import time
 from collections import Counter
@@ -10,12 +10,12 @@ from redis.retry import Retry
 from mini_producer import MiniProducer
 from penstock.schemas.keys import PRODUCERS_GROUP
 
-_PASSING = ("NOGROUP", "UNBLOCKED", "MISCONF")
+_TEMPORARY = ("NOGROUP", "UNBLOCKED", "MISCONF")
 
 
-class HardyProducer(MiniProducer):
-    """Goes on after outages, an emptied server and a full one. `answers` counts by index, `num_pauses` refusals for
-    want of memory."""
+class ResilientProducer(MiniProducer):
+    """Continues after outages, after the server was emptied, and when it is full. `answers` counts by index,
+    `num_pauses` counts refusals at the memory limit."""
 
     def __init__(self, url: str, run: str, answer=None) -> None:
         super().__init__(url, run, answer)
@@ -50,23 +50,24 @@ class HardyProducer(MiniProducer):
             except IndexError:
                 continue  # the policy stream was emptied between two commands
             except redis.ResponseError as error:
-                if not self._is_passing(error):
+                if not self._is_temporary(error):
                     self.problem = error
                     return
                 time.sleep(0.01)
 
     def _is_finished(self) -> bool:
-        """As a producer tells it: what an older epoch has finished was continued since."""
+        """Returns whether the newest epoch has finished the run, as a producer decides it: a run that an older epoch
+        finished was resumed since."""
         finished, epoch = self.client.hmget(self.keys.commit, "finished", "epoch")
         is_newest, self.epoch = int(epoch or -1) >= self.epoch, max(int(epoch or -1), self.epoch)
         return finished == b"1" and is_newest
 
-    def _is_passing(self, error: redis.ResponseError) -> bool:
+    def _is_temporary(self, error: redis.ResponseError) -> bool:
         if isinstance(error, redis.ReadOnlyError):
-            self.client.connection_pool.disconnect()  # a server that was demoted: the address may lead elsewhere
+            self.client.connection_pool.disconnect()  # a demoted server: the address may lead to another one now
             return True
-        # The limit can be met at EXEC, after every command was queued: its answer is an EXECABORT then.
+        # The limit may be reached at EXEC, after every command was queued: the reply is an EXECABORT then.
         if isinstance(error, redis.exceptions.OutOfMemoryError) or "because of: OOM " in str(error):
             self.num_pauses += 1
             return True
-        return str(error).startswith(_PASSING)
+        return str(error).startswith(_TEMPORARY)

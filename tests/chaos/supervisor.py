@@ -1,4 +1,4 @@
-"""One seed: a run of real processes, faults on it by the seed's schedule, then calm, and the judgement."""
+"""Runs one seed: real processes, faults by the seed's schedule, then the end of the run and the verdict."""
 
 import functools
 import heapq
@@ -20,12 +20,12 @@ from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Commit, Keys
 from tests.chaos import ranks, roles
-from tests.chaos.calm import ENGINE_BOOT_S, end
+from tests.chaos.completion import ENGINE_BOOT_S, complete_run
 from tests.chaos.disk import SmallDisk
-from tests.chaos.endings import is_as_asked, reason_of, traceback_of
 from tests.chaos.faults import schedule
 from tests.chaos.hits import Hits
 from tests.chaos.leg import Leg
+from tests.chaos.process_ends import reason_of, traceback_of, was_requested
 from tests.chaos.processes import Process
 from tests.chaos.proxy import Proxy
 from tests.chaos.server import ChaosServer
@@ -34,7 +34,7 @@ TICK_S = 0.01
 
 
 @dataclass
-class Done:
+class InjectedFault:
     """A fault as it happened."""
 
     number: int
@@ -44,8 +44,8 @@ class Done:
 
 
 @dataclass
-class Seat:
-    """One process's place in the run. socket: its name at the proxy, which outlives its occupants."""
+class Slot:
+    """One process's place in the run. socket: its name at the proxy, the same for all processes in this place."""
 
     name: str
     socket: str
@@ -53,13 +53,13 @@ class Seat:
     start_at: float = 0.0
     was: str = ""
     number: int | None = None
-    """Of its process among all producers; see `roles.SAMPLED`."""
+    """The number of its process among all producers; see `roles.SAMPLED`."""
 
 
-class Storm:
-    """Supervises the run of one seed: starts what is missing, does the faults when they are due.
+class Supervisor:
+    """Supervises the run of one seed: starts missing processes, and injects the faults when they are due.
 
-    Single-threaded, since it forks. `run` waits for nothing but the clock.
+    It has a single thread, since it forks. `run` waits for nothing but the clock.
     """
 
     def __init__(
@@ -87,23 +87,23 @@ class Storm:
         self.problems: list[str] = []
         """Findings that fail the leg."""
         self.ends: Counter[str] = Counter()
-        """How often a process ended by itself with a line that says why, by that line without its numbers."""
-        self.done: list[Done] = []
-        self.spoiled: set[str] = set()
+        """How often a process ended by itself with a line that gives the reason, by that line without its numbers."""
+        self.done: list[InjectedFault] = []
+        self.corrupted: set[str] = set()
         self.struck: set[Path] = set()
-        """Left by producers that were killed while they changed a host's copy."""
+        """The files of producers that were killed while they patched a host's copy."""
         self.host_folder = Path(config.weights.host_folder or "")
         self.disk = SmallDisk(self.run_folder / "checkpoints") if with_disk else None
         self.say = say
         # Not below `folder`: a socket's path may have at most 107 characters.
         self._sockets = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.server = ChaosServer(binary, self._sockets, appendfsync=leg.appendfsync)
-        self.trainers = [Seat(name, name) for name in (("trainer", "standby") if leg.with_standby else ("trainer",))]
-        self.producers = [Seat(f"producer-{n}", f"producer-{n}") for n in range(config.producers.count)]
-        self.seats = [*self.trainers, *self.producers]
-        self.proxy = Proxy(self._sockets, self.server.socket, [seat.socket for seat in self.seats])
+        self.trainers = [Slot(name, name) for name in (("trainer", "standby") if leg.with_standby else ("trainer",))]
+        self.producers = [Slot(f"producer-{n}", f"producer-{n}") for n in range(config.producers.count)]
+        self.slots = [*self.trainers, *self.producers]
+        self.proxy = Proxy(self._sockets, self.server.socket, [slot.socket for slot in self.slots])
         self.former: list[Process] = []
-        """Trainers that were replaced and live on."""
+        """Trainers that were replaced and still run."""
         self.engines: list[Process] = []
         """Every process that had the real engine."""
         self.launchers: list[Process] = []
@@ -113,10 +113,10 @@ class Storm:
         self._numbers = itertools.count()
         self._producer_numbers = itertools.count()
         self.ended: dict[int, str] = {}
-        """Producers that a fault has ended in a leg of long rollouts, by number: how."""
+        """How faults have ended producers in a leg of long rollouts, by the producer's number."""
         self._next_producer = config.producers.count
         self._num_started: Counter[str] = Counter()
-        self.is_calm = False
+        self.is_ending = False
         self._started = time.monotonic()
         self._disk_was_full_at = float("-inf")
         self._redis_forgot_at = float("-inf")
@@ -129,43 +129,43 @@ class Storm:
     def succession(self) -> str:
         return "resumed" if len(self.trainers) == 1 else "the other takes over, this one back"
 
-    def trainer(self, draw: Random) -> Seat:
-        """The trainer, or of two the one that has the lease, as far as Redis can be asked."""
+    def trainer(self, draw: Random) -> Slot:
+        """Returns the trainer's slot; of two, the one with the lease if Redis answers."""
         if len(self.trainers) == 1:
             return self.trainers[0]
         try:
-            owner: Any = self.server.client.get(self.keys.lease) or b""
+            owner: Any = (self.server.answers() and self.server.client.get(self.keys.lease)) or b""
         except redis.RedisError:
             owner = b""
         pids = _with_parent(int(owner.split(b"-")[-2])) if owner else ()
-        holders = [seat for seat in self.trainers if seat.process and seat.process.pid in pids]
+        holders = [slot for slot in self.trainers if slot.process and slot.process.pid in pids]
         return holders[0] if holders else draw.choice(self.trainers)
 
-    def producer(self, draw: Random) -> Seat:
+    def producer(self, draw: Random) -> Slot:
         return draw.choice(self.producers)
 
-    def any_seat(self, draw: Random) -> Seat:
-        return draw.choice(self.seats)
+    def any_slot(self, draw: Random) -> Slot:
+        return draw.choice(self.slots)
 
     def later(self, seconds: float, action: Callable[[], Any]) -> None:
         heapq.heappush(self.planned, (time.monotonic() + seconds, next(self._numbers), action))
 
-    def restart_later(self, seat: Seat, seconds: float) -> float:
-        """Lets `seat` be taken again so long after its process has ended."""
-        seat.was = seat.name
-        seat.start_at = time.monotonic() + seconds
+    def restart_later(self, slot: Slot, seconds: float) -> float:
+        """Lets a new process take `slot` this long after the present one has ended."""
+        slot.was = slot.name
+        slot.start_at = time.monotonic() + seconds
         return seconds
 
-    def rename(self, seat: Seat) -> None:
-        seat.name = f"producer-{self._next_producer}"
+    def rename(self, slot: Slot) -> None:
+        slot.name = f"producer-{self._next_producer}"
         self._next_producer += 1
 
-    def give_up(self, seat: Seat) -> None:
-        """Takes the process out of its seat and lets it live."""
-        assert seat.process is not None
-        self.former.append(seat.process)
-        seat.process = None
-        seat.start_at = 0.0
+    def detach(self, slot: Slot) -> None:
+        """Takes the process out of its slot and lets it live."""
+        assert slot.process is not None
+        self.former.append(slot.process)
+        slot.process = None
+        slot.start_at = 0.0
 
     def redis_later(self, seconds: float) -> float:
         self.later(seconds, lambda: None if self.server.is_running else self.server.start())
@@ -173,21 +173,21 @@ class Storm:
         return seconds
 
     def whole_checkpoints(self) -> list[Path]:
-        """Committed and not spoiled, oldest first."""
+        """Returns the checkpoints that are committed and not corrupted, oldest first."""
         pointer = self._read_commit().get(Commit.CHECKPOINT, b"").decode()
         newest = int(pointer.partition("-")[0]) if pointer else -1
         found = [
             (int(folder.name.partition("-")[0]), folder.name != pointer, folder)
             for folder in (self.run_folder / "checkpoints").iterdir()
-            if folder.is_dir() and folder.name[0].isdigit() and folder.name not in self.spoiled
+            if folder.is_dir() and folder.name[0].isdigit() and folder.name not in self.corrupted
         ]
         return [folder for version, _, folder in sorted(found) if version <= newest]
 
     def run(self) -> None:
-        """The storm, then calm until the run has ended."""
+        """Injects the faults, then waits until the run has ended."""
         self.server.start()
-        for seat in self.seats:
-            self.start(seat)
+        for slot in self.slots:
+            self.start(slot)
         if self.leg.with_vllm:
             self.until(self.engine_serves, "the real engine serves", ENGINE_BOOT_S)
         due = time.monotonic() + 1.0
@@ -196,7 +196,7 @@ class Storm:
             while time.monotonic() < due:
                 self._tick()
             deadline = time.monotonic() + self.leg.limit_s
-            while (what := kind.harm(self, draw)) is None:
+            while (what := kind.inject(self, draw)) is None:
                 self._tick()
                 if time.monotonic() > deadline:
                     self.problem(f"fault {number} ({kind.name}) found nothing to act on for {self.leg.limit_s:.0f} s")
@@ -205,7 +205,7 @@ class Storm:
                 self._note(number, kind.name, what)
             if kind.name == "disk full":
                 self._disk_was_full_at = time.monotonic() + 2.5
-        end(self)
+        complete_run(self)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -213,63 +213,63 @@ class Storm:
             heapq.heappop(self.planned)[2]()
         if self.server.is_running:
             self.server.watch()
-        for seat in self.seats:
-            if seat.process is not None and seat.process.poll() is not None:
-                self._bury(seat.process)
-                seat.process = None
-                seat.start_at = max(seat.start_at, now + 0.05)
-            if seat.process is None and now >= seat.start_at and not self.is_calm:
-                self.start(seat)
+        for slot in self.slots:
+            if slot.process is not None and slot.process.poll() is not None:
+                self._examine_end(slot.process)
+                slot.process = None
+                slot.start_at = max(slot.start_at, now + 0.05)
+            if slot.process is None and now >= slot.start_at and not self.is_ending:
+                self.start(slot)
         for process in [process for process in self.former if process.poll() is not None]:
             self.former.remove(process)
-            self._bury(process, replaced=True)
+            self._examine_end(process, replaced=True)
         if self.hits is not None:
             self.hits.tick()
         time.sleep(TICK_S)
 
-    def start(self, seat: Seat) -> None:
-        environment = {"REDIS_URL": self.proxy.url(seat.socket), "OMP_NUM_THREADS": "1", "PENSTOCK_LOG": "text"}
-        self._num_started[seat.name] += 1
-        log = self.folder / "logs" / f"{seat.name}.{self._num_started[seat.name]}.log"
+    def start(self, slot: Slot) -> None:
+        environment = {"REDIS_URL": self.proxy.url(slot.socket), "OMP_NUM_THREADS": "1", "PENSTOCK_LOG": "text"}
+        self._num_started[slot.name] += 1
+        log = self.folder / "logs" / f"{slot.name}.{self._num_started[slot.name]}.log"
         config, runs = self.config, self.runs
-        if seat in self.trainers:
+        if slot in self.trainers:
             steps, broken = self.steps, self.leg.broken
-            # Somebody must begin the run; nobody stands by for one that has not begun.
+            # One trainer must begin the run: a standby waits for a run that has begun.
             has_begun = any(self.run_folder.glob("checkpoints/epoch-*"))
-            standby = len(self.trainers) > 1 and (seat is not self.trainers[0] or has_begun)
-            resume = self._num_started[seat.name] > 1 and not standby
+            standby = len(self.trainers) > 1 and (slot is not self.trainers[0] or has_begun)
+            resume = self._num_started[slot.name] > 1 and not standby
             train = functools.partial(roles.train, config, runs)
             if self.leg.with_ranks:
-                train = functools.partial(ranks.train, config, self.folder / f"{seat.name}.toml", runs)
-            seat.process = Process.fork(
-                seat.name,
+                train = functools.partial(ranks.train, config, self.folder / f"{slot.name}.toml", runs)
+            slot.process = Process.fork(
+                slot.name,
                 log,
                 environment,
                 lambda: train(resume=resume, standby=standby, steps=steps, broken=broken),
             )
             if self.leg.with_ranks:
-                self.launchers.append(seat.process)
-        elif self.leg.with_vllm and seat is self.producers[0]:
+                self.launchers.append(slot.process)
+        elif self.leg.with_vllm and slot is self.producers[0]:
             file = self.folder / "config.json"
             file.write_bytes(msgspec.json.encode(config))
-            seat.process = Process.spawn(seat.name, log, environment, roles.engine_command(file, runs, seat.name))
-            self.engines.append(seat.process)
+            slot.process = Process.spawn(slot.name, log, environment, roles.engine_command(file, runs, slot.name))
+            self.engines.append(slot.process)
         else:
-            name, token_s, broken = seat.name, 0.1 if self.leg.with_vllm else 0.005, self.leg.broken
+            name, token_s, broken = slot.name, 0.1 if self.leg.with_vllm else 0.005, self.leg.broken
             number = next(self._producer_numbers) if self.leg.with_long else None
-            seat.process = Process.fork(
-                seat.name, log, environment, lambda: roles.produce(config, runs, name, token_s, number, broken)
+            slot.process = Process.fork(
+                slot.name, log, environment, lambda: roles.produce(config, runs, name, token_s, number, broken)
             )
-            seat.number = number
+            slot.number = number
 
-    def _bury(self, process: Process, *, replaced: bool = False) -> None:
-        """Looks at how a process ended."""
+    def _examine_end(self, process: Process, *, replaced: bool = False) -> None:
+        """Checks how a process ended."""
         if (traceback := traceback_of(process)) is not None:
             self.problem(traceback)
         if self.hits is not None and self.hits.took(process):
             return
         process.was_killed |= (self.folder / f"{roles.KILL_IN_PATCH}.{process.pid}").exists()
-        if is_as_asked(process, run_is_ending=self.is_calm):
+        if was_requested(process, run_is_ending=self.is_ending):
             return
         reason, complaint = reason_of(process, lambda reason: replaced or self._may_end(reason))
         self.ends[reason] += 1
@@ -277,16 +277,16 @@ class Storm:
             self.problem(complaint)
 
     def _may_end(self, reason: str) -> bool:
-        """A trainer ends with one line when another has the run, or seems to have it in a Redis that has forgotten, and
-        when it cannot write its last checkpoint."""
+        """Returns whether a fault explains an end: a trainer ends with one line if another leads the run, or seems to
+        in a Redis that has lost data, and if it cannot write its last checkpoint."""
         now = time.monotonic()
         if "this trainer is of epoch" in reason or "is open already" in reason:
             return len(self.trainers) > 1 or now - self._redis_forgot_at < 30
         return "No space left" in reason and now - self._disk_was_full_at < 30
 
     @staticmethod
-    def have_ended(seats: list[Seat]) -> bool:
-        return all(seat.process is None for seat in seats)
+    def have_ended(slots: list[Slot]) -> bool:
+        return all(slot.process is None for slot in slots)
 
     def until(self, condition: Callable[[], bool], what: str, limit_s: float | None = None) -> bool:
         limit_s = limit_s or self.leg.limit_s
@@ -299,8 +299,8 @@ class Storm:
         return True
 
     def close(self) -> None:
-        """Leaves nothing running."""
-        for process in [*(seat.process for seat in self.seats), *self.former, *self.engines, *self.launchers]:
+        """Ends all processes."""
+        for process in [*(slot.process for slot in self.slots), *self.former, *self.engines, *self.launchers]:
             if process is not None:
                 process.destroy()
         self.proxy.process.destroy()
@@ -314,7 +314,7 @@ class Storm:
         return time.monotonic() - self._started
 
     def _note(self, number: int, kind: str, what: str) -> None:
-        self.done.append(Done(number, round(self.elapsed_s, 2), kind, what))
+        self.done.append(InjectedFault(number, round(self.elapsed_s, 2), kind, what))
         self.say(f"{self.leg.name}  {self.elapsed_s:7.2f} s  fault {number:3}  {kind}: {what}")
 
     def problem(self, text: str) -> None:
@@ -328,8 +328,8 @@ class Storm:
         return process is not None and _has_served(process)
 
     def have_left_others(self) -> bool:
-        """Whether a trainer that is gone has left ranks, or a producer its engine's process. One that was killed while
-        it booted does, for the five minutes that vLLM gives the two to find each other."""
+        """Returns whether an ended trainer has left ranks, or a producer its engine's process. A producer killed during
+        its boot leaves it for the five minutes that vLLM gives the two to connect."""
         parents = [*self.launchers, *(each for each in self.engines if _has_served(each))]
         return any(each.left_behind() for each in parents)
 
@@ -342,13 +342,13 @@ class Storm:
 
     def _read_commit(self) -> dict[bytes, bytes]:
         try:
-            return self.server.client.hgetall(self.keys.commit)  # type: ignore[return-value]
+            return self.server.client.hgetall(self.keys.commit) if self.server.answers() else {}  # type: ignore[return-value]
         except redis.RedisError:
             return {}
 
 
 def _with_parent(pid: int) -> tuple[int, ...]:
-    """A process id and that of its parent, if it lives."""
+    """Returns a process id, and that of its parent if it lives."""
     try:
         return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:

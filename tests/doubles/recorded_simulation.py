@@ -1,4 +1,4 @@
-"""A simulated run that leaves a run's folder behind: telemetry and a record, as real parts would have written them."""
+"""A simulated run that writes a run's folder: telemetry and a record, as real parts write them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ from penstock.schemas.rollout import RolloutGroup, Timings, encode_group
 TRAINER = "trainer"
 
 
-class WrittenSimulation(Simulation):
-    """Written to `runs` by `write`. Its clock begins at 1 s: a time of 0 means unknown in telemetry.
+class RecordedSimulation(Simulation):
+    """A simulation that `write` writes to a folder. Its clock begins at 1 s: a time of 0 means unknown in telemetry.
 
-    ahead_s: how far clocks are ahead of Redis', by `TRAINER` or a producer's name.
+    ahead_s: seconds by which clocks are ahead of Redis', by `TRAINER` or a producer's name.
     """
 
     def __init__(self, config: RunConfig, *arguments, ahead_s: Mapping[str, float] | None = None) -> None:
@@ -74,7 +74,7 @@ class WrittenSimulation(Simulation):
         super()._claim()
 
     def _note(self) -> None:
-        """Notes the producers that are new, and those that have loaded weights."""
+        """Records new producers, and the weights that producers have loaded."""
         for producer in self.producers:
             name = self._names.setdefault(producer, f"producer-{len(self._names)}")
             events = self._events.setdefault(name, [])
@@ -143,7 +143,7 @@ def _counts(groups: Sequence[RolloutGroup]) -> Any:
 
 
 def _encoded(group: RolloutGroup) -> bytes:
-    """With as many token ids as tokens, which a simulation does without."""
+    """Encodes a group with token ids, which a simulation omits."""
     rollouts = tuple(
         msgspec.structs.replace(
             rollout,

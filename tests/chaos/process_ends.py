@@ -1,4 +1,4 @@
-"""How processes may end."""
+"""Decides how processes may end."""
 
 import re
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from tests.chaos.environment import MEANT_TO_FAIL
 from tests.chaos.processes import Process
 
 
-def is_as_asked(process: Process, *, run_is_ending: bool) -> bool:
-    """Killed by the suite, or out with status 0 after it was told to stop or the run came to its end."""
+def was_requested(process: Process, *, run_is_ending: bool) -> bool:
+    """Returns whether a process was killed by the suite, or ended with status 0 after it was told to stop or the run
+    finished."""
     if process.status == 0:
         return process.was_told_to_stop or run_is_ending
-    if process.status == -15:  # a trainer that has not begun has nothing to save, and no handler yet
+    if process.status == -15:  # a trainer that has not begun has neither anything to save nor a handler
         return process.was_told_to_stop and " policy " not in process.output()
     return process.status == -9 and process.was_killed
 
@@ -21,8 +22,8 @@ _TRACEBACK = re.compile(r"^( *)Traceback.*\n(?:\1 .*\n)*?(?:\1 +(.*)\n)(?:\1 .*\
 
 
 def traceback_of(process: Process) -> str | None:
-    """The first traceback in its log: the exception and where it came from. No fault may cause one; what the
-    environment raises on purpose has one."""
+    """Returns the first traceback in a process's log, the exception and its place, or None. No fault may cause one;
+    tracebacks of what the environment raises on purpose do not count."""
     for _, place, error in _TRACEBACK.findall(process.output()):
         if not error.endswith(MEANT_TO_FAIL):
             return f"{process.log.name}: traceback: {error} ({place})"
@@ -30,8 +31,8 @@ def traceback_of(process: Process) -> str | None:
 
 
 def reason_of(process: Process, is_expected: Callable[[str], bool]) -> tuple[str, str | None]:
-    """The last line of a process that ended by itself, without its numbers and paths; and the complaint,
-    where that line is no error or none that a fault explains."""
+    """Returns the last line of a process that ended by itself, without numbers and paths, and a complaint if that line
+    is no error or none that a fault explains."""
     last = next((line for line in reversed(process.output().splitlines()) if line.strip()), "no output")
     reason = last.partition(" ERROR ")[2]
     complaint = None

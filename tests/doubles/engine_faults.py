@@ -1,4 +1,4 @@
-"""The faults of an engine that the parity check is tried with, played: each makes four groups."""
+"""Faults of an engine that the parity check must find; each function samples four groups with one."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_ids, u
 NUM_GROUPS, LENGTH = 4, 10
 PROMPTS = prompts(NUM_GROUPS, 20)
 SIBLINGS = {"float32": 3, "bfloat16": 26}
-"""A group is a unit of the watch's test by itself."""
+"""Siblings by dtype; the watch tests each group as a unit."""
 
 
 def sampled_by(group: RolloutGroup, name: str, index: int) -> RolloutGroup:
     return msgspec.structs.replace(group, producer_id=name, sampled_by=(f"instance of {name}",), index=index)
 
 
-def played(bench: ParityBench, sampling: SamplingSettings = COLD, **settings) -> list[RolloutGroup]:
+def sample_groups(bench: ParityBench, sampling: SamplingSettings = COLD, **settings) -> list[RolloutGroup]:
     return groups_of(
         bench.engine().generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=sampling, **settings), sampling
     )
@@ -31,15 +31,15 @@ def raw(bench: ParityBench) -> list[RolloutGroup]:
 
 
 def another_temperature(bench: ParityBench) -> list[RolloutGroup]:
-    return with_sampling(played(bench, SamplingSettings(temperature=1.2, max_tokens=16)), temperature=0.7)
+    return with_sampling(sample_groups(bench, SamplingSettings(temperature=1.2, max_tokens=16)), temperature=0.7)
 
 
 def top_p_that_is_not_recorded(bench: ParityBench) -> list[RolloutGroup]:
-    return with_sampling(played(bench, msgspec.structs.replace(COLD, top_p=0.7)), top_p=1.0)
+    return with_sampling(sample_groups(bench, msgspec.structs.replace(COLD, top_p=0.7)), top_p=1.0)
 
 
 def retokenized(bench: ParityBench) -> list[RolloutGroup]:
-    """Half of the vocabulary are other ids of the same texts."""
+    """Samples from a vocabulary whose second half are other ids of the same texts."""
 
     def changed(group: RolloutGroup) -> RolloutGroup:
         def again(segment):
@@ -52,15 +52,15 @@ def retokenized(bench: ParityBench) -> list[RolloutGroup]:
         )
         return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
-    return list(map(changed, played(bench)))
+    return list(map(changed, sample_groups(bench)))
 
 
 def swapped_siblings(bench: ParityBench) -> list[RolloutGroup]:
-    return with_logprobs(played(bench), lambda siblings: [siblings[1], siblings[0], *siblings[2:]])
+    return with_logprobs(sample_groups(bench), lambda siblings: [siblings[1], siblings[0], *siblings[2:]])
 
 
 def labels_only(bench: ParityBench) -> list[RolloutGroup]:
-    """The engine has the policy of three versions on, and says that it is version 0."""
+    """Samples version 3 and labels it version 0."""
     engine = bench.engine()
     answers = engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, version=3, sampling=COLD)
     for answer in answers:
@@ -70,7 +70,7 @@ def labels_only(bench: ParityBench) -> list[RolloutGroup]:
 
 
 def stale_prefix(bench: ParityBench) -> list[RolloutGroup]:
-    return played(bench, stale=(3, 19))
+    return sample_groups(bench, stale=(3, 19))
 
 
 def another_layer(bench: ParityBench) -> list[RolloutGroup]:
@@ -85,12 +85,12 @@ def bfloat16_head(bench: ParityBench) -> list[RolloutGroup]:
 
 
 def not_finite(bench: ParityBench) -> list[RolloutGroup]:
-    """Broken weights: one logprob of the last sibling is NaN, so that the trainer refuses the group."""
-    return with_logprobs(played(bench), lambda siblings: [*siblings[:-1], [math.nan, *siblings[-1][1:]]])
+    """Samples groups in which one logprob of the last sibling is NaN, so that the trainer refuses the group."""
+    return with_logprobs(sample_groups(bench), lambda siblings: [*siblings[:-1], [math.nan, *siblings[-1][1:]]])
 
 
 def interrupted(bench: ParityBench, late: int = 0) -> list[RolloutGroup]:
-    """Version 3 takes the place of version 0 before the sixth token, and the label so many tokens later."""
+    """Replaces version 0 by version 3 before the sixth token, and the label `late` tokens later."""
     answers = bench.engine().generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD, updates={5: 3})
     for answer in answers:
         for own in answer.siblings:
@@ -113,4 +113,5 @@ FAULTS: dict[Callable[[ParityBench], list[RolloutGroup]], str] = {
     another_layer: "unexplained",
     bfloat16_head: "engine-head",
 }
-"""By fault what the check names without the weights of other policies, which a trainer does not have in memory."""
+"""The cause that the check names, by fault, without the weights of other policies, which a trainer does not hold in
+memory."""

@@ -1,4 +1,4 @@
-"""A host that shares nothing with a run but its Redis: a mount namespace in which the run's folders are empty."""
+"""A host that shares only Redis with a run: a mount namespace in which the run's folders are empty."""
 
 import os
 import shutil
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-ROOT = Path(__file__).parents[2]
+from forked_programs import PYTHONPATH
+
 NAMESPACE = ["unshare", "--mount", "--map-root-user"]
 # Arguments: the server's socket, its new place, folders to hide, --, the command.
 SCRIPT = """
@@ -25,13 +26,14 @@ mount -t tmpfs none /dev/shm && cd "$TMPDIR" && exec "$@"
 
 
 def has_namespaces() -> bool:
+    """Returns whether this user may create mount namespaces."""
     return shutil.which("unshare") is not None and subprocess.run([*NAMESPACE, "true"]).returncode == 0
 
 
-class LoneHost:
-    """Runs one Python program that sees nothing in the folders `hidden`. `url` is of a server on a UNIX socket.
+class IsolatedHost:
+    """Runs one Python program that sees the folders `hidden` empty. `url` is of a server on a UNIX socket.
 
-    folder: the host's temporary one. log: the program's output.
+    folder: the host's temporary folder. log: the program's output.
     """
 
     def __init__(self, url: str, hidden: Sequence[Path]) -> None:
@@ -43,11 +45,10 @@ class LoneHost:
         assert not any(self.folder.is_relative_to(each) for each in hidden)
 
     def start(self, *arguments: str) -> None:
-        """`python ARGUMENTS...`"""
+        """Starts `python ARGUMENTS...`."""
         hidden = [str(folder) for folder in self._hidden]
         script = ["sh", "-c", SCRIPT, "sh", self._socket, str(self.folder / "redis.sock"), *hidden, "--"]
-        doubles = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}"
-        environment = os.environ | {"PYTHONPATH": doubles, "TMPDIR": str(self.folder), "PENSTOCK_LOG": "text"}
+        environment = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(self.folder), "PENSTOCK_LOG": "text"}
         with self.log.open("wb") as output:
             command = [*NAMESPACE, *script, sys.executable, *arguments]
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

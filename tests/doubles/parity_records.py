@@ -1,16 +1,16 @@
-"""What a trainer, and somebody else, have written about producers' rows."""
+"""Writes records of producers' parity, as a trainer does, and corrupted ones."""
 
 from penstock.schemas.keys import Keys
 from penstock.schemas.producer_parity import ProducerParity, encode_parity
 
 INSTANCES = {name: f"{name}-1" for name in ("sound", "bad", "again", "torn", "deep")}
-"""The producers that live, and their instances."""
+"""The live producers, and their instances."""
 SAYS = "engine and trainer differ \x1b[2J[bold] by 0.31 nats"
 
 
 def write_parity(client, keys: Keys) -> None:
-    """One sound producer; one in quarantine; one started again after its quarantine; two whose fields nobody can read;
-    and a field that is no text."""
+    """Writes one producer without fault, one in quarantine, one restarted after its quarantine, two with unreadable
+    fields, and a field that is not text."""
     found = {
         "sound-1": ProducerParity(producer_id="sound", gap=2e-4, num_rows=64),
         "bad-1": ProducerParity(
