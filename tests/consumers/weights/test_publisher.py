@@ -356,7 +356,7 @@ def test_a_repeated_announcement_adds_nothing(start, redis_client):
     one = start()
     one.publish()
     one.settle()
-    one.scripts.announce(0, 0, b"{}", b"", 0, None)
+    one.scripts.announce(0, b"{}", b"", 0)
     assert redis_client.xlen(one.keys.policy) == 1
 
 
