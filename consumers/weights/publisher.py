@@ -229,8 +229,8 @@ class Publisher:
         self._newest = version, parent, fork
         done.set_result(None)
         self._clean(sweep=is_first)
-        if self._kept.anchor_is_due:
-            self._write_anchor(version, parent)
+        if self._kept.anchor_is_due and (problem := self._write_anchor(version, parent)):
+            log.warning("anchor of policy %d is not written: %s; the next policy is tried", version, problem)
 
     def _restore(self, done: Future[None], thoroughly: bool) -> None:
         assert self._newest is not None
@@ -259,15 +259,15 @@ class Publisher:
             return False  # if the store is away: writing waits for it, and says so
         return bool(way) and all(chunk.key in places[manifest.store] for manifest in way for chunk in manifest.chunks)
 
-    def _write_anchor(self, version: int, parent: int) -> None:
-        """Writes the newest policy whole if there is room; otherwise the next version is tried."""
+    def _write_anchor(self, version: int, parent: int) -> Exception | None:
+        """Writes the newest policy whole if there is room; returns the error if there is none."""
         try:
             manifest = self._write(version, parent, None, whole=True, may_wait=False)
         except (ChunkStoreError, NoRoomError) as error:
-            log.warning("anchor of policy %d is not written: %s; the next policy is tried", version, error)
-            return
+            return error
         self._announce(manifest, anchor_only=True)
         self._clean()
+        return None
 
     def _announce(self, manifest: WeightManifest, *, fork: bool = False, anchor_only: bool = False) -> None:
         """Appends a manifest to the stream, adds a whole one to the anchors, and drops versions that are not kept."""
@@ -377,11 +377,8 @@ class Publisher:
         if anchor is not None and self._kept.is_below(anchor):
             floor = anchor
         elif before is not None and newest == before and anchor != newest and self._newest is not None:
-            try:
-                manifest = self._write(before, self._newest[1], None, whole=True, may_wait=False)
-            except (ChunkStoreError, NoRoomError):
+            if self._write_anchor(before, self._newest[1]):
                 return False
-            self._announce(manifest, anchor_only=True)
             floor = before
         elif self._newest is None and self._kept.manifests:
             floor = version
