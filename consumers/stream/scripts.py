@@ -217,7 +217,7 @@ class Scripts:
     """A trainer's writes to a run, one method per script: each is made under the epoch that it has opened.
 
     Every script is retried as `TrainerConnection.call` does, except where a method says otherwise. If Redis has lost
-    the epoch, `on_gone` is called, and the script runs once more.
+    the epoch, `on_gone` is called, and the script runs again.
     """
 
     def __init__(
@@ -327,13 +327,13 @@ class Scripts:
         def run(_: redis.Redis) -> Any:
             return self._call(name, [self.keys.commit, *keys], (self.epoch, *args))
 
-        try:
-            return self.connection.call(run)
-        except GoneError:
-            if self._on_gone is None:
-                raise
-            self._on_gone()
-            return self.connection.call(run)
+        while True:
+            try:
+                return self.connection.call(run)
+            except GoneError:
+                if self._on_gone is None:
+                    raise
+                self._on_gone()  # the server may be emptied again before the next try
 
     def _call(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         try:

@@ -88,6 +88,22 @@ def test_opening_an_epoch_again_after_a_lost_reply_is_no_fence(scripts):
     assert scripts.open_epoch(4)[b"epoch"] == b"4"
 
 
+def test_a_write_outlives_a_server_that_is_emptied_again_once_its_epoch_is_restored(connection, redis_client):
+    losses = ["first", "second"]
+
+    def restore() -> None:
+        scripts.restore(0, {})
+        if losses:
+            losses.pop()
+            redis_client.flushall()
+
+    scripts = Scripts(connection, KEYS, restore)
+    scripts.open_epoch(0)
+    redis_client.flushall()
+    assert scripts.release(0, tasks(1, 2), 0) == 2
+    assert not losses and redis_client.xlen(KEYS.prompts) == 2
+
+
 def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, redis_client):
     assert scripts.release(0, tasks(1, 5), 7) == 5
     assert scripts.release(0, tasks(1, 5), 7) == 5
