@@ -6,7 +6,6 @@ A process of its own, as the trainer is, that computes nothing: `python -m bench
 import argparse
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,8 +45,8 @@ def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
     """Keeps as many prompts open as the credit allows and announces the same weights as ever newer policies, checking
     every 20 ms what is due. Never returns."""
     connection, keys = TrainerConnection(redis_url(config, Path()), outage_s=10.0), Keys(config.name)
-    scripts = Scripts(connection.client, keys)
-    scripts.open_epoch(0, uuid.uuid4().hex)
+    scripts = Scripts(connection, keys)
+    scripts.open_epoch(0)
     manifest = make_manifest(weights, RedisChunks(connection.call, keys))
     version = released = 0
     (name,) = config.every_environment
@@ -56,13 +55,13 @@ def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
         now = time.monotonic()
         if now >= next_update:
             announced = msgspec.structs.replace(manifest, version=version, parent_version=version - 1)
-            scripts.announce(0, version, msgspec.json.encode(announced), b"", version, None)
+            scripts.announce(version, msgspec.json.encode(announced), b"", version)
             version += 1
             next_update += 1 / updates_per_s
         num_open = connection.client.xlen(keys.prompts)
         if num_open < config.credit:
             tasks = [ReleasedTask(name, released + n) for n in range(1, config.credit - num_open + 1)]
-            released = scripts.release(0, released, tasks, version - 1)
+            released = scripts.release(released, tasks, version - 1)
         if now >= next_trim:
             connection.client.xtrim(keys.rollouts, maxlen=0, approximate=False)
             next_trim += _TRIM_S

@@ -191,7 +191,7 @@ def _open(
     config: RunConfig, runs: Path, metrics: TrainerMetrics, leadership: Leadership, ranks: Ranks, *, resume: bool
 ) -> Trainer:
     connection, checkpoints = leadership.connection, leadership.checkpoints
-    known = int(connection.call(lambda client: client.hget(leadership.keys.commit, Commit.EPOCH)) or -1)
+    known = int(connection.call(lambda client: client.hget(leadership.scripts.keys.commit, Commit.EPOCH)) or -1)
     exists = f"name = {config.name!r}: this run exists; continue it with --resume or choose another name"
     if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
         raise ConfigError(exists)
@@ -212,7 +212,7 @@ def _open(
     if epoch:
         state.forks[epoch] = state.policy_version
     ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
-    released = connection.call(lambda client: client.hgetall(leadership.keys.tasks))
+    released = connection.call(lambda client: client.hgetall(leadership.scripts.keys.tasks))
     TaskPlan(config, ledger).catch_up(int(commit.get(Commit.RELEASED, 0)), released)
     return _assemble(config, runs, learner, metrics, leadership, ledger, state)
 
@@ -234,7 +234,8 @@ def _assemble(
     state: CheckpointState,
 ) -> Trainer:
     """Returns a trainer whose parts share one ledger, one lag table and one progress, continued from `state`."""
-    connection, scripts, epoch = leadership.connection, leadership.scripts, leadership.epoch
+    connection, scripts = leadership.connection, leadership.scripts
+    keys, epoch = scripts.keys, scripts.epoch
     folder = config.folder(runs)
     restore_rng(state.rng)
     lag_of = LagTable(make_version(epoch, 0), state.forks, state.announced)
@@ -242,8 +243,8 @@ def _assemble(
     progress = RunProgress(epoch, state)
     check = partial(check_trainable, vocabulary=learner.vocabulary, needs_teacher=config.teacher_url is not None)
     watch = ProducerWatch(config, learner.ranks)
-    intake = Intake(config, leadership, ledger, lag_of, progress, check, watch.observe_refused)
-    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.held_out, intake.quarantine.holds)
+    intake = Intake(config, scripts, ledger, lag_of, progress, check, watch.observe_refused)
+    evaluator = Evaluator(scripts, config.held_out, intake.quarantine.holds)
     recorder = None
     # An existing record has to say where this trainer continued, also without `record`.
     if config.record or (folder / RECORD_FOLDER).is_dir():
@@ -261,17 +262,14 @@ def _assemble(
             recorder.sync()
 
     run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection))
-    best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, leadership.keys), epoch)
-    shard = PolicyShard(learner.ranks, leadership.keys, connection.call, learner.published_parts)
+    best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, keys), epoch)
+    shard = PolicyShard(learner.ranks, keys, connection.call, learner.published_parts)
     publisher = Publisher(
-        connection,
         scripts,
-        leadership.keys,
         shard,
         learner.ranks,
         WeightPlaces.of(config.weights, config.name, folder),
         config.weights.keep_versions,
-        epoch,
         run_log.publication,
         msgspec.UNSET if config.lora is None else model_digest(Path(config.model.path)),
         lambda: best.pinned,
@@ -291,7 +289,7 @@ def _assemble(
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, run_log.alert.narrow, learner.ranks, intake.quarantine.are_others),
         watch=watch,
-        recheck=Recheck(config, WeightReader(connection.call, leadership.keys), metrics.count_recheck),
+        recheck=Recheck(config, WeightReader(connection.call, keys), metrics.count_recheck),
         recorder=recorder,
         record_untrained=record_untrained,
         run_log=run_log,

@@ -318,9 +318,7 @@ class Trainer:
             self._commit()
         self.publisher.wait()
         self.best.wait()
-        leadership = self.leadership
-        log.info("the model is in %s", leadership.checkpoints.hand_out_model(self.learner.export))
-        open_prompts = leadership.connection.call(lambda _: leadership.scripts.finish(leadership.epoch))
-        if open_prompts:
+        log.info("the model is in %s", self.leadership.checkpoints.hand_out_model(self.learner.export))
+        if open_prompts := self.leadership.scripts.finish():
             log.info("%d prompts are cancelled", open_prompts)
         self.run_log.commit(self.policy.version, finished=True)

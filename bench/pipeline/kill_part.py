@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -181,14 +180,14 @@ class _Ways:
     async def _released(self, config: RunConfig, num_groups: int = GROUPS) -> AsyncIterator[Any]:
         """Stands in for the trainer: announces policy 0 and releases `num_groups` prompts."""
         connection, keys = TrainerConnection(os.environ["REDIS_URL"], outage_s=10.0), Keys(config.name)
-        scripts = Scripts(connection.client, keys)
+        scripts = Scripts(connection, keys)
         try:
-            scripts.open_epoch(0, uuid.uuid4().hex)
+            scripts.open_epoch(0)
             weights = Path(config.model.path) / "model.safetensors"
             manifest = make_manifest(weights, RedisChunks(connection.call, keys))
-            scripts.announce(0, 0, msgspec.json.encode(manifest), b"", 0, None)
+            scripts.announce(0, msgspec.json.encode(manifest), b"", 0)
             (name,) = config.every_environment
-            scripts.release(0, 0, [ReleasedTask(name, n) for n in range(1, num_groups + 1)], 0)
+            scripts.release(0, [ReleasedTask(name, n) for n in range(1, num_groups + 1)], 0)
             yield connection.client
         finally:
             connection.client.flushdb()

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from typing import Any
 
 import msgspec
@@ -148,8 +147,8 @@ class TrainerEnd:
         self._reader = kind(
             self._connection, keys, self._ledger, GROUP_SIZE, lambda group: check_trainable(group, VOCABULARY)
         )
-        self._scripts = Scripts(self._connection.client, keys)
-        self._scripts.open_epoch(0, uuid.uuid4().hex)
+        self._scripts = Scripts(self._connection, keys)
+        self._scripts.open_epoch(0)
         self.num_read = 0
 
     def read(self, *, block: bool) -> int:
@@ -165,8 +164,7 @@ class TrainerEnd:
 
     def acknowledge(self) -> int:
         """Commits, the protocol's only acknowledgement, which trims the stream. Returns the entries trimmed."""
-        keep = self._reader.first_unsettled()
-        return self._connection.call(lambda _: self._scripts.commit(0, "bench", keep, b"0-0"))
+        return self._scripts.commit("bench", self._reader.first_unsettled(), b"0-0")
 
     def close(self) -> None:
         self._connection.close()

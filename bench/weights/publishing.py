@@ -6,7 +6,6 @@ backward passes matrix products on the main thread.
 
 import hashlib
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,11 +91,11 @@ class Masters:
 def publish(job: PublishingJob) -> Published:
     masters, keys = Masters(job.num_bytes), Keys(job.run)
     connection = TrainerConnection(job.url, OUTAGE_S)
-    scripts = Scripts(connection.client, keys)
-    scripts.open_epoch(0, uuid.uuid4().hex)
+    scripts = Scripts(connection, keys)
+    scripts.open_epoch(0)
     shard = PolicyShard(Ranks(), keys, connection.call, masters.collect)
     places = WeightPlaces("redis", job.anchors, str(Path(job.folder) / "weights"), 4 << 30)
-    publisher = Publisher(connection, scripts, keys, shard, Ranks(), places, 8, 0)
+    publisher = Publisher(scripts, shard, Ranks(), places, 8)
     publisher.publish(0, -1)
     publisher.wait()
     _await_holders(connection, job, 0)

@@ -13,5 +13,6 @@ Tensors in, tensors out, and into the files of a checkpoint; nothing here import
 - the plan, which runs without torch, through `lag`, `step_report` and `minibatches`;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;
 - the parity check through `packing.pack_segments`, `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention`,
-  `lora.adapter_share` and `diagnostics.MismatchSums`; its watch over producers through `fresh_rows.RowGap`.
+  `lora.adapter_share`, `diagnostics.MismatchSums` and `importance.Correction`; its watch over producers through
+  `fresh_rows.RowGap`.
 """

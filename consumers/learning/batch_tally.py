@@ -72,11 +72,9 @@ class BatchTally:
         self._fresh += fresh_sums(*tokens, microbatch.lag, self._groups[rollouts], len(self._indexes))
         found = MismatchSums.of_packed(
             *tokens,
-            weights=correction.weights,
-            keep_mask=correction.keep_mask,
-            corrected_mask=correction.corrected_mask,
+            microbatch.lag,
+            correction,
             current_logprobs=scored.current_logprobs,
-            lag=microbatch.lag,
             threshold=self._config.correction.threshold,
             advantages=scored.advantages,
             level=_judged_level(self._config.correction),

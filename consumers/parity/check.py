@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.diagnostics import MismatchSums, lag_buckets
+from penstock.consumers.learning.importance import Correction
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.adapter import AdapterHypotheses
 from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
@@ -215,7 +216,10 @@ def _lag_rows(sample: Sample, trainer: Tensor, lags: np.ndarray) -> tuple[LagRow
         return ()
     lag = torch.from_numpy(lags).where(known, 1)  # unknown is not fresh
     rows = torch.from_numpy(sample.rows_of)
-    metrics = MismatchSums.of_packed(trainer, sample.engine, known, rows, lag=lag).metrics()
+    ones = torch.ones_like(trainer)
+    uncorrected = Correction(weights=ones, keep_mask=known, corrected_mask=~known)
+    tokens = trainer, sample.engine, known, rows, lag
+    metrics = MismatchSums.of_packed(*tokens, uncorrected, threshold=1.0, advantages=ones).metrics()
     buckets = lag_buckets(lag, torch.unique_consecutive(rows, return_inverse=True)[1])
     return tuple(
         _lag_row(label, (trainer - sample.engine)[known & (buckets == n)], metrics)

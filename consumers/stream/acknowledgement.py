@@ -119,9 +119,7 @@ class Commits:
         keep_results = min(snapshot.keep_results, self._evaluator.first_needed(), key=entry_key)
         # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the
         # successor may continue from it. If it does not, its next commit deletes the checkpoint.
-        trimmed = leadership.connection.call(
-            lambda _: leadership.scripts.commit(leadership.epoch, name, keep_rollouts, keep_results, self._num_released)
-        )
+        trimmed = leadership.scripts.commit(name, keep_rollouts, keep_results, self._num_released)
         self._num_released = snapshot.num_released
         leadership.checkpoints.committed(name)
         reader.forget_trimmed(keep_rollouts)

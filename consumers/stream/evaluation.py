@@ -7,12 +7,11 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
-from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.config import HeldOutConfig
-from penstock.schemas.keys import Field, Keys, Kind, number_in
+from penstock.schemas.keys import Field, Kind, number_in
 from penstock.schemas.rollout import RecordError, decode_group
 
 log = logging.getLogger(__name__)
@@ -56,17 +55,12 @@ class Evaluator:
 
     def __init__(
         self,
-        connection: TrainerConnection,
         scripts: Scripts,
-        keys: Keys,
-        epoch: int,
         sets: Mapping[str, HeldOutConfig],
         is_held: Callable[[Iterable[str]], bool] = lambda samplers: False,
     ) -> None:
-        self._connection = connection
         self._scripts = scripts
-        self._stream = keys.evaluation_results
-        self._epoch = epoch
+        self._stream = scripts.keys.evaluation_results
         self._sets, self._is_held = sets, is_held
         self._held_out = [ReleasedTask(name, n + 1) for name, how in sets.items() for n in range(how.num_prompts or 0)]
         self._cursor = START
@@ -95,7 +89,7 @@ class Evaluator:
     def collect(self) -> list[EvaluationResult]:
         """Returns the evaluations completed since the last call, oldest policy first."""
         while True:
-            reply = self._connection.call(
+            reply = self._scripts.connection.call(
                 lambda client: client.xread({self._stream: self._cursor}, count=ENTRIES_PER_READ)
             )
             entries = reply[0][1] if reply else []
@@ -125,7 +119,7 @@ class Evaluator:
         asked = [
             (f"{version}-{n}", self._held_out[number - 1]) for (version, n), (_, number) in sorted(self._asked.items())
         ]
-        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, asked))
+        self._scripts.evaluate(asked)
 
     def _ask_others(self) -> None:
         """Drops the answers of quarantined producers and requests their prompts again."""

@@ -6,12 +6,12 @@ from itertools import islice
 from penstock.consumers.learning.advantages import has_variance
 from penstock.consumers.learning.lag import LagTable, is_stale, known_lags, masked_tokens
 from penstock.consumers.learning.step_report import StepReport
-from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.quarantine import Quarantine
 from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key, readable
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.run_progress import RunProgress
+from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.producer_parity import ProducerParity
@@ -33,20 +33,19 @@ class Intake:
     def __init__(
         self,
         config: RunConfig,
-        leadership: Leadership,
+        scripts: Scripts,
         ledger: Ledger,
         lag_of: LagTable,
         progress: RunProgress,
         check: Callable[[RolloutGroup], None],
         judge: Judge = lambda *evidence: None,
     ) -> None:
-        connection, scripts, keys = leadership.connection, leadership.scripts, leadership.keys
         self.ledger = ledger
         self.lag_of = lag_of
-        self.reader = Reader(connection, keys, ledger, config.group_size, check)
+        self.reader = Reader(scripts.connection, scripts.keys, ledger, config.group_size, check)
         self.died: list[Refused] = []
         """Groups that died or were skipped before a batch took them, for the record, if the run keeps one."""
-        self.quarantine = Quarantine(leadership)
+        self.quarantine = Quarantine(scripts)
         self._judge = judge
         self._config = config
         self._keeps_record = config.record
@@ -56,18 +55,10 @@ class Intake:
         self._settlement = Settlement(
             ledger,
             config.trainer.max_dead_in_a_row,
-            lambda refused: connection.call(lambda _: scripts.dead_letter(leadership.epoch, refused)),
+            scripts.dead_letter,
             lambda group: chooses and not has_variance(group, config.advantage),
         )
-        self._releaser = Releaser(
-            connection,
-            scripts,
-            keys,
-            ledger,
-            config,
-            leadership.epoch,
-            lambda: config.num_updates - progress.num_batches,
-        )
+        self._releaser = Releaser(scripts, ledger, config, lambda: config.num_updates - progress.num_batches)
 
     @property
     def num_ready(self) -> int:

@@ -1,11 +1,8 @@
 """Leadership of a run: the epoch that fences earlier trainers, and the lease that standby trainers wait for."""
 
 import logging
-import os
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 
 import redis
@@ -35,14 +32,11 @@ class Leadership:
     """
 
     def __init__(self, connection: TrainerConnection, keys: Keys, checkpoints: Checkpoints, lease_s: float) -> None:
-        self.scripts = Scripts(connection.client, keys, self.restore)
-        self.epoch = -1
+        self.scripts = Scripts(connection, keys, self.restore, lease_s)
         self.connection = connection
-        self.keys = keys
         self.checkpoints = checkpoints
         self._commit_state: tuple[Ledger, LagTable] | None = None
         self._description: Mapping[str, bytes] = {}
-        self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         self._lease_s = lease_s
         self._ended = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -60,7 +54,7 @@ class Leadership:
         Raises:
             RedisGoneError: see `TrainerConnection.call`.
         """
-        keys, connection = self.keys, self.connection
+        keys, connection = self.scripts.keys, self.connection
         free_since: float | None = None
         outages_seen = connection.num_outages
         said, say_at = "", 0.0
@@ -79,9 +73,7 @@ class Leadership:
                 free_since, outages_seen = None, connection.num_outages
             elif free_since is None:
                 free_since = now
-            elif now - free_since >= self._lease_s and connection.call(
-                lambda _: self.scripts.hold_lease(self._owner, self._lease_s)
-            ):
+            elif now - free_since >= self._lease_s and connection.call(lambda _: self.scripts.hold_lease()):
                 log.warning("no trainer has held the run for %.1f s: taking it over", now - free_since)
                 self._start_renewing()
                 return True
@@ -97,9 +89,9 @@ class Leadership:
     def open(self, epoch: int, description: Mapping[str, bytes]) -> dict[bytes, bytes]:
         """Raises the run's epoch, which fences every earlier trainer, and writes the run's description; returns the
         commit hash."""
-        self.epoch, self._description = epoch, description
-        commit = self.connection.call(lambda _: self.scripts.open_epoch(epoch, self._owner, self._lease_s))
-        self.connection.call(lambda _: self.scripts.describe(epoch, description))
+        self._description = description
+        commit = self.scripts.open_epoch(epoch)
+        self.scripts.describe(description)
         self._start_renewing()
         return commit
 
@@ -110,7 +102,7 @@ class Leadership:
             self._renewing.join(1.0)  # the thread may wait for a server that does not answer
         if hand_over:
             try:
-                self.scripts.leave_lease(self._owner)
+                self.scripts.leave_lease()
             except (redis.RedisError, OSError) as error:
                 log.info("lease left to expire: %s", error)
 
@@ -122,7 +114,7 @@ class Leadership:
         """
         if time.monotonic() - self._checked_at >= CHECK_S:
             self._checked_at = time.monotonic()
-            self.connection.call(lambda _: self.scripts.check(self.epoch))
+            self.scripts.check()
 
     def has_restored(self) -> bool:
         """Returns True once after Redis has lost this trainer's epoch: the streams have lost entries too."""
@@ -135,17 +127,21 @@ class Leadership:
         Raises:
             FencedError: a newer trainer leads the run.
         """
-        newest = self.checkpoints.newest_epoch()
-        if newest > self.epoch:
-            raise FencedError(f"this trainer is of epoch {self.epoch}, and the checkpoint folder knows epoch {newest}")
-        found = self.scripts.restore(self.epoch, self._owner, *self._restorable())
-        self.scripts.describe(self.epoch, self._description)
+        found, epoch = self.connection.call(lambda _: self._restore_epoch()), self.scripts.epoch
+        self.scripts.describe(self._description)
         if self._commit_state is not None:
-            self.scripts.note_tasks(self.epoch, self._commit_state[0].tasks.copy())
-        if found != self.epoch:
+            self.scripts.note_tasks(self._commit_state[0].tasks.copy())
+        if found != epoch:
             where = "nothing of the run" if found < 0 else f"the run in epoch {found}"
-            log.warning("redis has %s: restoring epoch %d and what belongs to it", where, self.epoch)
+            log.warning("redis has %s: restoring epoch %d and what belongs to it", where, epoch)
             self._has_restored = True
+
+    def _restore_epoch(self) -> int:
+        """Restores the commit hash; returns the epoch that was there. Each attempt looks for a newer trainer first."""
+        newest, epoch = self.checkpoints.newest_epoch(), self.scripts.epoch
+        if newest > epoch:
+            raise FencedError(f"this trainer is of epoch {epoch}, and the checkpoint folder knows epoch {newest}")
+        return self.scripts.restore(*self._restorable())
 
     def restore_from(self, ledger: Ledger, lag_of: LagTable) -> None:
         """Sets the sources of the commit state that `restore` writes."""
@@ -172,7 +168,7 @@ class Leadership:
         """Renews the lease, in a thread. Waits for the next renewal; `end` unblocks it."""
         while not self._ended.wait(self._lease_s / RENEWALS_PER_LEASE):
             try:
-                self.scripts.hold_lease(self._owner, self._lease_s)
+                self.scripts.hold_lease()
             except (redis.RedisError, OSError) as error:
                 # The trainer meets the same outage, reports it and gives up.
                 log.debug("lease not renewed: %s", error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.consumers.stream.leadership import Leadership
+from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.producer_parity import ProducerParity, encode_parity, quarantine_in
 from penstock.schemas.rollout import one_line
@@ -27,9 +27,9 @@ class Quarantine:
     alive: findings by producer id about the producers that send heartbeats, as of the last `note`.
     """
 
-    def __init__(self, leadership: Leadership) -> None:
-        self._leadership = leadership
-        fields = leadership.connection.call(lambda client: client.hgetall(leadership.keys.parity))
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+        fields = scripts.connection.call(lambda client: client.hgetall(scripts.keys.parity))
         found = {name.decode(errors="replace"): quarantine_in(value) for name, value in fields.items()}
         self._held = {name: each for name, each in found.items() if each is not None}
         self._watched: Mapping[str, ProducerParity] = {}
@@ -66,7 +66,7 @@ class Quarantine:
 
     def note_again(self) -> None:
         """Writes the findings to Redis, which may have lost them."""
-        keys = self._leadership.keys
+        keys = self._scripts.keys
         ids = dict.fromkeys(each.producer_id for each in self._found.values())
         self._tell(self._instances([keys.producer(each) for each in ids]))
 
@@ -85,8 +85,7 @@ class Quarantine:
         self.alive = {each.producer_id: each for instance, each in found.items() if instance in alive}
         kept = {name: encode_parity(each) for name, each in found.items() if name in alive or name in self._held}
         if kept or self._watched:
-            leadership = self._leadership
-            leadership.connection.call(lambda _: leadership.scripts.note_parity(leadership.epoch, kept))
+            self._scripts.note_parity(kept)
 
     def _look(self, alive: AbstractSet[str]) -> None:
         if alive and self._held.keys() >= alive:
@@ -100,14 +99,14 @@ class Quarantine:
 
     def _everyone(self) -> set[str]:
         """Returns the instances of the run that are alive."""
-        pattern = self._leadership.keys.producer_pattern
+        pattern = self._scripts.keys.producer_pattern
         return self._instances(
-            self._leadership.connection.call(lambda client: list(client.scan_iter(pattern, count=1000)))
+            self._scripts.connection.call(lambda client: list(client.scan_iter(pattern, count=1000)))
         )
 
     def _instances(self, names: Sequence[str | bytes]) -> set[str]:
         """Returns the instances that send the heartbeats of these keys."""
-        beats: Any = self._leadership.connection.call(lambda client: client.mget(names)) if names else ()
+        beats: Any = self._scripts.connection.call(lambda client: client.mget(names)) if names else ()
         found = set()
         for value in beats:
             try:

@@ -34,11 +34,10 @@ class Recovery:
             FencedError: a newer trainer has the run.
         """
         self._leadership.check()
-        connection = self._leadership.connection
-        restarted = connection.restarted()
+        restarted = self._leadership.connection.restarted()
         if restarted:
             log.warning("redis is another process now: reading the stream from its start and reconciling")
-            connection.call(lambda _: self._leadership.restore())
+            self._leadership.restore()
         if self._leadership.has_restored() or restarted:
             self._announce_again()
             self._intake.reader.rewind()

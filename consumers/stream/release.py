@@ -1,15 +1,14 @@
 """Releases task indexes while the lag credit lasts, and releases lost ones again."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
-from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RequeuedIndex
+from penstock.consumers.stream.ledger import Ledger, RequeuedIndex
 from penstock.consumers.stream.reader import LagOf, Reader
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import RunConfig
-from penstock.schemas.keys import Field, Keys, number_in
+from penstock.schemas.keys import Field, number_in
 
 log = logging.getLogger(__name__)
 
@@ -21,23 +20,12 @@ class Releaser:
     """
 
     def __init__(
-        self,
-        connection: TrainerConnection,
-        scripts: Scripts,
-        keys: Keys,
-        ledger: Ledger,
-        config: RunConfig,
-        epoch: int,
-        num_updates_left: Callable[[], int],
+        self, scripts: Scripts, ledger: Ledger, config: RunConfig, num_updates_left: Callable[[], int]
     ) -> None:
-        self._connection = connection
         self._scripts = scripts
-        self._prompts = keys.prompts
-        self._requests = keys.requeued
         self._ledger = ledger
         self._plan = TaskPlan(config, ledger)
         self._config = config
-        self._epoch = epoch
         self._num_updates_left = num_updates_left
         self._requeued: dict[int, RequeuedIndex] = {}
         """Requeued dead letters, as of the last reconcile; some may already be released again."""
@@ -60,21 +48,18 @@ class Releaser:
         target = len(ledger.settled) + min(self.credit, self._num_needed)
         before = ledger.num_released
         while ledger.num_released < target:
-            self._release(self._plan.next(target - ledger.num_released), policy_version)
+            tasks = self._plan.next(target - ledger.num_released)
+            self._scripts.release(ledger.num_released, tasks, policy_version)
+            for task in tasks:
+                ledger.release(task)
         return ledger.num_released - before
-
-    def _release(self, tasks: Sequence[ReleasedTask], policy_version: int) -> None:
-        after = self._ledger.num_released
-        self._connection.call(lambda _: self._scripts.release(self._epoch, after, tasks, policy_version))
-        for task in tasks:
-            self._ledger.release(task)
 
     def release_again(self, indexes: Collection[int], reason: str, policy_version: int) -> None:
         """Releases indexes again that are not settled."""
         if not indexes:
             return
         tasks = [(index, self._ledger.tasks[index]) for index in sorted(indexes)]
-        self._connection.call(lambda _: self._scripts.release_again(self._epoch, policy_version, tasks))
+        self._scripts.release_again(policy_version, tasks)
         self._ledger.released_again[reason] += len(indexes)
 
     def postpone(self, indexes: Iterable[int], reason: str) -> None:
@@ -101,6 +86,7 @@ class Releaser:
         Prompts are listed before rollouts are read: a group moves from one to the other in one step, so it is seen in
         at least one of them. Also reads which dead letters an operator has requeued.
         """
+        scripts = self._scripts
         entries = self._reachable_prompts()
         # Producers may append here, and one may be broken or hostile.
         open_prompts = {number_in(fields.get(Field.INDEX)) for _, fields in entries}
@@ -118,7 +104,7 @@ class Releaser:
         if lost:
             log.warning("reconcile: %d lost indexes will be released again, first %d", len(lost), lost[0])
             self.postpone(lost, "lost")
-        requests = self._connection.call(lambda client: client.hgetall(self._requests))
+        requests = scripts.connection.call(lambda client: client.hgetall(scripts.keys.requeued))
         after = reader.cursor.decode()
         self._requeued = {
             index: RequeuedIndex(letter.decode(errors="replace"), after)
@@ -130,10 +116,10 @@ class Releaser:
     def _reachable_prompts(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Returns the prompts that a producer can still get. Removes the others: a broken producer acknowledged them
         without deleting them, or an operator deleted its consumer."""
-        dropped = self._connection.call(lambda _: self._scripts.drop_unreachable(self._epoch))
-        if dropped:
+        scripts = self._scripts
+        if dropped := scripts.drop_unreachable():
             log.warning("prompts: %d entries that no producer can get any more are removed", dropped)
-        return self._connection.call(lambda client: client.xrange(self._prompts))
+        return scripts.connection.call(lambda client: client.xrange(scripts.keys.prompts))
 
     def release_requeued(self, policy_version: int) -> int:
         """Opens dead indexes whose letters were requeued, oldest first, as the credit lasts; returns how many.
@@ -162,4 +148,4 @@ class Releaser:
         return self._num_updates_left() * self._config.groups_per_batch
 
     def num_open_prompts(self) -> int:
-        return self._connection.call(lambda client: client.xlen(self._prompts))
+        return self._scripts.connection.call(lambda client: client.xlen(self._scripts.keys.prompts))

@@ -98,6 +98,8 @@ class BestPolicy:
         """Ends without waiting; the folder no longer changes. The next trainer writes what is pending."""
         self._abandoned = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+        # `wait` never returns for a future that was cancelled before it ran.
+        self._writing = {version: done for version, done in self._writing.items() if not done.cancelled()}
 
     def _begin(self, found: BestModel) -> bool:
         """Begins to write the model if it is the best so far; returns whether it is."""

@@ -28,7 +28,7 @@ class PublishedPolicy:
 
     def publish_first(self) -> None:
         """Publishes the weights that the epoch begins with; after a resume they are a fork of the parent version."""
-        self._publish(self._parent_version, fork=self._epoch > 0)
+        self._publisher.publish(self.version, self._parent_version, fork=self._epoch > 0)
 
     def publish(self) -> None:
         """Begins to publish the weights after an update under the next version, which becomes `version`.
@@ -41,7 +41,4 @@ class PublishedPolicy:
         self._publisher.wait()
         parent_version = self.version
         self._lag_of.advance(make_version(self._epoch, self._learner.num_steps - self._steps_before))
-        self._publish(parent_version, fork=False)
-
-    def _publish(self, parent_version: int, *, fork: bool) -> None:
-        self._publisher.publish(self.version, parent_version, fork=fork)
+        self._publisher.publish(self.version, parent_version)

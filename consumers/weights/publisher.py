@@ -25,13 +25,11 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import FencedError, Scripts
 from penstock.consumers.weights.kept import KeptWeights
 from penstock.consumers.weights.shard import DenseError, NoRoomError, PolicyShard, Task, Written
 from penstock.consumers.weights.worker import Worker
 from penstock.schemas.config import ConfigError, WeightsConfig
-from penstock.schemas.keys import Keys
 from penstock.schemas.policy import Chunk, WeightManifest
 from penstock.schemas.weights.codec import ChunkError
 from penstock.schemas.weights.layout import tensor_bytes
@@ -96,19 +94,16 @@ class Publisher:
 
     def __init__(
         self,
-        connection: TrainerConnection,
         scripts: Scripts,
-        keys: Keys,
         shard: PolicyShard,
         ranks: Ranks,
         places: WeightPlaces,
         keep_versions: int,
-        epoch: int,
         on_published: Callable[[Publication], None] = lambda publication: None,
         base_digest: str | msgspec.UnsetType = msgspec.UNSET,
         pinned: Callable[[], Collection[int]] = frozenset,
     ) -> None:
-        self._connection, self._scripts, self._keys = connection, scripts, keys
+        self._scripts, self._connection = scripts, scripts.connection
         self._shard, self._ranks, self._beside = shard, ranks, ranks.for_thread("publisher")
         self._places = places
         for field, place in (("deltas", places.deltas), ("anchors", places.anchors)):
@@ -118,7 +113,6 @@ class Publisher:
                 except ConfigError as error:
                     raise ConfigError(f"weights.{field} = {error}") from None
         self._kept = KeptWeights(keep_versions, pinned)
-        self._epoch = epoch
         self._on_published = on_published
         self._base_digest = base_digest
         self._newest: tuple[int, int, bool] | None = None
@@ -227,7 +221,7 @@ class Publisher:
     def _publish(self, done: Future[None], version: int, parent: int, fork: bool) -> None:
         is_first = self._newest is None
         if is_first:
-            self._kept.load(self._connection.call, self._keys)
+            self._kept.load(self._connection.call, self._scripts.keys)
         self._shard.snapshots.wait()
         before = self._newest[0] if self._newest is not None else None
         manifest = self._write(version, parent, before, whole=is_first)
@@ -235,13 +229,13 @@ class Publisher:
         self._newest = version, parent, fork
         done.set_result(None)
         self._clean(sweep=is_first)
-        if self._kept.anchor_is_due:
-            self._write_anchor(version, parent)
+        if self._kept.anchor_is_due and (problem := self._write_anchor(version, parent)):
+            log.warning("anchor of policy %d is not written: %s; the next policy is tried", version, problem)
 
     def _restore(self, done: Future[None], thoroughly: bool) -> None:
         assert self._newest is not None
         version, parent, fork = self._newest
-        self._kept.load(self._connection.call, self._keys)
+        self._kept.load(self._connection.call, self._scripts.keys)
         if self._kept.newest != version or not self._can_be_read(version, thoroughly):
             log.warning("policy %d is announced again: the log has lost it, or chunks on the way to it", version)
             self._announce(self._write(version, parent, None, whole=True), fork=fork)
@@ -253,7 +247,7 @@ class Publisher:
         way = self._kept.way(version)
         try:
             if thoroughly and self._compared != version:
-                reader = WeightReader(self._connection.call, self._keys)
+                reader = WeightReader(self._connection.call, self._scripts.keys)
                 for manifest in way:
                     for chunk in manifest.chunks:
                         reader.parts(manifest, chunk)
@@ -265,15 +259,15 @@ class Publisher:
             return False  # if the store is away: writing waits for it, and says so
         return bool(way) and all(chunk.key in places[manifest.store] for manifest in way for chunk in manifest.chunks)
 
-    def _write_anchor(self, version: int, parent: int) -> None:
-        """Writes the newest policy whole if there is room; otherwise the next version is tried."""
+    def _write_anchor(self, version: int, parent: int) -> Exception | None:
+        """Writes the newest policy whole if there is room; returns the error if there is none."""
         try:
             manifest = self._write(version, parent, None, whole=True, may_wait=False)
         except (ChunkStoreError, NoRoomError) as error:
-            log.warning("anchor of policy %d is not written: %s; the next policy is tried", version, error)
-            return
+            return error
         self._announce(manifest, anchor_only=True)
         self._clean()
+        return None
 
     def _announce(self, manifest: WeightManifest, *, fork: bool = False, anchor_only: bool = False) -> None:
         """Appends a manifest to the stream, adds a whole one to the anchors, and drops versions that are not kept."""
@@ -282,7 +276,7 @@ class Publisher:
         stream, anchor = b"" if anchor_only else encoded, encoded if is_whole else b""
         parent = manifest.parent_version if fork else None
         try:
-            self._connection.call(lambda _: self._scripts.announce(self._epoch, version, stream, anchor, floor, parent))
+            self._scripts.announce(version, stream, anchor, floor, parent)
         except FencedError:
             self._discard(manifest.store, manifest.chunks)
             self._clean()
@@ -383,18 +377,15 @@ class Publisher:
         if anchor is not None and self._kept.is_below(anchor):
             floor = anchor
         elif before is not None and newest == before and anchor != newest and self._newest is not None:
-            try:
-                manifest = self._write(before, self._newest[1], None, whole=True, may_wait=False)
-            except (ChunkStoreError, NoRoomError):
+            if self._write_anchor(before, self._newest[1]):
                 return False
-            self._announce(manifest, anchor_only=True)
             floor = before
         elif self._newest is None and self._kept.manifests:
             floor = version
         else:
             return False
         log.warning("policies before %d are dropped: weights.redis_mb has no room for more", floor)
-        self._connection.call(lambda _: self._scripts.announce(self._epoch, version, b"", b"", floor, None))
+        self._scripts.announce(version, b"", b"", floor)
         self._forget_below(floor)
         self._clean()
         return True

@@ -1,5 +1,6 @@
 """The part of a policy that one rank publishes: its changes, encoded and put into a chunk store."""
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.policy import Chunk, TensorSpec
 from penstock.schemas.weights.codec import Slice, encode_chunk
 from penstock.schemas.weights.layout import Array
-from penstock.schemas.weights.stores import Call, ChunkStore, open_store
+from penstock.schemas.weights.stores import Call, open_store
 
 MAX_PIECE_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 32 << 20
@@ -67,20 +68,14 @@ class PolicyShard:
         self, ranks: Ranks, keys: Keys, call: Call[Any], collect: Callable[[], Callable[[], list[PublishedPart]]]
     ) -> None:
         self._rank = ranks.rank
-        self._keys, self._call = keys, call
+        self.store = functools.cache(lambda place: open_store(place, keys, call))
+        """Returns the store at a place. Raises ConfigError: see `open_store`."""
         self.snapshots = Snapshots(collect)
-        self._stores: dict[str, ChunkStore] = {}
         self._whole_bytes = 0
         """Bytes of this rank's chunks when the policy was last written whole."""
         self._last: Task | None = None
         self._chunks: list[Chunk] = []
         self._num_groups = 0
-
-    def store(self, place: str) -> ChunkStore:
-        """Returns the store at a place. Raises ConfigError: see `open_store`."""
-        if place not in self._stores:
-            self._stores[place] = open_store(place, self._keys, self._call)
-        return self._stores[place]
 
     @property
     def progress(self) -> str:

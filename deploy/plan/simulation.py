@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -85,7 +84,8 @@ class Course(msgspec.Struct, kw_only=True):
 class _Streams:
     """The streams of prompts and groups, in place of Redis and the trainer's scripts."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys) -> None:
+        self.connection, self.keys = self, keys
         self.prompts: deque[Claim] = deque()
         self.evaluations: deque[Claim] = deque()
         self.groups: deque[RolloutGroup | Refused] = deque()
@@ -94,10 +94,10 @@ class _Streams:
     def call(self, command: Any) -> Any:
         return command(self)
 
-    def release(self, epoch: int, after: int, tasks: Sequence[ReleasedTask], policy_version: int) -> None:
-        self.release_again(epoch, policy_version, list(enumerate(tasks, start=after + 1)))
+    def release(self, after: int, tasks: Sequence[ReleasedTask], version: int) -> None:
+        self.release_again(version, list(enumerate(tasks, start=after + 1)))
 
-    def release_again(self, epoch: int, version: int, tasks: Sequence[tuple[int, ReleasedTask]]) -> None:
+    def release_again(self, version: int, tasks: Sequence[tuple[int, ReleasedTask]]) -> None:
         for index, task in tasks:
             self.prompts.append(self._claim("prompts", index, version, task))
 
@@ -105,7 +105,7 @@ class _Streams:
         for n, task in enumerate(tasks, start=1):
             self.evaluations.append(self._claim("evaluations", n, version, task, f"{version}-{n}"))
 
-    def dead_letter(self, *letter: Any) -> None:
+    def dead_letter(self, refused: Refused) -> None:
         """Does nothing: no one reads letters here."""
 
     def hgetall(self, key: str) -> dict[bytes, bytes]:
@@ -140,16 +140,14 @@ class Simulation:
         self._num_updates = num_updates
         self._random = Random(f"plan {config.seed}")
         self.clock = Clock()
-        self._streams = _Streams()
-        leadership: Any = SimpleNamespace(
-            connection=self._streams, scripts=self._streams, keys=Keys(config.name), epoch=0
-        )
+        self._streams = streams = _Streams(Keys(config.name))
         terms = config.advantage.kl_coefficient, *map(config.objective.kwargs.get, _TERMS_OF_EVERY_ROW)
         self._trains_every_row = config.teacher is not None or any(terms)
         self.ledger = Ledger()
         self._lag_of = LagTable(0, {}, {})
         self._progress = RunProgress(0, CheckpointState(policy_version=0))
-        self.intake = Intake(config, leadership, self.ledger, self._lag_of, self._progress, lambda group: None)
+        scripts: Any = streams
+        self.intake = Intake(config, scripts, self.ledger, self._lag_of, self._progress, lambda group: None)
         how = config, pace, self._drawn, self._finish, self._claim
         self.producers: deque[SimulatedProducer] = deque()
         for n in range(num_producers):

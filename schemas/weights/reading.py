@@ -1,5 +1,6 @@
 """Reads the weight log: fetches and checks chunks, writes a policy to a file and compares its digests."""
 
+import functools
 import mmap
 import os
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from penstock.schemas.policy import Chunk, WeightManifest
 from penstock.schemas.weights.codec import ChunkError, Part, apply, digest, unpack
 from penstock.schemas.weights.layout import Layout, LayoutError
 from penstock.schemas.weights.log import WeightLog, read_log
-from penstock.schemas.weights.stores import Call, ChunkStore, open_store
+from penstock.schemas.weights.stores import Call, open_store
 
 
 class WeightReader:
@@ -22,7 +23,7 @@ class WeightReader:
 
     def __init__(self, call: Call[Any], keys: Keys) -> None:
         self._call, self._keys = call, keys
-        self._stores: dict[str, ChunkStore] = {}
+        self._store = functools.cache(lambda place: open_store(place, keys, call))
         self.num_bytes = 0
 
     def log(self) -> WeightLog:
@@ -65,11 +66,6 @@ class WeightReader:
         verify(manifest, layout, file)
         file.flush()
         return manifest
-
-    def _store(self, place: str) -> ChunkStore:
-        if place not in self._stores:
-            self._stores[place] = open_store(place, self._keys, self._call)
-        return self._stores[place]
 
 
 def layout_of(manifest: WeightManifest) -> Layout:

@@ -7,11 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-import redis
-
-from cutting_proxy import CuttingProxy, When
-from penstock.consumers.stream.scripts import Scripts
-from penstock.schemas.keys import Keys
+from cutting_proxy import TRAINER_SCRIPTS, CuttingProxy, When
 from tests.chaos.processes import Process
 
 TRAINER_COMMANDS = ("XREAD", "XRANGE", "release", "release_again", "announce", "dead_letter", "commit", "open_epoch")
@@ -53,9 +49,7 @@ class Proxy:
 
 def _serve(upstream: str, names: list[str], commands: TextIO, answering: TextIO) -> int:
     """Waits for commands until the suite closes their pipe or kills this process."""
-    scripts = Scripts(redis.Redis(), Keys("chaos"))._scripts
-    digests = {script.sha: name for name, script in scripts.items()}
-    proxies = {name: CuttingProxy(upstream, digests) for name in names}
+    proxies = {name: CuttingProxy(upstream, TRAINER_SCRIPTS) for name in names}
     with answering:
         answering.write(json.dumps({name: proxy.url for name, proxy in proxies.items()}) + "\n")
     for line in commands:

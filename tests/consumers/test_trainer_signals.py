@@ -131,7 +131,7 @@ def test_a_trainer_stopped_while_it_loads_its_checkpoint_changes_only_the_epoch(
     assert after == before
     bench.resilient_producer()
     second = bench.trainer(resume=True)
-    assert (second.leadership.epoch, second.learner.num_steps) == (2, 7)
+    assert (second.leadership.scripts.epoch, second.learner.num_steps) == (2, 7)
     assert second.run()
     assert_settled_once(bench, redis_client)
 

@@ -5,6 +5,7 @@ executed the command at a cut.
 """
 
 import contextlib
+import hashlib
 import shutil
 import socket
 import tempfile
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from penstock.consumers.stream.scripts import SCRIPTS
 from slow_link import SlowLink
 
 When = Literal["before", "reply", "within"]
+TRAINER_SCRIPTS = {hashlib.sha1(script.encode()).hexdigest(): name for name, script in SCRIPTS.items()}
 
 
 @dataclass

@@ -26,9 +26,13 @@ class MismatchToken(NamedTuple):
     def rho(self) -> float:
         return math.exp(_clamp(self.l, 20))
 
+    @property
+    def corrected(self) -> bool:
+        return self.weight in (0.0, 2.0)
+
 
 def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "token") -> dict[str, float]:
-    """Returns every metric of a batch with at least one valid token and all optional inputs."""
+    """Returns every metric of a batch with at least one valid token."""
     valid = [[token for token in row if token.mask] for row in rows]
     tokens = [token for row in valid for token in row]
     found = _rollout_correction(valid, tokens, threshold, level) | of_tokens(tokens)
@@ -99,6 +103,7 @@ def of_tokens(tokens: list[MismatchToken]) -> dict[str, float]:
         "ess_fraction": _ess([t.rho for t in tokens]),
         "applied_ess_fraction": _ess([t.weight for t in tokens]),
         "weight_mean": fmean(t.weight for t in tokens),
+        "corrected_frac": fmean(t.corrected for t in tokens),
         "masked_frac": fmean(t.weight == 0 for t in tokens),
     }
     for name, sign in (("positive", 1), ("negative", -1)):

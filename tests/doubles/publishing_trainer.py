@@ -69,10 +69,8 @@ class PublishingTrainer:
     ) -> None:
         self.keys = Keys("test")
         self.connection = TrainerConnection(url, outage_s=5)
-        self.scripts = Scripts(
-            self.connection.client, self.keys, lambda: self.scripts.restore(epoch, f"trainer {epoch}", 0, {})
-        )
-        self.scripts.open_epoch(epoch, f"trainer {epoch}")
+        self.scripts = Scripts(self.connection, self.keys, lambda: self.scripts.restore(0, {}))
+        self.scripts.open_epoch(epoch)
         self.masters, self.epoch = masters, epoch
         self.parent = after.version if after is not None else -1
         self.version = make_version(epoch, 0)
@@ -80,14 +78,11 @@ class PublishingTrainer:
         self.publications: list[Publication] = []
         self.shard = PolicyShard(Ranks(), self.keys, self.connection.call, lambda: masters.parts())
         self.publisher = Publisher(
-            self.connection,
             self.scripts,
-            self.keys,
             self.shard,
             Ranks(),
             WeightPlaces(deltas, anchors, str(folder / "own"), redis_bytes),
             keep,
-            epoch,
             self.publications.append,
             pinned=pinned,
         )

@@ -287,10 +287,10 @@ def publish_and_read(
         learner.before_update = shard.snapshots.wait
         follow_to_the_end(ranks, {**learner.orders, "publish": ShardPublisher(shard, ranks).begin})
         return None
-    scripts = Scripts(connection.client, keys)
-    scripts.open_epoch(0, "lead")
+    scripts = Scripts(connection, keys)
+    scripts.open_epoch(0)
     places = WeightPlaces(REDIS, REDIS, "", 1 << 29)
-    publisher = Publisher(connection, scripts, keys, shard, ranks, places, 8, 0)
+    publisher = Publisher(scripts, shard, ranks, places, 8)
     learner.before_update = publisher.wait_for_snapshot
     reader = WeightReader(connection.call, keys)
     found = []

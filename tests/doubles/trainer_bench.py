@@ -11,12 +11,12 @@ import pytest
 import redis
 
 import penstock.consumers.__main__ as entry
-from cutting_proxy import CuttingProxy
+from cutting_proxy import TRAINER_SCRIPTS, CuttingProxy
 from mini_producer import MiniProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
-from penstock.consumers.stream.scripts import Scripts
+from penstock.consumers.stream.scripts import SCRIPTS
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
@@ -91,10 +91,9 @@ class TrainerBench:
     def proxy(self) -> CuttingProxy:
         """Returns a proxy in front of the server that knows the trainer's scripts by name."""
         with redis.Redis.from_url(self.url, protocol=2) as client:
-            scripts = Scripts(client, self.keys)._scripts
-            for script in scripts.values():
-                client.script_load(script.script)  # so that the first call of each is the one that counts
-        return CuttingProxy(self.url, {script.sha: name for name, script in scripts.items()})
+            for script in SCRIPTS.values():
+                client.script_load(script)  # so that the first call of each is the one that counts
+        return CuttingProxy(self.url, TRAINER_SCRIPTS)
 
     def ledger(self) -> dict:
         return json.loads((self.folder / "trainer.json").read_text())

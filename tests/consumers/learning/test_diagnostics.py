@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diagnostics_oracle import MismatchToken, of_tokens, oracle
 from golden_corrections import Golden, names
-from padded_batches import correct, mismatch_metrics
+from padded_batches import correct, mismatch_metrics, mismatch_sums
 from penstock.consumers.learning.diagnostics import PEER_PREFIX, MismatchSums
 from penstock.consumers.learning.importance import correct_packed
 from penstock.schemas.config import CorrectionConfig
@@ -110,12 +110,13 @@ def _sums(
     def poisoned(name: str) -> Tensor:
         return torch.where(mask, column(name), poison)
 
-    return MismatchSums.of_packed(
+    return mismatch_sums(
         poisoned("train"),
         poisoned("rollout"),
         mask,
         torch.tensor([3 * number for number, row in enumerate(rows) for _ in row], dtype=torch.int64),
         weights=poisoned("weight"),
+        corrected_mask=column("corrected", torch.bool),
         lag=column("lag", torch.int64),
         threshold=2.0,
         advantages=poisoned("advantage"),
@@ -161,6 +162,7 @@ def test_the_padded_and_the_packed_form_agree() -> None:
     padded = _metrics(
         golden,
         weights=golden.poisoned(weights),
+        corrected_mask=(weights == 0) | (weights == 2),
         lag=torch.where(mask, lag, -1),
         threshold=2.0,
         advantages=advantages,
@@ -175,6 +177,7 @@ def test_the_padded_and_the_packed_form_agree() -> None:
     assert padded == _metrics(
         golden,
         weights=weights,
+        corrected_mask=(weights == 0) | (weights == 2),
         lag=torch.where(mask, lag, 10**6),
         threshold=2.0,
         advantages=advantages[:, None].expand(mask.shape),
@@ -237,13 +240,7 @@ def test_what_is_summed_across_ranks_by_adding_and_taking_the_larger_is_what_mer
 
 
 VALUES, MASK = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[True, True, False]])
-BY_INPUT = {
-    "weights": {PEER_PREFIX + "is_weight_mean", "applied_ess_fraction", "weight_mean", "masked_frac"},
-    "threshold": {PEER_PREFIX + "clipped_frac", "clamp_log_ratio_new_old_indicator"},
-    "lag": {"mismatch_lag0", *(f"{name}/lag_0" for name in ("num_tokens", "kl", "k3_kl", "chi2", "ess_fraction"))},
-    "advantages": set(),
-}
-OPTIONAL = {
+GIVEN = {
     "weights": torch.ones(1, 3),
     "threshold": 2.0,
     "lag": torch.zeros(1, 3, dtype=torch.int64),
@@ -251,21 +248,8 @@ OPTIONAL = {
 }
 
 
-@pytest.mark.parametrize("name", BY_INPUT)
-def test_what_rests_on_an_input_that_is_not_given_is_left_out(name: str) -> None:
-    without, alone = (
-        mismatch_metrics(VALUES, VALUES, MASK),
-        mismatch_metrics(VALUES, VALUES, MASK, **{name: OPTIONAL[name]}),
-    )
-    assert alone.keys() - without.keys() == BY_INPUT[name]
-    everything = mismatch_metrics(VALUES, VALUES, MASK, **OPTIONAL)
-    rest = {key: value for key, value in OPTIONAL.items() if key != name}
-    missing = everything.keys() - mismatch_metrics(VALUES, VALUES, MASK, **rest).keys()
-    assert missing >= BY_INPUT[name] and missing
-
-
 def test_identical_policies_have_no_divergence_and_the_full_sample() -> None:
-    got = mismatch_metrics(VALUES, VALUES, MASK, **OPTIONAL)
+    got = mismatch_metrics(VALUES, VALUES, MASK, **GIVEN)
     assert got[PEER_PREFIX + "training_log_ppl"] == got[PEER_PREFIX + "rollout_log_ppl"] == 1.5
     ones = {"ess_fraction", "applied_ess_fraction", "weight_mean", "ratio_mean", "ratio_max", "ratio_min"}
     ones |= {PEER_PREFIX + "ppl_ratio", PEER_PREFIX + "is_weight_mean"}
@@ -288,7 +272,8 @@ def test_without_a_valid_token_every_number_is_finite_and_that_of_identical_poli
     got = mismatch_metrics(nan, nan, nothing, **optional)
     same = torch.zeros(1, 1)
     expected = mismatch_metrics(same, same, torch.ones(1, 1, dtype=torch.bool), weights=same + 1, threshold=2.0)
-    assert got == pytest.approx(expected, abs=1e-7)
+    by_lag = {name for name in expected if "lag" in name}
+    assert got == pytest.approx({name: expected[name] for name in expected.keys() - by_lag}, abs=1e-7)
     assert mismatch_metrics(nan[:0], nan[:0], nothing[:0], weights=nan[:0], threshold=2.0) == got
 
 
@@ -299,13 +284,12 @@ def test_a_rejected_batch_keeps_no_sample() -> None:
     assert "masked_frac_positive" not in got
 
 
-def test_what_the_correction_rejects_may_come_as_a_mask() -> None:
+def test_the_share_masked_is_of_what_the_correction_does_not_keep() -> None:
     tokens = torch.zeros(4)
     row_ids, keep = torch.zeros(4, dtype=torch.int64), torch.tensor([True, False, True, False])
     mask = torch.tensor([True, True, True, False])
-    got = MismatchSums.of_packed(tokens, tokens, mask, row_ids, keep_mask=keep).metrics()
+    got = mismatch_sums(tokens, tokens, mask, row_ids, keep_mask=keep).metrics()
     assert got["masked_frac"] == pytest.approx(1 / 3)
-    assert "weight_mean" not in got
 
 
 def test_the_share_corrected_is_by_each_tokens_own_threshold() -> None:
@@ -313,10 +297,8 @@ def test_the_share_corrected_is_by_each_tokens_own_threshold() -> None:
     mask, row_ids, lag = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 4, 4])
     config = CorrectionConfig("token_truncate", schedule="power")
     corrected = correct_packed(torch.full((4,), rho), torch.zeros(4), mask, lag, row_ids, config)
-    got = MismatchSums.of_packed(
-        torch.full((4,), rho), torch.zeros(4), mask, row_ids, lag=lag, threshold=2.0,
-        weights=corrected.weights, corrected_mask=corrected.corrected_mask,
-    ).metrics()  # fmt: skip
+    tokens = torch.full((4,), rho), torch.zeros(4), mask, row_ids, lag
+    got = MismatchSums.of_packed(*tokens, corrected, threshold=2.0, advantages=torch.ones(4)).metrics()
     assert got["rollout_correction/clipped_frac"] == 0
     assert got["corrected_frac"] == 0.5
     assert (got["corrected_frac/lag_0-mixed"], got["corrected_frac/lag_4-7"]) == (0, 1)
@@ -326,7 +308,7 @@ def test_a_fresh_token_in_a_row_of_older_weights_is_no_pure_engine_mismatch() ->
     train, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -1.25, -1.0])
     row_ids, lag = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 3])
     # The old token is beyond the lag bound, and still its row's keys and values are old.
-    got = MismatchSums.of_packed(train, rollout, torch.tensor([True, True, False]), row_ids, lag=lag).metrics()
+    got = mismatch_sums(train, rollout, torch.tensor([True, True, False]), row_ids, lag=lag).metrics()
     assert got["mismatch_lag0"] == 0.5
     assert (got["num_tokens/lag_0"], got["num_tokens/lag_0-mixed"]) == (1, 1)
     assert (got["kl/lag_0"], got["kl/lag_0-mixed"]) == (-0.5, -0.25)
@@ -336,8 +318,8 @@ def test_a_fresh_token_in_a_row_of_older_weights_is_no_pure_engine_mismatch() ->
 def test_current_logprobs_move_the_new_old_divergence_and_nothing_else() -> None:
     train, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9])
     mask, row_ids = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
-    before = MismatchSums.of_packed(train, rollout, mask, row_ids).metrics()
-    after = MismatchSums.of_packed(train, rollout, mask, row_ids, current_logprobs=rollout + 0.5).metrics()
+    before = mismatch_sums(train, rollout, mask, row_ids).metrics()
+    after = mismatch_sums(train, rollout, mask, row_ids, current_logprobs=rollout + 0.5).metrics()
     assert after["kl_new_old"] == pytest.approx(math.exp(0.5) - 1.5)
     assert {name for name in after if after[name] != before[name]} == {"kl_new_old"}
 
@@ -363,5 +345,5 @@ def test_the_widest_gaps_stay_finite() -> None:
 def test_nothing_carries_a_gradient_or_waits_for_one() -> None:
     train = torch.zeros(3, requires_grad=True)
     mask, row_ids = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    sums = MismatchSums.of_packed(train, torch.zeros(3), mask, row_ids)
+    sums = mismatch_sums(train, torch.zeros(3), mask, row_ids)
     assert not (sums.tokens.requires_grad or sums.rows.requires_grad or sums.maxima.requires_grad)

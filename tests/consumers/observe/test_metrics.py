@@ -13,7 +13,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from penstock.consumers.learning.diagnostics import MismatchSums
+from padded_batches import mismatch_sums
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.ledger import Ledger
 from penstock.schemas.attrition import UNKNOWN
@@ -36,7 +36,7 @@ def diagnostics(lags: list[int], *, advantage: float = 1.0) -> dict[str, float]:
     """Returns the diagnostics of two rows, of the first lag and of the others, with a token of each."""
     lag = torch.tensor(lags)
     train = -torch.linspace(0.5, 1.5, len(lags))
-    return MismatchSums.of_packed(
+    return mismatch_sums(
         train,
         train + 0.1 * (lag + 1),
         torch.ones_like(lag, dtype=torch.bool),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.consumers.learning.diagnostics import K3_BOUND, MismatchSums
+from padded_batches import mismatch_sums
+from penstock.consumers.learning.diagnostics import K3_BOUND
 from penstock.consumers.learning.fresh_rows import RowGap, fresh_sums, gaps_of
 from penstock.consumers.parity.report import TOLERANCES
 from penstock.consumers.parity.watch import LIMIT, OUT, WITHIN, ProducerWatch, is_within
@@ -62,7 +63,7 @@ def test_the_bound_on_k3_is_that_of_chi_square_for_small_ratios():
     rng = torch.Generator().manual_seed(0)
     ratios = 0.1 * torch.randn(100_000, generator=rng, dtype=torch.float64)
     ratios -= (ratios.exp().mean()).log()  # ratios of distributions have mean 1
-    both = MismatchSums.of_packed(ratios, torch.zeros_like(ratios), torch.ones(100_000).bool(), torch.arange(100_000))
+    both = mismatch_sums(ratios, torch.zeros_like(ratios), torch.ones(100_000).bool(), torch.arange(100_000))
     of = RowGap.of(ratios, torch.zeros_like(ratios), 1)
     assert 2 * of.k3 == pytest.approx(both.metrics()["chi2"], rel=0.05)
     assert not is_within(of, TOLERANCES["bfloat16"])

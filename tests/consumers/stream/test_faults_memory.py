@@ -106,6 +106,6 @@ def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_clie
     assert sum(producer.num_answered for producer in producers) == answered
     assert redis_client.xlen(bench.keys.rollouts) == bench.config.credit == 12
     second = bench.trainer(resume=True)
-    assert second.leadership.epoch == 1 and second.policy.version == VERSIONS_PER_EPOCH
+    assert second.leadership.scripts.epoch == 1 and second.policy.version == VERSIONS_PER_EPOCH
     assert second.run()
     assert_settled_once(bench, redis_client)

@@ -170,7 +170,7 @@ def test_a_redis_emptied_between_two_trainers_is_continued_from_the_newest_check
         first.run()
     redis_client.flushall()
     second = bench.trainer(resume=True)
-    assert (second.learner.num_steps, second.leadership.epoch) == (8, 1)
+    assert (second.learner.num_steps, second.leadership.scripts.epoch) == (8, 1)
     assert second.run()
     assert_settled_once(bench, redis_client)
 

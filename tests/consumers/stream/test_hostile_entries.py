@@ -169,9 +169,9 @@ def test_a_server_that_was_emptied_and_whose_clock_is_behind_has_its_refused_ent
 
 @pytest.mark.parametrize("name", ["5-" + "9" * 5000, "9" * 5000 + "-1", "5-0", "5-4", "5", "5-1-1", "x-y", "", "5--1"])
 def test_a_result_of_no_evaluation_prompt_is_passed_over(connection, redis_client, name):
-    scripts = Scripts(redis_client, KEYS)
-    scripts.open_epoch(0, "owner")
-    evaluator = Evaluator(connection, scripts, KEYS, 0, {"main": HeldOutConfig(num_prompts=3, num_samples=1)})
+    scripts = Scripts(connection, KEYS)
+    scripts.open_epoch(0)
+    evaluator = Evaluator(scripts, {"main": HeldOutConfig(num_prompts=3, num_samples=1)})
     evaluator.request(5, update=5)
     failed = {Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
     for answered in (name, "5-1", "5-2"):

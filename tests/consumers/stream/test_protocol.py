@@ -33,8 +33,8 @@ def connection(redis_url):
 
 @pytest.fixture
 def scripts(connection):
-    scripts = Scripts(connection.client, KEYS)
-    scripts.open_epoch(0, "me")
+    scripts = Scripts(connection, KEYS)
+    scripts.open_epoch(0)
     return scripts
 
 
@@ -60,32 +60,53 @@ def sets(**num_prompts: int) -> dict[str, HeldOutConfig]:
     return {name: HeldOutConfig(num_prompts=n, num_samples=1, solved=SolvedConfig()) for name, n in num_prompts.items()}
 
 
-def test_every_write_of_an_older_epoch_is_refused(scripts):
-    scripts.open_epoch(3, "other")
+def test_every_write_of_an_older_epoch_is_refused(connection, scripts):
+    Scripts(connection, KEYS).open_epoch(3)
     for write in (
-        lambda: scripts.open_epoch(2, "me"),
-        lambda: scripts.open_epoch(3, "me"),
-        lambda: scripts.release(0, 0, tasks(1, 5), 0),
-        lambda: scripts.release_again(0, 0, [(1, ReleasedTask("main", 1))]),
-        lambda: scripts.drop_unreachable(0),
-        lambda: scripts.announce(0, 1, b"{}", b"", 0, None),
-        lambda: scripts.evaluate(0, [(f"0-{n}", task) for n, task in enumerate(tasks(1, 3), 1)]),
-        lambda: scripts.dead_letter(0, Refused(1, "poison", b"")),
-        lambda: scripts.commit(0, "c", b"0-0", b"0-0"),
-        lambda: scripts.finish(0),
+        scripts.check,
+        lambda: scripts.release(0, tasks(1, 5), 0),
+        lambda: scripts.release_again(0, [(1, ReleasedTask("main", 1))]),
+        lambda: scripts.drop_unreachable(),
+        lambda: scripts.announce(1, b"{}", b"", 0),
+        lambda: scripts.evaluate([(f"0-{n}", task) for n, task in enumerate(tasks(1, 3), 1)]),
+        lambda: scripts.dead_letter(Refused(1, "poison", b"")),
+        lambda: scripts.commit("c", b"0-0", b"0-0"),
+        lambda: scripts.describe({"run_file": b"{}"}),
+        lambda: scripts.note_tasks({1: ReleasedTask("main", 1)}),
+        lambda: scripts.note_parity({"one": b"{}"}),
+        scripts.finish,
+        lambda: scripts.restore(0, {}),
+        lambda: scripts.open_epoch(2),
+        lambda: scripts.open_epoch(3),
     ):
         with pytest.raises(FencedError):
             write()
 
 
 def test_opening_an_epoch_again_after_a_lost_reply_is_no_fence(scripts):
-    assert scripts.open_epoch(4, "me")[b"epoch"] == b"4"
-    assert scripts.open_epoch(4, "me")[b"epoch"] == b"4"
+    assert scripts.open_epoch(4)[b"epoch"] == b"4"
+    assert scripts.open_epoch(4)[b"epoch"] == b"4"
+
+
+def test_a_write_outlives_a_server_that_is_emptied_again_once_its_epoch_is_restored(connection, redis_client):
+    losses = ["first", "second"]
+
+    def restore() -> None:
+        scripts.restore(0, {})
+        if losses:
+            losses.pop()
+            redis_client.flushall()
+
+    scripts = Scripts(connection, KEYS, restore)
+    scripts.open_epoch(0)
+    redis_client.flushall()
+    assert scripts.release(0, tasks(1, 2), 0) == 2
+    assert not losses and redis_client.xlen(KEYS.prompts) == 2
 
 
 def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, redis_client):
-    assert scripts.release(0, 0, tasks(1, 5), 7) == 5
-    assert scripts.release(0, 0, tasks(1, 5), 7) == 5
+    assert scripts.release(0, tasks(1, 5), 7) == 5
+    assert scripts.release(0, tasks(1, 5), 7) == 5
     entries = redis_client.xrange(KEYS.prompts)
     assert [(fields[Field.INDEX], fields[Field.VERSION]) for _, fields in entries] == [
         (str(index).encode(), b"7") for index in range(1, 6)
@@ -93,13 +114,13 @@ def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, r
 
 
 def test_the_release_cursor_never_falls_behind_what_the_trainer_knows(scripts, redis_client):
-    assert scripts.release(0, 10, tasks(11, 12), 0) == 12
+    assert scripts.release(10, tasks(11, 12), 0) == 12
     assert [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)] == [11, 12]
 
 
 def test_credit_bounds_what_is_released_and_not_settled(connection, scripts):
     ledger = Ledger()
-    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0, lambda: config().num_updates)
+    releaser = Releaser(scripts, ledger, config(), lambda: config().num_updates)
     assert releaser.top_up(0) == 12  # (max_lag + 1) * groups_per_batch
     assert releaser.top_up(0) == 0
     for index in (1, 2, 7):
@@ -110,7 +131,7 @@ def test_credit_bounds_what_is_released_and_not_settled(connection, scripts):
 
 def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts):
     ledger = Ledger()
-    releaser = Releaser(connection, scripts, KEYS, ledger, config(num_updates=3), 0, lambda: num_updates_left)
+    releaser = Releaser(scripts, ledger, config(num_updates=3), lambda: num_updates_left)
     num_updates_left = 3
     releaser.top_up(0)
     for index in range(1, 10):
@@ -212,7 +233,7 @@ def test_the_stream_may_be_trimmed_up_to_the_first_ready_group(connection, redis
 
 def test_reconciling_releases_exactly_what_is_in_neither_stream(connection, scripts, redis_client):
     ledger = Ledger()
-    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0, lambda: config().num_updates)
+    releaser = Releaser(scripts, ledger, config(), lambda: config().num_updates)
     releaser.top_up(0)
     reader = Reader(connection, KEYS, ledger, group_size=2)
     entries = {int(fields[Field.INDEX]): entry_id for entry_id, fields in redis_client.xrange(KEYS.prompts)}
@@ -239,12 +260,13 @@ def test_a_group_is_stale_only_when_no_token_lies_within_the_bound():
     assert not is_stale(make_group(1, -1), lag_table(6), 2), "an unknown version is masked by the batch, not dropped"
 
 
-def test_the_commit_hash_tells_forks_and_last_announced_versions(scripts, redis_client):
-    scripts.announce(0, 0, b"{}", b"{}", 0, None)
-    scripts.announce(0, 1, b"{}", b"", 0, None)
-    commit = scripts.open_epoch(1, "next")
+def test_the_commit_hash_tells_forks_and_last_announced_versions(connection, scripts, redis_client):
+    scripts.announce(0, b"{}", b"{}", 0)
+    scripts.announce(1, b"{}", b"", 0)
+    successor = Scripts(connection, KEYS)
+    commit = successor.open_epoch(1)
     first = make_version(1, 0)
-    scripts.announce(1, first, b"{}", b"{}", 0, 1)
+    successor.announce(first, b"{}", b"{}", 0, 1)
     assert forks_of(commit) == {}
     assert announced_of(commit) == {0: 1}
     commit = redis_client.hgetall(KEYS.commit)
@@ -254,11 +276,11 @@ def test_the_commit_hash_tells_forks_and_last_announced_versions(scripts, redis_
 
 def test_an_anchor_alone_is_no_announcement_and_what_is_older_than_the_floor_goes(scripts, redis_client):
     for version in range(4):
-        scripts.announce(0, version, b"{}", b"{}" if version in (0, 2) else b"", 0, None)
-    scripts.announce(0, 3, b"", b"{}", 2, None)
+        scripts.announce(version, b"{}", b"{}" if version in (0, 2) else b"", 0)
+    scripts.announce(3, b"", b"{}", 2)
     assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.policy)] == [b"2-1", b"3-1"]
     assert set(redis_client.hkeys(KEYS.anchors)) == {b"2", b"3"}
-    scripts.announce(0, 2, b"", b"{}", 0, None)
+    scripts.announce(2, b"", b"{}", 0)
     assert redis_client.hget(KEYS.commit, "policy_version") == b"3"
 
 
@@ -270,7 +292,7 @@ def result(version: int, n: int, reward: float, *, by: str = "good-1", **parts: 
 
 
 def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=3))
+    evaluator = Evaluator(scripts, sets(main=3))
     evaluator.request(5, update=5)
     assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"5-3"]
     redis_client.xadd(KEYS.evaluation_results, result(5, 1, 1.0))
@@ -289,7 +311,7 @@ def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection
 
 
 def test_a_shaped_reward_is_not_replaced_by_a_part_called_exact(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=4))
+    evaluator = Evaluator(scripts, sets(main=4))
     evaluator.request(5, update=5)
     for n, (reward, exact) in enumerate([(0.7, 0.0), (0.7, 0.0), (1.0, 1.0)], start=1):
         redis_client.xadd(KEYS.evaluation_results, result(5, n, reward, exact=exact))
@@ -300,7 +322,7 @@ def test_a_shaped_reward_is_not_replaced_by_a_part_called_exact(connection, scri
 
 def test_an_evaluation_of_several_environments_has_the_rewards_of_each(connection, scripts, redis_client):
     held_out = [ReleasedTask("sums", 1), ReleasedTask("sums", 2), ReleasedTask("words", 1)]
-    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(sums=2, words=1))
+    evaluator = Evaluator(scripts, sets(sums=2, words=1))
     evaluator.request(5, update=5)
     asked = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.evaluations)]
     assert asked == [(task.environment.encode(), str(task.number).encode()) for task in held_out]
@@ -316,7 +338,7 @@ def test_an_evaluation_of_several_environments_has_the_rewards_of_each(connectio
 
 
 def test_an_answer_is_of_the_environment_that_its_group_names(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(sums=1, words=2))
+    evaluator = Evaluator(scripts, sets(sums=1, words=2))
     evaluator.request(5, update=5)
     for n, environment in ((1, "words"), (2, "sums"), (3, "")):
         group = msgspec.structs.replace(make_group(0, 5, rewards=(n / 4,)), environment=environment)
@@ -330,7 +352,7 @@ def test_an_answer_is_of_the_environment_that_its_group_names(connection, script
 
 def test_an_evaluation_of_several_answers_a_prompt_has_means_and_pass_at_k(connection, scripts, redis_client):
     how = HeldOutConfig(num_prompts=2, num_samples=4, pass_at=(1, 2), solved=SolvedConfig(value=0.5))
-    evaluator = Evaluator(connection, scripts, KEYS, 0, {"main": how})
+    evaluator = Evaluator(scripts, {"main": how})
     evaluator.request(5, update=5)
     for n, rewards in enumerate([(1.0, 0.5, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)], start=1):
         group = make_group(0, 5, rewards=rewards, evaluation_id=f"5-{n}")
@@ -347,15 +369,15 @@ def test_an_evaluation_of_several_answers_a_prompt_has_means_and_pass_at_k(conne
 
 
 def test_a_release_says_which_task_it_is_until_checkpoints_hold_it(scripts, redis_client):
-    scripts.release(0, 0, [ReleasedTask("words", 1), ReleasedTask("sums", 1), ReleasedTask("sums", 2)], 0)
-    scripts.release_again(0, 0, [(2, ReleasedTask("sums", 1))])
+    scripts.release(0, [ReleasedTask("words", 1), ReleasedTask("sums", 1), ReleasedTask("sums", 2)], 0)
+    scripts.release_again(0, [(2, ReleasedTask("sums", 1))])
     released = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.prompts)]
     assert released == [(b"words", b"1"), (b"sums", b"1"), (b"sums", b"2"), (b"sums", b"1")]
     assert redis_client.hgetall(KEYS.tasks) == {b"1": b"1 words", b"2": b"1 sums", b"3": b"2 sums"}
     redis_client.delete(KEYS.tasks)
-    scripts.release_again(0, 0, [(1, ReleasedTask("words", 1)), (3, ReleasedTask("sums", 2))])
+    scripts.release_again(0, [(1, ReleasedTask("words", 1)), (3, ReleasedTask("sums", 2))])
     assert redis_client.hgetall(KEYS.tasks) == {b"1": b"1 words", b"3": b"2 sums"}, "a second release as the first"
-    scripts.commit(0, "c", b"0-0", b"0-0", 2)
+    scripts.commit("c", b"0-0", b"0-0", 2)
     assert redis_client.hgetall(KEYS.tasks) == {b"3": b"2 sums"}
 
 
@@ -370,7 +392,7 @@ def test_a_group_is_of_the_environment_that_its_index_was_released_for(connectio
 
 
 def test_an_evaluation_that_failed_whole_has_a_reward_of_0(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=1))
+    evaluator = Evaluator(scripts, sets(main=1))
     evaluator.request(5, update=5)
     redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-1", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
     (done,) = evaluator.collect()
@@ -378,7 +400,7 @@ def test_an_evaluation_that_failed_whole_has_a_reward_of_0(connection, scripts, 
 
 
 def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=3))
+    evaluator = Evaluator(scripts, sets(main=3))
     evaluator.request(5, update=5)
     evaluator.request(5, update=5)
     evaluator.request_again()
@@ -389,7 +411,7 @@ def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, s
 
 
 def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=2))
+    evaluator = Evaluator(scripts, sets(main=2))
     evaluator.request(5, update=5)
     redis_client.delete(KEYS.evaluations)
     evaluator.request(7, update=7)
@@ -417,7 +439,7 @@ def held() -> set[str]:
 
 @pytest.fixture
 def wary(connection, scripts, held) -> Evaluator:
-    return Evaluator(connection, scripts, KEYS, 0, sets(main=3), lambda samplers: not held.isdisjoint(samplers))
+    return Evaluator(scripts, sets(main=3), lambda samplers: not held.isdisjoint(samplers))
 
 
 def test_what_a_quarantined_producer_has_answered_is_asked_again_and_does_not_count(wary, held, redis_client):

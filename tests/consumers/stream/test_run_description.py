@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from penstock.consumers.stream.scripts import FencedError, Scripts
+from penstock.consumers.stream.scripts import FencedError
 from penstock.schemas.config import RunConfig, config_of
 from penstock.schemas.description import RunDescription, decode_description
 from trainer_bench import at_step
@@ -30,11 +30,11 @@ def test_a_run_describes_itself_from_its_start_and_a_resume_with_what_has_change
 
 
 def test_an_older_trainer_describes_nothing_any_more(bench, redis_client) -> None:
-    bench.trainer()
+    older = bench.trainer()
     bench.trainer(resume=True)
     before = described(redis_client, bench)
     with pytest.raises(FencedError):
-        Scripts(redis_client, bench.keys).describe(0, {"run_file": b"{}"})
+        older.leadership.scripts.describe({"run_file": b"{}"})
     assert described(redis_client, bench) == before
 
 

@@ -168,10 +168,10 @@ def test_another_figure_begins_anew(start):
     kept = start()
     kept.publish(3)
     kept.consider(result(1, 0.9))
-    again = start(best="pass@2")
-    again.log, again.best = kept.log, again.opened(epoch=1)
-    again.consider(result(2, 0.0, **{"pass@2": 0.1}))
-    assert again.version == 2
+    kept.config = msgspec.structs.replace(kept.config, checkpoint=CheckpointConfig(best="pass@2"))
+    kept.best = kept.opened(epoch=1)
+    kept.consider(result(2, 0.0, **{"pass@2": 0.1}))
+    assert kept.version == 2
 
 
 def test_a_best_json_of_other_hands_is_refused(start):
@@ -309,6 +309,20 @@ def test_a_trainer_that_is_stopped_hands_over_once_its_best_is_written(scored_be
     assert not trainer.run()
     may_write.set()
     assert found[0] is not None and found[0].policy_version == 5
+
+
+def test_a_wait_after_the_end_is_for_the_model_under_way_and_not_for_those_behind_it(start, monkeypatch):
+    kept = start()
+    kept.publish(3)
+    may_write, read = threading.Event(), WeightReader.log
+    monkeypatch.setattr(WeightReader, "log", lambda reader: may_write.wait(30) and read(reader))
+    for each in (result(1, 0.5), result(2, 0.6), result(0, 0.7)):
+        kept.best.consider(each)
+    kept.best.abandon()
+    assert len(kept.best.pinned) == 1
+    may_write.set()
+    kept.best.wait()
+    assert not kept.best.pinned and not kept.folder.exists()
 
 
 def test_what_was_pending_and_is_gone_by_now_is_told_once(start, caplog):

@@ -358,14 +358,14 @@ def test_a_repeated_announcement_adds_nothing(start, redis_client):
     one = start()
     one.publish()
     one.settle()
-    one.scripts.announce(0, 0, b"{}", b"", 0, None)
+    one.scripts.announce(0, b"{}", b"", 0)
     assert redis_client.xlen(one.keys.policy) == 1
 
 
-def test_a_store_whose_scheme_nothing_installed_knows_is_refused_by_the_field(start):
-    for field in ("deltas", "anchors"):
-        with pytest.raises(ConfigError, match=rf"weights\.{field} = 'nowhere://bucket': no file system .* installed"):
-            start(**{field: "nowhere://bucket"})
+@pytest.mark.parametrize("field", ["deltas", "anchors"])
+def test_a_store_whose_scheme_nothing_installed_knows_is_refused_by_the_field(start, field):
+    with pytest.raises(ConfigError, match=rf"weights\.{field} = 'nowhere://bucket': no file system .* installed"):
+        start(**{field: "nowhere://bucket"})
 
 
 def test_a_store_that_is_slow_shows_how_far_the_writing_is(start, monkeypatch, caplog):

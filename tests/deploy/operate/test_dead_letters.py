@@ -36,21 +36,18 @@ class Half:
     def __init__(self, run: ShortRun, state: dict | None = None) -> None:
         self.run = run
         self.connection = TrainerConnection(run.url, outage_s=5)
-        self.scripts = Scripts(self.connection.client, run.keys)
-        self.epoch = int(self.connection.client.hget(run.keys.commit, "epoch") or -1) + 1
-        self.scripts.open_epoch(self.epoch, "me", 60.0)
+        self.scripts = Scripts(self.connection, run.keys, lease_s=60.0)
+        self.scripts.open_epoch(int(self.connection.client.hget(run.keys.commit, "epoch") or -1) + 1)
         self.ledger = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(state))) if state else Ledger()
         self.reader = Reader(self.connection, run.keys, self.ledger, group_size=2)
         self.num_updates_left = 100
-        self.releaser = Releaser(
-            self.connection, self.scripts, run.keys, self.ledger, run.config, self.epoch, lambda: self.num_updates_left
-        )
+        self.releaser = Releaser(self.scripts, self.ledger, run.config, lambda: self.num_updates_left)
 
     def heal(self) -> int:
         """Reconciles as the trainer does; returns the requeued indexes that were released."""
         self.releaser.reconcile(self.reader, LagTable(9, {}, {}))
         for record in self.reader.take_refused():
-            self.scripts.dead_letter(self.epoch, record)
+            self.scripts.dead_letter(record)
             if record.index is not None:
                 self.ledger.settle(record.index, "dead", record.reason)
         return self.releaser.release_requeued(9)
@@ -58,7 +55,7 @@ class Half:
     def release(self, target: int) -> None:
         after = self.ledger.num_released
         tasks = [ReleasedTask("main", number) for number in range(after + 1, target + 1)]
-        self.scripts.release(self.epoch, after, tasks, 0)
+        self.scripts.release(after, tasks, 0)
         for task in tasks:
             self.ledger.release(task)
 
@@ -335,7 +332,7 @@ def test_letters_that_name_no_index_cannot_be_requeued_and_are_counted(run, half
 
 
 def test_a_finished_run_takes_no_requeue(run, half, redis_client, capsys):
-    half.scripts.finish(half.epoch)
+    half.scripts.finish()
     assert "run 'test' is finished and releases nothing more" in refused(run, capsys, "requeue", "test", "3")
     assert redis_client.exists(run.keys.requeued) == 0
 
@@ -371,8 +368,8 @@ def test_a_run_trains_what_was_requeued_and_its_ledger_balances(run, redis_clien
     if killed:
         release_again = trainer.leadership.scripts.release_again
 
-        def release_and_die(epoch, version, tasks):
-            release_again(epoch, version, tasks)
+        def release_and_die(version, tasks):
+            release_again(version, tasks)
             if [index for index, _ in tasks] == [3]:
                 raise KilledError
 

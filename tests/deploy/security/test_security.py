@@ -3,6 +3,7 @@
 import asyncio
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -13,6 +14,7 @@ from redis import exceptions
 
 import penstock.consumers.__main__ as entry
 import wire_examples
+from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
@@ -143,7 +145,7 @@ def test_a_user_can_do_none_of_what_its_role_does_not_need(client_of, role: str)
     assert admin.hgetall(KEYS.commit) == {b"epoch": b"0"}
 
 
-def test_the_trainer_writes_the_weight_log_and_a_producer_reads_it(client_of) -> None:
+def test_the_trainer_writes_the_weight_log_and_a_producer_reads_it(guarded: RealServer, client_of) -> None:
     admin, trainer, producer = (
         client_of(ADMIN),
         *(client_of(user_name("test", role)) for role in ("trainer", "producer")),
@@ -154,8 +156,10 @@ def test_the_trainer_writes_the_weight_log_and_a_producer_reads_it(client_of) ->
     assert sorted(written.keys()) == ["0-whole-0-0", "0-whole-0-1"]
     written.delete(["0-whole-0-1"])
     described = {"run_file": b"{}", "model_digest": b"d"}
-    admin.hset(KEYS.commit, "epoch", 0)
-    Scripts(trainer, KEYS).describe(0, described)
+    with closing(TrainerConnection(url_of(guarded, user_name("test", "trainer")), outage_s=5)) as connection:
+        scripts = Scripts(connection, KEYS)
+        scripts.open_epoch(0)
+        scripts.describe(described)
     manifest = WeightManifest(
         version=0,
         parent_version=-1,
