@@ -31,6 +31,7 @@ from bench.endpoint.servers import Answer, ChatServer, PenstockServer, VllmServe
 from bench.result import BenchError, Goal
 from bench.section import measure
 from penstock.deploy.launch.child import Child
+from real_server import free_port
 from waiting import wait_for
 
 TINY = EncodingSettings(calls=6, turn_tokens=60, answer_tokens=30)
@@ -202,7 +203,7 @@ def test_errors_of_a_server_carry_its_name(http_server):
     penstock.close()
     http_server.shutdown()
     http_server.socket.close()
-    gone = VllmServer("vllm", port, 0)
+    gone = VllmServer("vllm", free_port(), 0)
     assert not gone.is_ready()
     with pytest.raises(BenchError, match="vllm: ConnectionRefusedError"):
         gone.chat("/v1/chat/completions", {"messages": []})

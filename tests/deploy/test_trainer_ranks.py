@@ -54,7 +54,7 @@ def trainer_on_ranks(
         )
         for rank, each in enumerate(arguments)
     ]
-    statuses = [rank.wait(timeout=60) for rank in ranks]
+    statuses = [rank.wait(timeout=180) for rank in ranks]
     return EndedTrainer(
         statuses, [line for file in files for line in file.read_text().splitlines() if " INFO " not in line]
     )

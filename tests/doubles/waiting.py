@@ -13,7 +13,7 @@ def wait_for(
     look: Callable[[], T],
     accept: Callable[[T], object] = bool,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 240.0,
     poll_s: float = 0.01,
     process: subprocess.Popen[Any] | None = None,
     log: Callable[[], object] = str,
@@ -30,7 +30,7 @@ def wait_for(
     return seen
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
     """Waits until `condition()` is true; raises TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110, what is waited for happens in Redis or another task

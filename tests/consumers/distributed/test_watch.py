@@ -13,10 +13,10 @@ from training_groups import configuration, random_group, tiny_model
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 """On a busy machine a process may stand still for half of it."""
 SILENT = r"has died or is frozen: not heard of for \d+ s"
-NO_ANSWER = r"did not answer: hung, or slower than trainer\.rank_timeout_s = 10"
+NO_ANSWER = r"did not answer: hung, or slower than trainer\.rank_timeout_s = 30"
 
 
 class LostRank(NamedTuple):
@@ -64,21 +64,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[LostRank, EndedRanks
     config = configuration(folder / "model", trainer=trainer)
     groups = [random_group(index, 1) for index in range(1, 5)]
     found = {}
-    for some in (CASES,):
-        with ExitStack() as stack:
-            started = {}
-            for case in some:
-                own = folder / _name(case)
-                work = config, groups, own / "checkpoints", case.culprit, case.place, case.fate
-                started[case] = stack.enter_context(
-                    ranks_running(2, train_until, *work, folder=own, timeout_s=TIMEOUT_S)
-                )
-            for case, processes in started.items():
-                status = processes[1 - case.culprit].wait(timeout=90)
-                if case.fate == "out of memory":
-                    assert processes[case.culprit].wait(timeout=30) == 1
-                lines = "".join(log_of(folder / _name(case), rank) for rank in (0, 1)).splitlines()
-                found[case] = EndedRanks(status, lines)
+    with ExitStack() as stack:
+        started = {}
+        for case in CASES:
+            own = folder / _name(case)
+            work = config, groups, own / "checkpoints", case.culprit, case.place, case.fate
+            started[case] = stack.enter_context(ranks_running(2, train_until, *work, folder=own, timeout_s=TIMEOUT_S))
+        for case, processes in started.items():
+            status = processes[1 - case.culprit].wait(timeout=300)
+            if case.fate == "out of memory":
+                assert processes[case.culprit].wait(timeout=120) == 1
+            lines = "".join(log_of(folder / _name(case), rank) for rank in (0, 1)).splitlines()
+            found[case] = EndedRanks(status, lines)
     return found
 
 

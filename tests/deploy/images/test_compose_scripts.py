@@ -63,14 +63,14 @@ class ScriptMachine:
     def run(self, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Starts it and waits for its end."""
         with self.start(name, **environment) as process:
-            output, said = process.communicate(timeout=30)
+            output, said = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, output, said)
 
     def calls(self) -> list[str]:
         return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
 
     def wait_for_calls(self, count: int) -> None:
-        wait_for(self.calls, lambda calls: len(calls) >= count, timeout_s=30)
+        wait_for(self.calls, lambda calls: len(calls) >= count)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_trainer_that_is_stopped_is_waited_for_and_is_not_a_complete_run(machi
     process = machine.start("trainer.sh")
     machine.wait_for_calls(1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert (process.returncode, output) == (143, "saved\n")
     assert len(machine.calls()) == 1
 
@@ -172,7 +172,7 @@ def test_every_producer_takes_a_gpu_of_its_own_and_never_the_trainers(machine: S
     finally:
         for process in running:
             process.kill()
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
 
 
 def test_passwords_are_made_once_and_each_part_gets_its_own(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from penstock.schemas.config import EnvironmentConfig, LoraConfig, ModelConfig, 
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Keys
 from penstock.schemas.model_digest import model_digest
+from real_server import free_port
 
 pytestmark = pytest.mark.redis
 
@@ -222,8 +223,7 @@ def web_server() -> Iterator[int]:
 def test_what_does_not_answer_as_a_redis_ends_with_status_1(join, web_server: int) -> None:
     status, error, _ = join(url=f"redis://127.0.0.1:{web_server}")
     assert status == 1 and f"Redis at 127.0.0.1:{web_server} gives nothing of run 'far': " in error
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     status, error, _ = join(url=f"redis://127.0.0.1:{port}")
     assert status == 1 and "Connection refused" in error
     status, error, _ = join(url=f"redis://:sesame@127.0.0.1:{port}?timeout=3")

@@ -1,6 +1,5 @@
 """TLS between a run's parts and a Redis elsewhere: verified by default, and refused at once where it cannot be."""
 
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.process.outage import RedisGoneError
 from producer_thread import ProducerThread
-from real_server import RealServer
+from real_server import RealServer, free_port
 from scripted_learner import ScriptedLearner
 from trainer_bench import TrainerBench
 
@@ -45,9 +44,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(server_binary: Path, certificates: Path, tmp_path: Path) -> Iterator[str]:
     """`rediss://test-operator:secret@localhost:port`, on a server that speaks nothing but TLS there."""
     (tmp_path / "users.acl").write_text(acl_file(["test"], dict.fromkeys(user_names(["test"]), "secret")))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     files = {"cert": "server.crt", "key": "server.key", "ca-cert": "ca.crt"}
     arguments = [part for name, file in files.items() for part in (f"--tls-{name}-file", str(certificates / file))]
     arguments += ["--bind", "127.0.0.1", "--tls-port", str(port), "--tls-auth-clients", "no"]

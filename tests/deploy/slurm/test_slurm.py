@@ -59,7 +59,7 @@ class Cluster:
     def run(self, script: str, *arguments: str, **environment: str) -> tuple[int, str]:
         """The exit status and what was said on standard error."""
         with self.start(script, *arguments, **environment) as process:
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=120)
         return process.returncode, said
 
     def calls(self, name: str) -> list[str]:
@@ -160,7 +160,7 @@ def test_a_trainer_whose_time_is_over_saves_and_is_queued_again(cluster: Cluster
             lambda: (cluster.folder / "step").exists() and (cluster.folder / "step").read_text(), bool, timeout_s=30
         )
         job.send_signal(signal.SIGUSR1)
-        output, _ = job.communicate(timeout=30)
+        output, _ = job.communicate(timeout=120)
     assert (job.returncode, output) == (1, "saved\n")
     assert any("requeue 123456" in call for call in cluster.calls("scontrol"))
 
@@ -170,10 +170,10 @@ def test_a_trainer_that_is_cancelled_is_waited_for_and_not_queued_again(cluster:
         "srun", f"echo $$ > {cluster.folder}/step\nwhile [ ! -e {cluster.folder}/over ]; do sleep 0.02; done; exit 1"
     )
     with cluster.start("trainer.sbatch", "run.toml", REDIS_URL="redis://there") as job:
-        wait_for(lambda: (cluster.folder / "step").exists(), bool, timeout_s=30)
+        wait_for(lambda: (cluster.folder / "step").exists(), bool)
         job.send_signal(signal.SIGTERM)  # Slurm sends it to the step as well
         (cluster.folder / "over").touch()
-        job.communicate(timeout=30)
+        job.communicate(timeout=120)
     assert job.returncode == 1
     assert not [call for call in cluster.calls("scontrol") if "requeue" in call]
 
@@ -183,7 +183,7 @@ def test_redis_has_its_password_from_a_file_that_others_cannot_read(cluster: Clu
     cluster.put("python3", f'[[ "$*" == *secrets* ]] && echo sesame || echo {cluster.folder}/bin/server')
     folder = tmp_path / "redis"
     with cluster.start("redis.sbatch", str(folder), PENSTOCK_REDIS_PORT="7001") as job:
-        configuration, said = job.communicate(timeout=30)
+        configuration, said = job.communicate(timeout=120)
     assert (job.returncode, said) == (0, "")
     settings = dict(line.split(" ", 1) for line in configuration.splitlines())
     assert settings["requirepass"] == "sesame" and settings["dir"] == f'"{folder}"'

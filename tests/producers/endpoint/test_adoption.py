@@ -92,7 +92,7 @@ async def asked_nothing(claims: object = None) -> None:
 
 async def stop(one) -> None:
     one.producer.stop.set()
-    await asyncio.wait_for(one.task, 20)
+    await asyncio.wait_for(one.task, 90)
 
 
 async def asked_again(one, rollout: dict, body: dict) -> dict:
@@ -190,7 +190,7 @@ async def test_the_openai_client_goes_on_where_its_producer_was_stopped(serve, m
         engine = ScriptedEngine(script=resumable, max_model_len=4096)
         two = await serve(engine, "b", beside=one, group_size=1, endpoint=replace(PORTLESS, port=port))
         assert two.url == one.url
-        message, reason = await asyncio.wait_for(asking, 30)
+        message, reason = await asyncio.wait_for(asking, 90)
         assert reason == "tool_calls" and message.generation_token_ids == script(message.prompt_token_ids, 0)
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
         reply, _ = await ask([*ASKED, message, result])

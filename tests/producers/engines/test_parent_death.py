@@ -67,7 +67,7 @@ def test_a_child_ends_with_its_parent_and_takes_its_own_along(start_parent, tmp_
     assert len(family(mark)) >= (2 if moment == "starting" else 3)
     parent.send_signal(number)
     parent.wait()
-    wait_for(lambda: not family(mark), timeout_s=30)
+    wait_for(lambda: not family(mark))
 
 
 def test_a_child_whose_parent_died_before_it_could_run_ends_at_once(start_parent, tmp_path):
@@ -75,7 +75,7 @@ def test_a_child_whose_parent_died_before_it_could_run_ends_at_once(start_parent
     wait_for(lambda: len(psutil.Process(parent.pid).children()) > 0)
     parent.kill()
     parent.wait()
-    wait_for(lambda: not family(mark), timeout_s=30)
+    wait_for(lambda: not family(mark))
 
 
 def test_a_child_that_ends_by_itself_is_joined_and_the_contexts_are_as_before():
@@ -84,7 +84,7 @@ def test_a_child_that_ends_by_itself_is_joined_and_the_contexts_are_as_before():
             assert multiprocessing.get_context(method).Process is kind
         process = multiprocessing.get_context("spawn").Process(target=os._exit, args=(7,))
         process.start()
-    process.join(30)
+    process.join(120)
     assert process.exitcode == 7
     assert multiprocessing.get_context("spawn").Process is multiprocessing.context.SpawnProcess
     assert multiprocessing.get_context("fork").Process is multiprocessing.context.ForkProcess

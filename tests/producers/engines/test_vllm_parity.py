@@ -66,15 +66,20 @@ async def test_logprobs_equal_transformers_after_an_update_in_flight(
     assert gap(after, older, reference, temperature) > 0.1
 
 
+def has_tokens(sampled: list[Completion]) -> bool:
+    return any(len(completion.token_ids) for completion in sampled)
+
+
 async def test_a_request_in_flight_keeps_its_kv_and_goes_on_with_the_new_weights(shared_engine, make_qwen3, parameters):
     tied = shared_engine.base.config.tie_word_embeddings
     older, newer = make_qwen3(tied=tied, seed=3), make_qwen3(tied=tied, seed=4)
-    spanning = []
-    for attempt in range(1, 20):  # a random model may end every completion before the update comes, or start after it
+    engine, spanning = shared_engine.engine, []
+    for attempt in range(20):  # a random model may end every completion before the update comes
         first = await shared_engine.load(parameters(older))
         sampling = SamplingSettings(max_tokens=400)
-        running = asyncio.create_task(shared_engine.engine.generate(PROMPT, sampling, 32, f"spanning-{attempt}"))
-        await asyncio.sleep(0.02 * attempt)
+        name = f"spanning-{attempt}"
+        running = asyncio.create_task(engine.generate(PROMPT, sampling, 32, name))
+        await until(lambda of=name, task=running: task.done() or has_tokens(engine.sampled(of)))
         second = await shared_engine.load(parameters(newer))
         spanning = [c for c in await running if [s.version for s in c.version_spans] == [first, second]]
         if spanning:

