@@ -132,7 +132,7 @@ async def answer_held_out(
     )
     conversations = None
     if config.endpoint is not None and environments.any_converse:
-        calls = Calls(config, engine, _Loaded(), tokenizer, parser, metrics)
+        calls = Calls.of(config, engine, _Loaded(), tokenizer, parser, metrics)
         conversations = Conversations(
             environments, calls, config.endpoint, producer_id=NAME, fingerprint=engine.fingerprint
         )

@@ -51,8 +51,7 @@ class Calls:
     """Answers calls, many concurrently. Rendering and parsing run in one thread: for long conversations they would hold
     up the event loop, which has claims to refresh.
 
-    config: with an endpoint.
-    tokenizer, parser: see `AgentEndpoint`.
+    prompts, answers: used in that thread only.
     """
 
     def __init__(
@@ -60,22 +59,12 @@ class Calls:
         config: RunConfig,
         engine: Engine,
         weights: FreshWeights,
-        tokenizer: Any,
-        parser: AnswerParser | None,
+        prompts: Prompts,
+        answers: Answers,
         metrics: ProducerMetrics,
     ) -> None:
-        """
-        Raises:
-            ConfigError: a tokenizer without a chat template.
-        """
-        assert config.endpoint is not None
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(
-                f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
-            )
-        own, exact = copy.deepcopy(tokenizer), config.endpoint.history == "token_exact"  # used in a thread of its own
-        self._prompts = Prompts(own, exact=exact, stop_token_ids=config.sampling.stop_token_ids)
-        self._answers = Answers(own, parser or PlainText())
+        self._prompts = prompts
+        self._answers = answers
         self._engine = engine
         self._weights = weights
         self._config = config
@@ -87,6 +76,30 @@ class Calls:
         self._ignored: set[str] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the error that ends this producer once a call has met it, even if that call was cancelled."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        engine: Engine,
+        weights: FreshWeights,
+        tokenizer: Any,
+        parser: AnswerParser | None,
+        metrics: ProducerMetrics,
+    ) -> "Calls":
+        """Returns the calls of a run with an endpoint. tokenizer, parser: see `AgentEndpoint`.
+
+        Raises:
+            ConfigError: a tokenizer without a chat template.
+        """
+        assert config.endpoint is not None
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
+            )
+        own, exact = copy.deepcopy(tokenizer), config.endpoint.history == "token_exact"
+        prompts = Prompts(own, exact=exact, stop_token_ids=config.sampling.stop_token_ids)
+        return cls(config, engine, weights, prompts, Answers(own, parser or PlainText()), metrics)
 
     async def answer(self, rollout: AgentRollout, request: ChatRequest, number: int, identity: bytes = b"") -> Answered:
         """Waits for weights that are fresh enough for the group, which a load unblocks, then samples. The end of the

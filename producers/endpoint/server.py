@@ -113,7 +113,7 @@ class AgentEndpoint:
         self._key = api_key(endpoint)
         self._model = Path(config.model.path).name
         """The name under which the policy is served."""
-        self.calls = Calls(config, engine, weights, tokenizer, parser, context.metrics)
+        self.calls = Calls.of(config, engine, weights, tokenizer, parser, context.metrics)
         self.agents = Agents(
             context,
             endpoint,
