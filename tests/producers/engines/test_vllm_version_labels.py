@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_UPDATES = 16
 
 
-async def load_telling(host, follower, base) -> None:
+async def load_labelled(host, engine, follower, base) -> None:
     """Announces the next version, whose greedy token names its number, and has it or a newer one loaded."""
     manifest = host.announce(lambda version: weights_of_token(base, label_of(version)))
     await host.load(follower, manifest)
-    assert follower.version >= manifest.version
+    assert engine.policy_version >= manifest.version
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -36,12 +36,12 @@ async def test_no_token_is_mislabelled_on_two_engines_of_one_host_updated_while_
 ):
     engines, host, base = (tied_engine, untied_engine), EngineHost(tmp_path), parameters(untied_engine.base)
     followers = [host.follower(shared.engine) for shared in engines]
-    for follower in followers:
-        await load_telling(host, follower, base)
+    for shared, follower in zip(engines, followers, strict=True):
+        await load_labelled(host, shared.engine, follower, base)
     sampled: tuple[list, list] = [], []
     work = []
     for seed, (shared, follower, done) in enumerate(zip(engines, followers, sampled, strict=True)):
-        stop, update = asyncio.Event(), partial(load_telling, host, follower, base)
+        stop, update = asyncio.Event(), partial(load_labelled, host, shared.engine, follower, base)
         work.append(sample_throughout(shared.engine, stop, seed, done))
         work.append(update_until_seen(update, done, NUM_UPDATES, stop))
     await asyncio.gather(*work)
