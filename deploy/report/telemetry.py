@@ -135,7 +135,16 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ra
     """How far the producer's clock is ahead of Redis'."""
 
 
-ProducerEvent = Started | WeightsLoaded | Rate
+class ShortGroup(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="short_group"):
+    """An agents' group was appended with fewer siblings than the run asks for; `missing` says why."""
+
+    time_s: float
+    index: int
+    finished: int
+    missing: str
+
+
+ProducerEvent = Started | WeightsLoaded | Rate | ShortGroup
 
 
 class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):

@@ -130,13 +130,18 @@ def test_agents_outside_go_on_when_their_producer_is_killed_and_started_again(
     settings |= {"num_updates": 8, "record": "true", "endpoint.port": free_port()}
     process = start("run", *run_arguments(folder, calculator_model, **settings))
     url = served_url(process, folder, tmp_path)
-    patient = "import functools, runpy, openai; openai.OpenAI = functools.partial(openai.OpenAI, max_retries=1000)"
-    start("agent", "-c", f"{patient}; runpy.run_path('docs/examples/outside_agent.py', run_name='__main__')", url)
+    openings = tmp_path / "openings"
+    openings.mkdir()
+    start("agent", str(ROOT / "tests/doubles/patient_agents.py"), str(openings), url)
     asked = [sys.executable, "-m", "penstock.deploy.cli", "producers", str(folder), "--json"]
     (producer,) = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)["alive"]
     updates = folder / "updates.jsonl"
     await_run(process, lambda: updates.exists() and updates.read_text().count("\n") >= 3, tmp_path)
+    # An opened rollout whose answer dies with the producer has no agent: its place stays empty until it is idle.
+    (openings / "hold").touch()
+    wait_for(lambda: not list(openings.glob("opening-*")))
     os.kill(producer["pid"], signal.SIGKILL)
+    (openings / "hold").unlink()
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()
     record = Record(folder)
     groups = [each.decode() for batch in record.batches for each in record.batch(batch)[1]]

@@ -126,4 +126,4 @@ def test_the_page_names_everything_that_the_diagnostics_find() -> None:
         advantages=torch.tensor([1.0, -1.0]),
     )
     assert {re.sub(r"(/lag_).*", r"\1", name) for name in found} <= by_key().keys()
-    assert len(found) == 16 + 2 + 13 + 2 * 9  # each bucket here has one sign of the advantage
+    assert len(found) == 16 + 2 + 14 + 2 * 10  # each bucket here has one sign of the advantage

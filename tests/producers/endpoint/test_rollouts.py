@@ -13,6 +13,7 @@ import pytest
 
 from agent_client import ADD, ANSWER, AgentClient, tool_user
 from chat_templates import decode, render
+from penstock.deploy.report.telemetry import ProducerEvent, ShortGroup, read_lines
 from penstock.producers.endpoint.agents import GROUP_BYTES, Agents
 from penstock.producers.endpoint.groups import AgentGroup
 from penstock.producers.interfaces import EngineError
@@ -517,9 +518,9 @@ async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None
     agents_of(one).end_overdue(math.inf)
     (group,) = await one.groups(1)
     assert len(group.rollouts) == 1 and group.missing == "1 never opened"
-    lines = [json.loads(line) for line in (folder / "producers" / "a.jsonl").read_text().splitlines()]
-    (short,) = [line for line in lines if line["event"] == "short_group"]
-    assert (short["index"], short["finished"], short["missing"]) == (1, 1, "1 never opened")
+    events, _ = read_lines(folder / "producers" / "a.jsonl", ProducerEvent)
+    (short,) = [event for event in events if isinstance(event, ShortGroup)]
+    assert (short.index, short.finished, short.missing) == (1, 1, "1 never opened")
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, "\ud800", 5])
