@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.consumers.weights.published_policy import PublishedPolicy
+from penstock.consumers.weights.publisher import Publisher
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -39,16 +39,16 @@ def note(file: Path, what: str, version: int, found: str) -> None:
 
 def watch_publications(file: Path) -> None:
     """Records each policy of this process before it is published."""
-    publish = PublishedPolicy._publish
+    publish = Publisher.publish
 
-    def noted(self: Any, parent_version: int, *, fork: bool) -> None:
-        if self._learner.ranks.size == 1:
-            parts = self._learner.published_parts()()
+    def noted(self: Any, version: int, *rest: Any, **how: Any) -> None:
+        if self._ranks.size == 1:
+            parts = self._shard.snapshots._collect()()
             found = {part.name: part.values.to(part.dtype).reshape(part.shape) for part in parts}
-            note(file, "published", self.version, digest(found))
-        publish(self, parent_version, fork=fork)
+            note(file, "published", version, digest(found))
+        publish(self, version, *rest, **how)
 
-    PublishedPolicy._publish = noted  # type: ignore[method-assign]
+    Publisher.publish = noted  # type: ignore[method-assign]
 
 
 def judge_labels(file: Path) -> tuple[int, list[str]]:
