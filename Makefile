@@ -8,7 +8,7 @@ export VENV
 # Tests and runs start hundreds of interpreters; each would compile torch and vLLM anew if no bytecode may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo agent-demo test chaos compose-check lint bench bench-peers gpu-check study venv venv-dev venv-peers clean clean-venv
+.PHONY: demo agent-demo test test-all chaos compose-check lint bench bench-peers gpu-check study venv venv-dev venv-peers clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m penstock.deploy.cli make-model $(MODEL)
@@ -23,6 +23,10 @@ agent-demo: venv
 # Tests of one group share a worker, with its engines.
 test: venv-dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup
+
+# On both servers, with the whole fuzz and every other test marked `exhaustive`.
+test-all: venv-dev
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --exhaustive
 
 # Under twenty minutes; the results and the page made of them (docs/faults.md is a copy) are in runs/chaos.
 # SEED=3 replays one seed.

@@ -31,9 +31,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("REDIS_URL", None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run the tests marked `exhaustive` as well")
+
+
 # Before xdist's own hook, which reads the groups.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--exhaustive"):
+        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=exhaustive)
+        items[:] = [item for item in items if item not in exhaustive]
     has_gpu = shutil.which("nvidia-smi") is not None and os.system("nvidia-smi -L > /dev/null 2>&1") == 0
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
@@ -73,13 +81,21 @@ def signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture(scope="session", params=["redis", "valkey"])
+_SERVERS = installed_servers()
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(name, marks=[pytest.mark.exhaustive] if number else [])
+        for number, name in enumerate(_SERVERS or ["redis"])
+    ],
+)
 def server_binary(request: pytest.FixtureRequest) -> Path:
-    """A server's binary: tests with it run on both servers."""
-    found = installed_servers()
-    if request.param not in found:
+    """A server's binary: Redis, or Valkey if only that is installed; with `--exhaustive` both."""
+    if request.param not in _SERVERS:
         pytest.skip(f"no {request.param} server on this machine")
-    return found[request.param]
+    return _SERVERS[request.param]
 
 
 @pytest.fixture(scope="session")

@@ -160,13 +160,19 @@ class Streams(NamedTuple):
         return self.client.xlen(stream)
 
 
-@pytest.fixture(params=["fake", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "valkey"))])
+@pytest.fixture(
+    params=[
+        "fake",
+        *(
+            pytest.param(name, marks=[pytest.mark.redis, *([pytest.mark.exhaustive] if number else [])])
+            for number, name in enumerate(installed_servers())
+        ),
+    ]
+)
 async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> AsyncIterator[Streams]:
-    """Streams on fakeredis and on real servers. No test with it may block in the server."""
+    """Streams on fakeredis and on a real server. No test with it may block in the server."""
     server = None
     if request.param != "fake":
-        if request.param not in installed_servers():
-            pytest.skip(f"no {request.param} server on this machine")
         server = RealServer(installed_servers()[request.param])
         connection = ProducerConnection.open(server.url, outage_s=30.0, metrics=metrics)
         yield Streams(connection, server.client)
