@@ -56,9 +56,9 @@ bench-peers: venv venv-peers
 gpu-check: venv-dev
 	$(VENV)/bin/python -m bench.gpu
 
-# Continues where it was stopped; finished cells are kept under bench/study/results.
+# Continues where it was stopped; finished cells are kept in bench/results/study.jsonl.
 study: venv
-	$(VENV)/bin/python -m bench.experiments study
+	$(VENV)/bin/python -m bench.study
 
 venv:
 	@deploy/install.sh

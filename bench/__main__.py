@@ -10,8 +10,8 @@ from bench.endpoint.section import ENDPOINT
 from bench.head.section import HEAD
 from bench.pipeline.section import PIPELINE
 from bench.plan.section import PLAN
-from bench.result import RESULTS, BenchError, Result, print_result, write_result
-from bench.section import BenchSection, measure
+from bench.result import RESULTS, BenchError, print_result, write_result
+from bench.section import measure
 from bench.stream.section import STREAM
 from bench.trainer.section import TRAINER
 from bench.weights.section import WEIGHTS
@@ -19,7 +19,6 @@ from penstock.deploy.launch.producer_pool import PartDied
 from penstock.deploy.launch.redis_server import ServerError
 from penstock.schemas.config import ConfigError, load_config
 
-DOCS = Path(__file__).parents[1] / "docs"
 RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"
 WORK = Path("runs") / "bench"
 SECTIONS = {section.name: section for section in (PIPELINE, WEIGHTS, STREAM, HEAD, ENDPOINT, TRAINER, PLAN)}
@@ -40,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = measure(section, rows, settings, arguments.run_file, WORK)
             print_result(result)
             if not arguments.quick or arguments.output is not None:
-                keep_result(section, result, rows, arguments.output)
+                named = () if rows == tuple(section.rows) else rows
+                print(f"\nresult  {write_result(result, arguments.output or RESULTS, rows=named)}")
     except ConfigError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -50,16 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def keep_result(section: BenchSection, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
-    """Writes the result file, and the picture if every row was measured."""
-    is_full = rows == tuple(section.rows)
-    print(f"\nresult  {write_result(result, output or RESULTS, rows=() if is_full else rows)}")
-    if section.draw is not None and is_full:
-        picture = (output or DOCS) / f"{result.section}.svg"
-        section.draw(result, picture)
-        print(f"picture {picture}")
 
 
 def _check_run_file(run_file: Path) -> None:

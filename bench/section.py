@@ -48,14 +48,13 @@ class BenchSection(NamedTuple):
     """A part of the benchmark with tables and a result file of its own.
 
     rows: by name, each makes its figures and breakdowns. settings: sizes and repetitions; quick: the smallest that show
-        that everything runs. draw: makes the picture of a full result. uses_run_file: whether a row trains.
+        that everything runs. uses_run_file: whether a row trains.
     """
 
     name: str
     rows: Mapping[str, Callable[[Bench], Sequence[Figure | Breakdown]]]
     settings: Any
     quick: Any
-    draw: Callable[[Result, Path], None] | None = None
     uses_run_file: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of docs/sizing.md, the trainer's memory by arithmetic: `python docs/sizing.py`.
+"""Writes the tables of docs/sizing.md, the trainer's memory by arithmetic: `python docs/sizing.py`.
 
 What was measured comes from the newest result of `python -m bench.sizing`.
 """
@@ -11,7 +11,6 @@ from typing import Any
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, rank_bytes, total_gb
 
 PAGE = Path(__file__).with_name("sizing.md")
-PICTURE = Path(__file__).with_name("sizing.svg")
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 DEVICES_GB = (80, 141)
 RANKS = (1, 2, 4, 8)
@@ -124,35 +123,5 @@ def page(text: str) -> str:
     return text
 
 
-def draw(file: Path) -> None:
-    """Draws a bar for each model and number of ranks, by what the memory is for."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from penstock.deploy.report import drawing
-    from penstock.deploy.report.figures import STYLE
-
-    shapes = [each for each in SHAPES if each.name in ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")]
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "sizing"}):
-        canvas = Figure(figsize=(10.5, 3.6), layout="constrained")
-        for ax, shape in zip(canvas.subplots(1, len(shapes), sharey=True), shapes, strict=True):
-            below = [0.0] * len(RANKS)
-            found = [rank_bytes(shape, RankSetting(n)) for n in RANKS]
-            for part, colour in zip(found[0], drawing.SERIES, strict=False):
-                heights = [each[part] / 1e9 for each in found]
-                ax.bar([str(n) for n in RANKS], heights, bottom=below, color=colour, width=0.62, label=part)
-                below = [low + height for low, height in zip(below, heights, strict=True)]
-            for gb in DEVICES_GB:
-                ax.axhline(USABLE * gb, color=drawing.INK, linestyle="--", linewidth=1.0)
-                if shape is shapes[0]:
-                    ax.text(3.4, USABLE * gb + 3, f"{gb} GB less 10%", fontsize=8, ha="right")
-            ax.set(ylim=(0, 200), title=shape.name, xlabel="devices")
-            ax.grid(axis="x", visible=False)
-        canvas.axes[0].set_ylabel("GB a device")
-        canvas.legend(*canvas.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-        canvas.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
-
-
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    draw(PICTURE)

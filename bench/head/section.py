@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from bench.head.chart import draw_head
 from bench.head.implementations import IMPLEMENTATIONS, PEERS
 from bench.head.part import Dtype, Entry, Job, Kind, Matmul, Measured
 from bench.result import Figure, Goal, absent, compare
@@ -245,5 +244,4 @@ HEAD = BenchSection(
     {"accuracy": measure_accuracy, "memory": measure_memory, "time": measure_time, "peers": measure_peers},
     HeadSettings(),
     QUICK_HEAD,
-    draw_head,
 )

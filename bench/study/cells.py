@@ -1,4 +1,4 @@
-"""The study's methods, lags and learning rates, the grid that they span, and a cell's result."""
+"""The study's methods, lags and learning rates, the grid that they span, and the results of its cells."""
 
 from pathlib import Path
 from statistics import fmean
@@ -6,15 +6,22 @@ from typing import Any
 
 import msgspec
 
-from bench.experiments.experiment import CellResult
+from bench.result import RESULTS as BENCH_RESULTS
+from bench.result import installed, now
 from penstock.deploy.demo.make_model import ModelRecipe
-from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.config import ConfigError, RunConfig, load_config
+from penstock.schemas.process.files import write_whole
+
+RESULTS = BENCH_RESULTS / "study.jsonl"
+"""A line for each finished cell."""
+PACKAGES = ("torch", "transformers")
 
 RUN_FILE = Path(__file__).parents[2] / "deploy" / "runs" / "demo.toml"
 NUM_UPDATES = 200
 """The demo's own."""
 EVALUATE_EVERY = 10
 """Updates between evaluations, one more before the first update."""
+NUM_LAST_EVALUATIONS = 5
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,31 +155,35 @@ def grid() -> list[StudyCell]:
 
 
 def settings(cell: StudyCell, config: RunConfig) -> dict[str, Any]:
-    """See `Experiment.settings`."""
-    everything = msgspec.to_builtins(config)
-    named = ("seed", "num_updates", "group_size", "groups_per_batch", "max_lag", "advantage")
-    of_trainer = ("learning_rate", "betas", "weight_decay", "warmup_steps", "decay", "max_grad_norm")
-    chosen = {
-        **{name: everything[name] for name in named},
-        "environment": {name: everything["environment"][name] for name in ("path", "kwargs")},
-        "trainer": {name: everything["trainer"][name] for name in of_trainer},
-        "sampling": {name: everything["sampling"][name] for name in ("temperature", "max_tokens")},
-        # As they are written, not as they are read: a field added to the schema does not make old results stale.
-        "method": cell.method_used.overrides,
-        "model": cell.recipe,
+    """Returns what decides a cell's outcome beside the demo's run file; a finished cell of other settings is run
+    again."""
+    return {
+        "seed": config.seed,
+        "num_updates": config.num_updates,
+        "groups_per_batch": config.groups_per_batch,
+        "group_size": config.group_size,
+        "max_lag": config.max_lag,
+        "max_tokens": config.sampling.max_tokens,
+        "learning_rate": config.trainer.learning_rate,
+        "method": list(cell.method_used.overrides),
     }
-    return msgspec.json.decode(msgspec.json.encode(chosen))
 
 
-class StudyResult(CellResult, kw_only=True):
+class StudyResult(msgspec.Struct, kw_only=True):
     """One finished cell.
 
-    curves: lag, reward (of the lagging policy that sampled), and the learner's metrics.
-    skipped: updates without an optimizer step, by reason.
+    date: UTC, ISO 8601. accuracy: (updates done, held-out greedy accuracy of the policy then). mean_ess: of
+    `ess_fraction`, over the updates. num_skipped: updates without an optimizer step.
     """
 
     cell: StudyCell
-    skipped: dict[str, int]
+    date: str = msgspec.field(default_factory=now)
+    packages: dict[str, str] = msgspec.field(default_factory=lambda: installed(PACKAGES))
+    settings: dict[str, Any]
+    accuracy: list[tuple[int, float]]
+    mean_ess: float
+    num_skipped: int
+    wall_s: float
 
     @property
     def mean_accuracy(self) -> float:
@@ -180,10 +191,23 @@ class StudyResult(CellResult, kw_only=True):
         return fmean(value for update, value in self.accuracy if update)
 
     @property
-    def mean_ess(self) -> float:
-        return self.overall("ess_fraction")
+    def last_accuracy(self) -> float:
+        """Of the last evaluations."""
+        return fmean(value for _, value in self.accuracy[-NUM_LAST_EVALUATIONS:])
 
-    @property
-    def summary(self) -> str:
-        skipped = f", {sum(self.skipped.values())} updates skipped" if self.skipped else ""
-        return f"mean {self.mean_accuracy:.3f}, ESS {self.mean_ess:.3f}{skipped}"
+
+def read_results(file: Path = RESULTS) -> dict[StudyCell, StudyResult]:
+    """Returns the finished cells; none without a file. Raises ConfigError: the file holds something else."""
+    if not file.exists():
+        return {}
+    try:
+        results = [msgspec.json.decode(line, type=StudyResult) for line in file.read_bytes().splitlines()]
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: no results of the study: {error}") from None
+    return {result.cell: result for result in results}
+
+
+def write_results(results: dict[StudyCell, StudyResult], file: Path = RESULTS) -> None:
+    """Writes all of them, whole or not at all, in the order of the grid."""
+    ordered = sorted(results.values(), key=lambda result: result.cell.name)
+    write_whole(file, b"".join(msgspec.json.encode(result) + b"\n" for result in ordered))

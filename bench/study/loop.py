@@ -1,8 +1,9 @@
 """One cell: the real learner on real groups, sampled by the policy that is a set number of optimizer steps old."""
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count, islice
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,6 @@ from bench.study.cells import StudyCell, StudyResult, settings
 from bench.study.sampler import Sampled, StudySampler
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.step_report import StepReport
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import RunConfig
@@ -29,10 +29,6 @@ from penstock.schemas.rollout import (
 )
 
 PRODUCER_ID = "study"
-CURVES = (
-    "ess_fraction", "applied_ess_fraction", "chi2", "masked_frac", "policy_clipped_frac", "entropy", "grad_norm",
-)  # fmt: skip
-"""Metrics of a step that a result keeps, beside reward and lag."""
 _SEEDS_APART = 1_000_003
 """Runs of neighbouring seeds share no sampling noise in so many updates."""
 
@@ -130,7 +126,7 @@ class StudyPolicies:
         return self._kept[-1]
 
 
-def run_cell(cell: StudyCell, config: RunConfig, on_update: Callable[[int], None] = lambda update: None) -> StudyResult:
+def run_cell(cell: StudyCell, config: RunConfig) -> StudyResult:
     """Trains `config.num_updates` batches at a forced lag of `cell.lag` optimizer steps.
 
     Cells of one seed get the same problems, and the same noise for the same policy: they diverge where their policies
@@ -138,7 +134,6 @@ def run_cell(cell: StudyCell, config: RunConfig, on_update: Callable[[int], None
 
     Args:
         config: of `cell.config()`; another number of updates is allowed.
-        on_update: called after each update with how many are done.
 
     Raises:
         ConfigError: no such model, or settings that the learner refuses.
@@ -150,37 +145,31 @@ def run_cell(cell: StudyCell, config: RunConfig, on_update: Callable[[int], None
     recorder = StudyRecorder(config, environment, tokenizer, sampler)
     policies = StudyPolicies(learner.published_weights(), cell.lag)
     lag_of = LagTable(0, {}, {})
-    indexes = count(1)
-    result = StudyResult(
-        cell=cell,
-        settings=settings(cell, config),
-        curves={},
-        accuracy=[(0, recorder.held_out_accuracy())],
-        skipped={},
-    )
+    began_s, num_skipped, ess = time.monotonic(), 0, []
+    accuracy = [(0, recorder.held_out_accuracy())]
     for update in range(config.num_updates):
         version, weights = policies.sampling
         sampler.load(weights)
-        batch_indexes = list(islice(indexes, config.groups_per_batch))
-        groups = recorder.groups(batch_indexes, version, config.seed * _SEEDS_APART + update)
-        lag = lag_of(version)
+        first_index = 1 + update * config.groups_per_batch
+        indexes = range(first_index, first_index + config.groups_per_batch)
+        groups = recorder.groups(indexes, version, config.seed * _SEEDS_APART + update)
         report = learner.step(learner.pack(groups, lag_of))
         if report.skipped_reason is None:
             policies.publish(learner.num_steps, learner.published_weights())
             lag_of.advance(learner.num_steps)
-        _record(result, report, lag)
+        else:
+            num_skipped += 1
+        if "ess_fraction" in report.metrics:
+            ess.append(report.metrics["ess_fraction"])
         done = update + 1
         if done % config.evaluation.every == 0 or done == config.num_updates:
             sampler.load(policies.current[1])
-            result.accuracy.append((done, recorder.held_out_accuracy()))
-        on_update(done)
-    return result
-
-
-def _record(result: StudyResult, report: StepReport, lag: int) -> None:
-    result.curves.setdefault("lag", []).append(lag)
-    result.curves.setdefault("reward", []).append(report.metrics["reward"])
-    for name in CURVES:
-        result.curves.setdefault(name, []).append(report.metrics.get(name))
-    if report.skipped_reason is not None:
-        result.skipped[report.skipped_reason] = result.skipped.get(report.skipped_reason, 0) + 1
+            accuracy.append((done, recorder.held_out_accuracy()))
+    return StudyResult(
+        cell=cell,
+        settings=settings(cell, config),
+        accuracy=accuracy,
+        mean_ess=round(fmean(ess), 5),
+        num_skipped=num_skipped,
+        wall_s=round(time.monotonic() - began_s, 1),
+    )

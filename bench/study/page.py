@@ -1,9 +1,14 @@
-"""The study's tables and findings as markdown."""
+"""The study's part of docs/corrections.md: tables, findings, and a picture."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 
-from bench.experiments.page import table
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from bench.study.cells import (
     COMPARED_LAG,
     COMPARED_PACE,
@@ -17,16 +22,69 @@ from bench.study.cells import (
     StudyCell,
     StudyResult,
 )
+from penstock.deploy.report import drawing
+from penstock.deploy.report.figures import STYLE
+from penstock.schemas.config import ConfigError
+from penstock.schemas.process.files import write_whole
+
+PAGE = Path(__file__).parents[2] / "docs" / "corrections.md"
+PICTURE = "corrections-study.png"
+BEGIN, END = "<!-- study: written by `python -m bench.study`, not by hand -->", "<!-- /study -->"
+COLOURS = (drawing.RED, drawing.AMBER, drawing.BLUE, drawing.TEAL, "#db2777", drawing.VIOLET, "#65a30d")
+"""Of the methods."""
 
 Results = dict[StudyCell, StudyResult]
 
 
-def render(results: Sequence[StudyResult]) -> str:
+def present(results: Results, page: Path = PAGE) -> None:
+    """Writes the tables of a complete study into the page, and the picture beside it.
+
+    Raises:
+        ConfigError: the page has no place for the tables.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{page}: expected {BEGIN} and after it {END}")
+    write_whole(page, f"{before}{BEGIN}\n\n{render(results)}\n{END}{after}")
+    with matplotlib.rc_context(STYLE):
+        draw(results).savefig(page.with_name(PICTURE), dpi=90, metadata={"Software": None})
+    print(f"wrote {page} and {PICTURE} beside it")
+
+
+def render(results: Results) -> str:
     """Returns the tables of a complete study, and what the seeds agree on."""
-    by_cell = {result.cell: result for result in results}
-    parts = [_compared_table(by_cell), _findings(by_cell)]
-    parts += [_grid_table(by_cell, pace) for pace in PACES]
-    return "\n".join(parts)
+    return "\n".join([_compared_table(results), _findings(results), *(_grid_table(results, pace) for pace in PACES)])
+
+
+def draw(results: Results) -> Figure:
+    """Draws held-out accuracy by update at the pace that is compared, a panel for each lag."""
+    figure = Figure(figsize=(10.4, 3.4), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(1, len(LAGS), sharex=True, sharey=True))
+    for ax, lag in zip(panels, LAGS, strict=True):
+        seeds = SEEDS if lag == COMPARED_LAG else (GRID_SEED,)
+        ax.set_title(f"lag {lag}" + (f", {len(seeds)} seeds" if len(seeds) > 1 else ""))
+        ax.set_xlabel("update")
+        lines = [(0, REFERENCE, drawing.INK, "lag 0, no correction", "--")]
+        lines += [
+            (lag, method.name, colour, method.label, "-") for method, colour in zip(METHODS, COLOURS, strict=True)
+        ]
+        for line_lag, method, colour, label, style in lines:
+            found = [results[_cell(COMPARED_PACE, line_lag, method, seed)].accuracy for seed in seeds]
+            updates, values = [update for update, _ in found[0]], np.array([[y for _, y in line] for line in found])
+            ax.plot(updates, values.mean(0), color=colour, label=label, linewidth=1.5, linestyle=style)
+            if len(seeds) > 1:
+                ax.fill_between(updates, values.min(0), values.max(0), color=colour, alpha=0.1, linewidth=0)
+    panels[0].set_ylabel("held-out accuracy")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Formats rows of cells as a markdown table, the first as its head."""
+    title, *body = rows
+    return "".join(f"| {' | '.join(line)} |\n" for line in [title, ["---"] * len(title), *body])
 
 
 def _grid_table(results: Results, pace: Pace) -> str:

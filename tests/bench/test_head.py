@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import __main__ as bench
 from bench.head import part
-from bench.head.chart import draw_head
 from bench.head.implementations import IMPLEMENTATIONS, PEERS, Implementation, make_problem
 from bench.head.part import Accuracy, Entry, Job, Measured
 from bench.head.section import HEAD, OURS, HeadSettings, accuracy_figures, memory_figures, peer_figures, time_figures
@@ -185,42 +183,6 @@ def full_result() -> Result:
         wall_s=1.0,
         figures=tuple(figures),
     )
-
-
-def test_the_picture_names_what_was_measured_and_leaves_out_what_was_not(tmp_path):
-    file = tmp_path / "docs" / "head.svg"
-    draw_head(full_result(), file)
-    drawn = file.read_text()
-    assert "TRL, chunked" in drawn and "Penstock: recompute" in drawn and "naive, 128 tokens" in drawn
-    assert "cut-cross-entropy" not in drawn
-    draw_head(full_result(), tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == drawn
-
-
-def test_a_full_result_is_kept_with_its_picture_and_a_part_of_one_without(tmp_path):
-    section = bench.SECTIONS["head"]
-    bench.keep_result(section, full_result(), ("time",), tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["head-time-2031-05-06.json"]
-    bench.keep_result(section, full_result(), tuple(section.rows), tmp_path)
-    assert (tmp_path / "head.svg").is_file() and (tmp_path / "head-2031-05-06.json").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_a_small_section_runs_from_end_to_end(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "WORK", tmp_path / "work")
-    monkeypatch.setitem(bench.SECTIONS, "head", bench.SECTIONS["head"]._replace(settings=TINY))
-    rows = ["--only", "accuracy", "--only", "memory", "--only", "time"]
-    assert bench.main(["head", *rows, "--output", str(tmp_path)]) == 0
-    (file,) = tmp_path.glob("head-accuracy-memory-time-*.json")
-    figures = {figure["name"]: figure for figure in json.loads(file.read_text())["figures"]}
-    assert figures["logprobs, float32 inputs: error against float64"]["reached"] is True
-    assert figures["grad_weight, bfloat16 inputs: error against float64"]["reached"] is True
-    memory = figures["peak memory, 4096 tokens, recompute"]
-    assert memory["measured"] > 0 and memory["reference"] > 3 * 4096 * TINY.vocabulary * 4 / 1e6
-    assert len(figures["time, 8 tokens, recompute, torch's default library"]["details"]["seconds"]) == TINY.rounds
-    assert "head: time" in capsys.readouterr().out
-    assert not list((tmp_path / "work").iterdir())
 
 
 def test_a_result_of_the_section_can_be_written(tmp_path):
