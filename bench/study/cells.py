@@ -192,7 +192,7 @@ class StudyResult(msgspec.Struct, kw_only=True):
 
     @property
     def last_accuracy(self) -> float:
-        """Of the last evaluations."""
+        """The mean of the last evaluations."""
         return fmean(value for _, value in self.accuracy[-NUM_LAST_EVALUATIONS:])
 
 
