@@ -9,7 +9,6 @@ from pathlib import Path
 from bench.endpoint.section import ENDPOINT
 from bench.head.section import HEAD
 from bench.pipeline.section import PIPELINE
-from bench.plan.section import PLAN
 from bench.result import RESULTS, BenchError, print_result, write_result
 from bench.section import measure
 from bench.stream.section import STREAM
@@ -21,7 +20,7 @@ from penstock.schemas.config import ConfigError, load_config
 
 RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"
 WORK = Path("runs") / "bench"
-SECTIONS = {section.name: section for section in (PIPELINE, WEIGHTS, STREAM, HEAD, ENDPOINT, TRAINER, PLAN)}
+SECTIONS = {section.name: section for section in (PIPELINE, WEIGHTS, STREAM, HEAD, ENDPOINT, TRAINER)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,6 @@ from penstock.deploy.launch.command_line import (
 from penstock.deploy.launch.run_folder import resolved_toml, save_run_file
 from penstock.deploy.operate import commands as operate
 from penstock.deploy.parity import command as parity
-from penstock.deploy.plan import command as plan
 from penstock.deploy.prometheus import command as prometheus
 from penstock.deploy.record import command as record
 from penstock.deploy.replay import command as replay
@@ -381,7 +380,6 @@ COMMANDS = (
     Command("report", "write summary.json and report.html of a run again", add_run, _report),
     *operate.COMMANDS,
     parity.COMMAND,
-    plan.COMMAND,
     prometheus.COMMAND,
     record.COMMAND,
     replay.COMMAND,

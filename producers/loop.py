@@ -338,7 +338,6 @@ class Producer:
                 "rate",
                 tokens_per_s=self._tokens_per_s,
                 num_tokens=num_tokens,
-                in_flight=len(self.table),
                 policy_version=self._engine.policy_version,
                 clock_ahead_s=self.heartbeat.clock_ahead_s,
             )

@@ -10,7 +10,6 @@ Tensors in, tensors out, and into the files of a checkpoint; nothing here import
 - the publication of weights through `published.PublishedPart`, references to what is published;
 - the record and the run log through `batch.Batch` as well;
 - `penstock export` through `export`;
-- the plan, which runs without torch, through `lag`, `step_report` and `minibatches`;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;
 - the parity check through `packing.pack_segments`, `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention`,
   `lora.adapter_share`, `diagnostics.MismatchSums` and `importance.Correction`; its watch over producers through

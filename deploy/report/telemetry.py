@@ -122,15 +122,12 @@ class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"
     policy_version: int
     pause_s: float
     """Time during which no token was sampled."""
-    load_s: float | None = None
-    prefetch_s: float | None = None
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="rate"):
     time_s: float
     num_tokens: int
     """Tokens sampled since the producer started."""
-    in_flight: int | None = None
     clock_ahead_s: float | None = None
     """How far the producer's clock is ahead of Redis'."""
 

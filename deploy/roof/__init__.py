@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from penstock.deploy.operate.run_list import list_runs as list_runs
     from penstock.deploy.operate.weight_list import list_weights as list_weights
     from penstock.deploy.parity.command import GateRefusedError as GateRefusedError
-    from penstock.deploy.plan.planning import Plan as Plan
-    from penstock.deploy.plan.planning import plan as plan
     from penstock.deploy.record.reading import export_record as export_record
     from penstock.deploy.record.reading import load_record as load_record
     from penstock.deploy.report.telemetry import TelemetryError as TelemetryError
@@ -53,7 +51,6 @@ _NAMES = {
     "deploy.operate.run_list": ("list_runs",),
     "deploy.operate.weight_list": ("list_weights",),
     "deploy.parity.command": ("GateRefusedError",),
-    "deploy.plan.planning": ("Plan", "plan"),
     "deploy.record.reading": ("export_record", "load_record"),
     "deploy.report.telemetry": ("TelemetryError",),
     "deploy.results": ("RunResult", "load_evaluations", "load_updates", "report"),

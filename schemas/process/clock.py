@@ -22,7 +22,7 @@ def tell_if_wrong(ahead_s: float) -> None:
     if abs(ahead_s) > TOLERATED_S:
         log.warning(
             "this host's clock is %.0f s %s that of Redis: times in its logs and records are wrong by as much; "
-            "`penstock report` and `penstock plan` allow for it",
+            "`penstock report` allows for it",
             abs(ahead_s),
             "ahead of" if ahead_s > 0 else "behind",
         )

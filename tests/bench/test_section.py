@@ -26,7 +26,7 @@ def test_rows_choose_their_sections():
 def test_an_unknown_row_or_run_file_is_named(capsys, tmp_path):
     assert command.main(["--only", "nonsense"]) == 2
     error = capsys.readouterr().err
-    sections = "pipeline, weights, stream, head, endpoint, trainer, plan"
+    sections = "pipeline, weights, stream, head, endpoint, trainer"
     assert f"--only nonsense: no row of {sections}; expected one of records" in error
     assert command.main(["--run-file", str(tmp_path / "none.toml")]) == 2
     assert "no such file" in capsys.readouterr().err
