@@ -19,7 +19,7 @@ from bench.part import TOLD
 from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.redis_server import RedisServer
-from penstock.producers.weights.host_copy import default_folder
+from penstock.producers.weights.host_folder import default_folder
 from penstock.schemas.config import load_config
 
 PART_LIMIT_S = 900.0

@@ -24,7 +24,7 @@ from penstock.producers.rollout.teacher import TeacherServer
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
-from penstock.producers.weights.host_copy import folder_of_copies
+from penstock.producers.weights.host_folder import folder_of_copies
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process import logs

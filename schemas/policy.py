@@ -133,6 +133,19 @@ def lag(version: int, current: int, forks: Mapping[int, int], announced: Mapping
     return distance + above + abs(shared_steps - steps)
 
 
+def steps_behind(held: int, wanted: int) -> float:
+    """Returns `lag` of policy `held` when the trainer is at `wanted`, for a process without the fork table.
+
+    Zero or less if `held` is as new. Infinite if `wanted` is of a later epoch: that epoch's first weights are fetched
+    before anything that it released is sampled.
+    """
+    held_epoch, held_steps = split_version(held)
+    wanted_epoch, wanted_steps = split_version(wanted)
+    if held_epoch != wanted_epoch:
+        return math.inf if held_epoch < wanted_epoch else 0
+    return wanted_steps - held_steps
+
+
 def _ancestry(version: int, forks: Mapping[int, int]) -> dict[int, tuple[int, int]]:
     """Returns, for each epoch on the line to `version`, its last step on that line and the optimizer steps after it."""
     line: dict[int, tuple[int, int]] = {}

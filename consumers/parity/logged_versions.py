@@ -87,16 +87,16 @@ class LoggedVersions(WeightVersions):
         with self._errors():
             while True:
                 try:
-                    way = self._reader.log().way(version)
+                    chain = self._reader.log().chain(version)
                     with replacing(file) as partial:
-                        self._reader.write(way, partial)
+                        self._reader.write(chain, partial)
                     return file
                 except VersionGoneError:
                     return None
                 except ChunkMissingError:
-                    if way == tried:
+                    if chain == tried:
                         raise
-                    tried = way  # the trainer may have dropped the version since the log was read
+                    tried = chain  # the trainer may have dropped the version since the log was read
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

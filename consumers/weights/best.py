@@ -148,7 +148,7 @@ class BestPolicy:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir()
         weights = describe_weights(base, self._partial, found.dtype, found.adapter)
-        self._reader.write(self._reader.log().way(found.policy_version), weights)
+        self._reader.write(self._reader.log().chain(found.policy_version), weights)
         copy_model_files(base, self._partial)
         described = self._partial / BEST_FILE
         described.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")

@@ -71,10 +71,10 @@ class KeptWeights:
                 del known[version]
         return dropped
 
-    def way(self, version: int) -> list[WeightManifest]:
+    def chain(self, version: int) -> list[WeightManifest]:
         """Returns the manifests that lead to a version, if any do."""
         try:
-            return WeightLog(self._announced, self._anchors).way(version)
+            return WeightLog(self._announced, self._anchors).chain(version)
         except VersionGoneError:
             return []
 

@@ -244,20 +244,22 @@ class Publisher:
 
     def _can_be_read(self, version: int, thoroughly: bool) -> bool:
         """Returns whether all chunks that lead to a version, from the newest anchor on, are where they were put."""
-        way = self._kept.way(version)
+        chain = self._kept.chain(version)
         try:
             if thoroughly and self._compared != version:
                 reader = WeightReader(self._connection.call, self._scripts.keys)
-                for manifest in way:
+                for manifest in chain:
                     for chunk in manifest.chunks:
                         reader.parts(manifest, chunk)
                 self._compared = version
-                return bool(way)
-            places = {manifest.store: set(self._shard.store(manifest.store).keys()) for manifest in way}
+                return bool(chain)
+            places = {manifest.store: set(self._shard.store(manifest.store).keys()) for manifest in chain}
         except (ChunkStoreError, ChunkError) as error:
             log.warning("%s", error)
             return False  # if the store is away: writing waits for it, and says so
-        return bool(way) and all(chunk.key in places[manifest.store] for manifest in way for chunk in manifest.chunks)
+        return bool(chain) and all(
+            chunk.key in places[manifest.store] for manifest in chain for chunk in manifest.chunks
+        )
 
     def _write_anchor(self, version: int, parent: int) -> Exception | None:
         """Writes the newest policy whole if there is room; returns the error if there is none."""

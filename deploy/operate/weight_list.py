@@ -141,7 +141,7 @@ def _policy(log: WeightLog, manifest: WeightManifest) -> LoggedPolicy:
 
 def _way(log: WeightLog, version: int) -> list[WeightManifest] | None:
     try:
-        return log.way(version)
+        return log.chain(version)
     except VersionGoneError:
         return None
 

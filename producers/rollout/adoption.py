@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 
 from penstock.producers.interfaces import Completion
-from penstock.producers.weights.follower import steps_between
+from penstock.schemas.policy import steps_behind
 from penstock.schemas.rollout import Rollout, RolloutGroup, VersionSpan
 
 
@@ -58,7 +58,7 @@ def check_origin(found: RolloutGroup, group: RolloutGroup) -> None:
 def check_versions(versions: Collection[int], held: int, lag_bound: int) -> None:
     """Raises UnusableProgressError: the newest version is too far from the one held."""
     newest = max(versions, default=held)
-    if steps_between(held, newest) > lag_bound or lag_bound < steps_between(newest, held) < math.inf:
+    if steps_behind(held, newest) > lag_bound or lag_bound < steps_behind(newest, held) < math.inf:
         raise UnusableProgressError(
             f"newest token of policy {newest}, expected {held} or up to {lag_bound} steps from it"
         )

@@ -13,7 +13,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.keys import Field, Keys
-from penstock.schemas.policy import WeightManifest, split_version
+from penstock.schemas.policy import WeightManifest, steps_behind
 from penstock.schemas.weights.log import ManifestError, decode_manifest
 
 log = logging.getLogger(__name__)
@@ -21,19 +21,6 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 MANIFESTS_PER_READ = 64
-
-
-def steps_between(held: int, wanted: int) -> float:
-    """Returns the optimizer steps from version `held` to `wanted`; infinite if `wanted` is of a later trainer epoch.
-
-    Zero or less means that `held` is as new. Steps of different epochs do not compare, and the later epoch's first
-    weights are always fetched before anything that it released.
-    """
-    held_epoch, held_steps = split_version(held)
-    wanted_epoch, wanted_steps = split_version(wanted)
-    if held_epoch != wanted_epoch:
-        return float("inf") if held_epoch < wanted_epoch else 0
-    return wanted_steps - held_steps
 
 
 class WeightFollower:
@@ -74,7 +61,7 @@ class WeightFollower:
         """Optimizer steps between the engine's policy and the newest; infinite before the first load."""
         if not self.loaded or self.newest is None:
             return float("inf")
-        return steps_between(self._engine.policy_version, self.newest.version)
+        return steps_behind(self._engine.policy_version, self.newest.version)
 
     async def wait_until_current(self, lag_bound: int) -> None:
         """Waits until the engine is at most `lag_bound` steps behind the newest policy."""
@@ -83,7 +70,7 @@ class WeightFollower:
 
     async def wait_for(self, version: int, lag_bound: int) -> None:
         """Waits until the engine is at most `lag_bound` steps behind `version`."""
-        while not self.loaded or steps_between(self._engine.policy_version, version) > lag_bound:
+        while not self.loaded or steps_behind(self._engine.policy_version, version) > lag_bound:
             await self._changed.wait()
 
     async def follow(self) -> None:

@@ -108,10 +108,8 @@ def unpack(data: bytes) -> list[Part]:
         raise ChunkError(f"no chunk: {error}") from None
 
 
-def apply(parts: Sequence[Part], layout: Layout, file: Any, undo: list[Part] | None = None) -> None:
+def apply(parts: Sequence[Part], layout: Layout, file: Any) -> None:
     """Overwrites the changed elements in `file`, the bytes of a policy in this layout.
-
-    undo: receives the parts that revert the change; apply them in reverse order, after those of any later chunk.
 
     Raises:
         ChunkError: a part does not fit the policy; those before it are applied.
@@ -128,8 +126,6 @@ def apply(parts: Sequence[Part], layout: Layout, file: Any, undo: list[Part] | N
                 f"{layout.tensors[part.tensor].name}: {len(part.values)} bytes for {num_values} elements of "
                 f"{target.dtype.itemsize} bytes"
             )
-        if undo is not None:
-            undo.append(msgspec.structs.replace(part, values=_planes(target[where])))
         target[where] = _elements(part.values, target.dtype)
 
 

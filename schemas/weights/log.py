@@ -32,7 +32,7 @@ class WeightLog(NamedTuple):
     anchors: Mapping[int, WeightManifest]
     unreadable: tuple[str, ...] = ()
 
-    def way(self, version: int, held: int | None = None) -> list[WeightManifest]:
+    def chain(self, version: int, held: int | None = None) -> list[WeightManifest]:
         """Returns the manifests to apply, in order, to get the weights of `version`: onto those of `held` or, if the
         first manifest is a whole policy, onto nothing. It chooses the fewest bytes; empty if `version` is `held`.
 
@@ -59,6 +59,14 @@ class WeightLog(NamedTuple):
         if best is None:
             raise VersionGoneError(f"policy {version}: its weights are kept no longer")
         return best[::-1]
+
+    def without(self, manifest: WeightManifest) -> "WeightLog":
+        """Returns the log without this manifest; others of its version stay."""
+        announced, anchors = (
+            {version: other for version, other in known.items() if other is not manifest}
+            for known in (self.announced, self.anchors)
+        )
+        return WeightLog(announced, anchors, self.unreadable)
 
     def manifest(self, version: int) -> WeightManifest | None:
         """Returns any manifest of `version`, or None."""

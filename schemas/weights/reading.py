@@ -47,8 +47,8 @@ class WeightReader:
             raise ChunkError(f"{where}: XXH3 digest {found}, expected {chunk.digest}")
         return unpack(data)
 
-    def write(self, way: Iterable[WeightManifest], path: Path) -> WeightManifest:
-        """Writes the policy at the end of `way`, which begins with a whole policy, as a safetensors file; returns its
+    def write(self, chain: Iterable[WeightManifest], path: Path) -> WeightManifest:
+        """Writes the policy at the end of `chain`, which begins with a whole policy, as a safetensors file; returns its
         manifest.
 
         Raises:
@@ -56,7 +56,7 @@ class WeightReader:
             ConfigError, ChunkError: see `parts` and `verify`.
         """
         file: mmap.mmap | None = None
-        for manifest in way:
+        for manifest in chain:
             layout = layout_of(manifest)
             if file is None:
                 file = create(path, layout)

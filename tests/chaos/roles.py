@@ -85,12 +85,11 @@ def produce(
         RolloutProgress.save = _save_nothing  # type: ignore[method-assign]
     aim, apply = runs.parent / KILL_IN_PATCH, host_copy.apply
 
-    def apply_and_die(*arguments: Any) -> Any:
-        undo = apply(*arguments)
+    def apply_and_die(*arguments: Any) -> None:
+        apply(*arguments)
         if aim.exists():
             aim.rename(aim.with_suffix(f".{os.getpid()}"))
             os.kill(os.getpid(), signal.SIGKILL)
-        return undo
 
     host_copy.apply = apply_and_die  # type: ignore[assignment]
     return producer_entry.main(config, runs=runs, producer_id=producer_id, engine_factory=start)

@@ -112,7 +112,7 @@ class PublishingTrainer:
 
     def check(self, version: int) -> None:
         """Checks that a reader gets the bits that were published."""
-        self.reader.write(self.reader.log().way(version), self._file)
+        self.reader.write(self.reader.log().chain(version), self._file)
         assert are_bits(load_file(self._file), self.expected[version]), f"policy {version}"
 
     def chunks(self, client: redis.Redis) -> set[str]:

@@ -300,7 +300,7 @@ def publish_and_read(
         publisher.publish(version, version - 1)
         publisher.wait()
         log = reader.log()
-        manifest = reader.write(log.way(version), folder / f"{version}.safetensors")
+        manifest = reader.write(log.chain(version), folder / f"{version}.safetensors")
         found.append((load_file(folder / f"{version}.safetensors"), learner.published_weights(), manifest))
     ranks.order("end")
     return found

@@ -108,7 +108,7 @@ class WeightStorm:
             if how == "overwritten":  # detected at the next patch, or by a producer that joins
                 for number, other in enumerate(self.copies):
                     if other.folder == copy.folder:
-                        other._has_compared = False
+                        other._is_verified = False
                         self.copies[number] = other
 
     def come_and_go(self) -> None:

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag, make_version, split_version
+from penstock.schemas.policy import (
+    FutureVersionError,
+    UnknownVersionError,
+    lag,
+    make_version,
+    split_version,
+    steps_behind,
+)
 
 FORKS = {1: make_version(0, 50), 2: make_version(1, 20), 3: make_version(1, 10)}
 ANNOUNCED = {0: make_version(0, 57), 1: make_version(1, 25), 2: make_version(2, 5)}
@@ -35,7 +42,8 @@ def test_lag_is_the_number_of_steps_on_the_path(version, current, expected):
 
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_lag_on_one_line_is_the_difference(steps, more):
-    assert lag(make_version(3, steps), make_version(3, steps + more), FORKS) == more
+    held, wanted = make_version(3, steps), make_version(3, steps + more)
+    assert lag(held, wanted, FORKS) == more == steps_behind(held, wanted) == -steps_behind(wanted, held)
 
 
 def test_a_version_ahead_of_the_trainer_is_refused():
@@ -54,3 +62,8 @@ def test_a_version_nobody_announced_is_unknown(version):
 def test_a_version_of_an_epoch_without_a_fork_is_unknown():
     with pytest.raises(UnknownVersionError, match="epoch 4"):
         lag(make_version(4, 1), make_version(5, 1), {5: 3})
+
+
+def test_without_the_fork_table_a_later_epoch_is_far_ahead_and_an_earlier_one_is_not():
+    for held, wanted in ((make_version(0, 99), make_version(1, 0)), (-1, 0)):
+        assert steps_behind(held, wanted) == float("inf") and steps_behind(wanted, held) == 0

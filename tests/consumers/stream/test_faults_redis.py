@@ -103,7 +103,7 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
     def can_be_read() -> bool:
         try:
             log = reader.log()
-            reader.write(log.way(max(log.announced)), bench.folder / "policy.safetensors")
+            reader.write(log.chain(max(log.announced)), bench.folder / "policy.safetensors")
         except (OSError, ChunkError):
             return False
         return True

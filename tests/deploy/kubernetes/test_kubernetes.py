@@ -24,7 +24,6 @@ from penstock.deploy.prometheus.__main__ import FILE, as_objects
 from penstock.deploy.prometheus.command import RULES
 from penstock.deploy.security.acl import ROLES, acl_file, user_name, user_names
 from penstock.producers.loop import GRACE_S, SHUTDOWN_TIMEOUT_S
-from penstock.producers.weights.host_copy import SMALL
 from penstock.schemas.config import MetricsConfig, RunConfig, load_config
 from penstock.schemas.keys import PRODUCERS_GROUP, Keys
 from penstock.schemas.process.redis_url import PASSWORD_FILE, URL
@@ -359,7 +358,7 @@ def test_a_producer_joins_by_redis_alone_and_has_room_for_its_copy_of_the_policy
     assert memory["medium"] == "Memory"
     parameters = {"gpu": 4.02e9, "gpu-nodes": 14.8e9}.get(overlay.name, 1e6)
     room = gibibytes(memory["sizeLimit"])
-    assert room > parameters * 2 * (1 + SMALL) / 2**30
+    assert room > parameters * 2 / 2**30
     assert room < gibibytes(part["resources"]["limits"]["memory"])
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from penstock.producers.interfaces import Restore, WeightLoadError
 from penstock.producers.weights import follower as module
-from penstock.producers.weights.follower import WeightFollower, steps_between
+from penstock.producers.weights.follower import WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import WeightManifest, make_version
@@ -21,22 +21,6 @@ from scripted_engine import ScriptedEngine
 from waiting import until
 
 KEYS = Keys("test")
-
-
-@pytest.mark.parametrize(
-    ("held", "wanted", "steps"),
-    [
-        (5, 5, 0),
-        (3, 5, 2),
-        (6, 5, -1),
-        (make_version(0, 99), make_version(1, 0), float("inf")),
-        (make_version(1, 0), make_version(0, 99), 0),
-        (make_version(1, 2), make_version(1, 5), 3),
-        (-1, 0, float("inf")),
-    ],
-)
-def test_steps_are_counted_within_a_trainer_epoch_only(held: int, wanted: int, steps: float) -> None:
-    assert steps_between(held, wanted) == steps
 
 
 class Pickup:
@@ -52,8 +36,15 @@ class Pickup:
     def start(self) -> None:
         self.tasks = [asyncio.create_task(part()) for part in (self.weights.follow, self.weights.keep_current)]
 
-    async def holds(self, version: int) -> None:
+    async def serves(self, version: int) -> None:
         await until(lambda: self.weights.loaded and self.engine.policy_version == version)
+
+    async def serving(self, version: int) -> "Pickup":
+        """Starts, and waits until the engine serves a policy announced as `version`."""
+        self.trainer.announce(version)
+        self.start()
+        await self.serves(version)
+        return self
 
 
 @pytest.fixture
@@ -91,25 +82,32 @@ async def test_a_new_producer_waits_for_the_first_manifest_and_says_so_once(pick
     assert not made.weights.loaded and made.weights.behind == float("inf")
     assert [line for line in caplog.messages if "waiting" in line] == ["waiting for the first weights on {test}:policy"]
     manifest = made.trainer.announce(0)
-    await made.holds(0)
+    await made.serves(0)
     (load,) = made.loads
     assert load["policy_version"] == 0 and load["bytes"] == manifest.chunk_bytes and made.weights.behind == 0
 
 
-async def test_a_new_producer_starts_with_the_current_policy(pickup) -> None:
+async def test_a_new_producer_starts_with_the_current_policy_reports_its_age_and_leaves_no_copy(
+    pickup, metrics, tmp_path
+) -> None:
     made = pickup()
     for version in range(4):
-        made.trainer.announce(version)
+        made.trainer.announce(version, created_s=time.time() - 100)
     made.start()
-    await made.holds(3)
+    await made.serves(3)
+    await until(lambda: made.loads)
     assert made.engine.loaded_versions == [3]
+    age_s = metrics.registry.get_sample_value("penstock_producer_policy_age_seconds")
+    assert age_s is not None and 100 <= age_s < 700
+    assert len(list(tmp_path.glob("penstock-*"))) == 1
+    for task in made.tasks:
+        task.cancel()
+    await asyncio.wait(made.tasks)
+    assert not list(tmp_path.glob("penstock-*"))
 
 
 async def test_versions_announced_during_a_load_are_overtaken(pickup) -> None:
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
+    made = await pickup().serving(0)
     made.engine.may_load.clear()
     made.trainer.announce(1)
     await until(lambda: made.engine.is_loading)
@@ -117,46 +115,34 @@ async def test_versions_announced_during_a_load_are_overtaken(pickup) -> None:
         made.trainer.announce(version)
     await until(lambda: made.weights.newest is not None and made.weights.newest.version == 5)
     made.engine.may_load.set()
-    await made.holds(5)
+    await made.serves(5)
     assert made.engine.loaded_versions == [0, 1, 5]
 
 
-@pytest.mark.parametrize(
-    ("falsified", "message"),
-    [
+async def test_a_load_that_fails_leaves_the_old_version_serving_until_it_is_overtaken(pickup, metrics, caplog) -> None:
+    made = await pickup(refuse_versions=(1,)).serving(0)
+    failures: list[tuple[dict[str, Any], str]] = [
+        ({}, "1"),  # the engine refuses it
         ({"tensors": ()}, "the pieces of its chunks are not all elements of its tensors"),
-        ({"store": "/no/such/folder"}, "folder /no/such/folder does not give 1-whole-0-0"),
+        ({"store": "/no/such/folder"}, "folder /no/such/folder does not give 5-whole-0-0"),
         ({"store": "nowhere://bucket"}, "no file system for this URL is installed"),
-    ],
-)
-async def test_a_load_that_fails_leaves_the_old_version_serving_and_says_so(
-    pickup, metrics, caplog, falsified: dict, message: str
-) -> None:
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    made.trainer.announce(1, **falsified)
-    await until(lambda: made.weights.num_failed > 0)
-    assert made.engine.policy_version == 0 and made.weights.behind == 1
-    assert re.search(message, made.weights.last_error)
-    assert "policy 0 serves on" in caplog.text
-    assert metrics.registry.get_sample_value("penstock_weight_loads_total", {"result": "failed"}) >= 1
-    made.trainer.announce(2)
-    await made.holds(2)
-    assert made.weights.last_error == ""
-
-
-async def test_a_load_the_engine_refuses_is_tried_again_until_it_is_overtaken(pickup) -> None:
-    made = pickup(refuse_versions=(1,))
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    made.trainer.announce(1)
-    await until(lambda: made.weights.num_failed >= 2)
-    made.trainer.announce(2)
-    await made.holds(2)
-    assert made.engine.loaded_versions == [0, 2]
+    ]
+    for number, (falsified, message) in enumerate(failures):
+        serving, num_failed = 2 * number, made.weights.num_failed
+        made.trainer.announce(serving + 1, **falsified)
+        await until(lambda before=num_failed: made.weights.num_failed >= before + 2)
+        assert made.engine.policy_version == serving and made.weights.behind == 1
+        assert re.search(message, made.weights.last_error)
+        assert f"policy {serving} serves on" in caplog.text
+        made.trainer.announce(serving + 2)
+        await made.serves(serving + 2)
+        await until(lambda: made.weights.last_error == "")
+    made.trainer.client.xadd(KEYS.policy, {"manifest": "{}"}, id="8-2")
+    await until(lambda: "is no manifest" in made.weights.last_error)
+    assert metrics.registry.get_sample_value("penstock_weight_loads_total", {"result": "failed"}) >= 9
+    made.trainer.client.client_kill_filter(_type="normal", skipme=True)  # the server restarts
+    made.trainer.announce(9)
+    await made.serves(9)
 
 
 class ReadingEngine(ScriptedEngine):
@@ -185,15 +171,12 @@ class ReadingEngine(ScriptedEngine):
 
 
 async def test_after_a_load_that_failed_half_way_the_engine_gets_its_old_weights_back(pickup) -> None:
-    made = pickup(ReadingEngine, half_way=(2,))
-    made.trainer.announce(1)
-    made.start()
-    await made.holds(1)
+    made = await pickup(ReadingEngine, half_way=(2,)).serving(1)
     made.trainer.announce(2)
     await until(lambda: made.weights.num_failed >= 2)
     assert made.engine.read[:5] == [(1, 1), (2, 2), (1, 1), (2, 2), (1, 1)]
     made.trainer.announce(3)
-    await made.holds(3)
+    await made.serves(3)
     assert made.engine.read[-1] == (3, 3)
 
 
@@ -206,77 +189,18 @@ async def test_producers_of_one_host_fetch_once_and_load_the_same_bits(pickup) -
         num_bytes += pair[0].trainer.announce(version).chunk_bytes
         await asyncio.sleep(0.002)
     for made in pair:
-        await made.holds(19)
+        await made.serves(19)
         assert all(label == number for label, number in made.engine.read)
     assert sum(load["bytes"] for made in pair for load in made.loads) <= num_bytes
 
 
-async def test_a_producer_tells_the_age_of_the_policy_it_holds(pickup, metrics) -> None:
-    made = pickup()
-    made.trainer.announce(0, created_s=time.time() - 100)
-    made.start()
-    await made.holds(0)
-    await until(lambda: made.loads)
-    age_s = metrics.registry.get_sample_value("penstock_producer_policy_age_seconds")
-    assert age_s is not None and 100 <= age_s < 700
-
-
-async def test_a_producer_that_stops_leaves_the_copy(pickup, tmp_path) -> None:
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    assert len(list(tmp_path.glob("penstock-*"))) == 1
-    for task in made.tasks:
-        task.cancel()
-    await asyncio.wait(made.tasks)
-    assert not list(tmp_path.glob("penstock-*"))
-
-
-async def test_an_entry_that_is_no_manifest_is_told_and_passed_over(pickup, caplog) -> None:
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    made.trainer.client.xadd(KEYS.policy, {"manifest": "{}"}, id="0-2")
-    await until(lambda: made.weights.num_failed == 1)
-    assert "is no manifest" in caplog.text
-    made.trainer.announce(1)
-    await made.holds(1)
-
-
-async def test_work_waits_for_weights_within_its_bound(pickup) -> None:
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    await made.weights.wait_for(2, lag_bound=2)
-    strict = asyncio.create_task(made.weights.wait_for(2, lag_bound=1))
-    await asyncio.sleep(0.05)
-    assert not strict.done()
-    made.trainer.announce(1)
-    await asyncio.wait_for(strict, 60)
-
-
-async def test_a_resumed_trainers_weights_replace_those_of_the_lost_line(pickup) -> None:
-    made = pickup()
-    made.trainer.announce(60)
-    made.start()
-    await made.holds(60)
-    resumed = make_version(1, 0)
-    waiting = asyncio.create_task(made.weights.wait_for(resumed, lag_bound=2))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    made.trainer.announce(resumed)
-    await asyncio.wait_for(waiting, 60)
-    assert made.engine.loaded_versions == [60, resumed]
-
-
-async def test_following_survives_a_server_that_restarts(pickup) -> None:
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    made.trainer.client.client_kill_filter(_type="normal", skipme=True)
-    made.trainer.announce(1)
-    await made.holds(1)
+async def test_work_waits_for_weights_within_its_bound_and_for_those_of_a_resumed_trainer(pickup) -> None:
+    made = await pickup().serving(60)
+    await made.weights.wait_for(62, lag_bound=2)
+    for wanted, lag_bound, announced in ((62, 1, 61), (make_version(1, 0), 2, make_version(1, 0))):
+        waiting = asyncio.create_task(made.weights.wait_for(wanted, lag_bound))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        made.trainer.announce(announced)
+        await asyncio.wait_for(waiting, 60)
+    assert made.engine.loaded_versions == [60, 61, make_version(1, 0)]

@@ -8,7 +8,7 @@ import redis
 
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Keys
-from penstock.schemas.weights.stores import ChunkMissingError, ChunkStore, ChunkStoreError, RedisChunks, open_store
+from penstock.schemas.weights.stores import ChunkMissingError, ChunkStore, ChunkStoreError, open_store
 
 KEYS = Keys("run")
 
@@ -36,40 +36,28 @@ def test_a_store_gives_back_what_was_put(store: ChunkStore) -> None:
         store.get("1-a")
 
 
-def test_a_redis_without_room_says_what_it_did_not_take() -> None:
+def test_what_a_store_does_not_take_names_the_place_the_bytes_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("AccessDenied")
+
     class Full:
         def hset(self, *arguments: object) -> None:
             raise redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
 
-    full = RedisChunks(lambda command: command(Full()), KEYS)
-    with pytest.raises(
-        ChunkStoreError, match=r"Redis \{run\}:chunks does not take 3-d \(4 bytes\): command not allowed"
-    ):
-        full.put("3-d", b"1234")
-
-
-def test_a_folder_that_cannot_be_written_says_which(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    store = open_store(str(tmp_path / "file" / "folder"), KEYS, lambda command: command(None))
-    with pytest.raises(ChunkStoreError, match=r"file/folder does not take 3-d \(4 bytes\): Not a directory"):
-        store.put("3-d", b"1234")
-
-
-@pytest.mark.parametrize("url", ["ftpx://host/folder", "s9://bucket"])
-def test_a_scheme_that_nobody_installed_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{url}': no file system for this URL is installed"):
-        open_store(url, KEYS, lambda command: command(None))
-
-
-def test_any_error_of_a_file_system_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store("memory://bucket/run", KEYS, lambda command: command(None))
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("AccessDenied")
-
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", refuse)
-    with pytest.raises(ChunkStoreError, match=r"memory://bucket/run does not take 3-d \(4 bytes\): RuntimeError: Acc"):
-        store.put("3-d", b"1234")
+    (tmp_path / "file").touch()
+    for place, message in (
+        ("redis", r"Redis \{run\}:chunks does not take 3-d \(4 bytes\): command not allowed"),
+        (str(tmp_path / "file" / "folder"), r"file/folder does not take 3-d \(4 bytes\): Not a directory"),
+        ("memory://bucket/run", r"memory://bucket/run does not take 3-d \(4 bytes\): RuntimeError: Acc"),
+    ):
+        with pytest.raises(ChunkStoreError, match=message):
+            open_store(place, KEYS, lambda command: command(Full())).put("3-d", b"1234")
+    for url in ("ftpx://host/folder", "s9://bucket"):
+        with pytest.raises(ConfigError, match=rf"'{url}': no file system for this URL is installed"):
+            open_store(url, KEYS, lambda command: command(None))
 
 
 def test_an_s3_bucket_keeps_chunks_with_credentials_from_the_environment(s3_bucket: str) -> None:
