@@ -319,7 +319,7 @@ def in_a_process(work: Callable[[], None]) -> int | None:
     return process.exitcode
 
 
-class Kill:
+class KillAt:
     """Ends this process by SIGKILL at the n-th time it gets to a place."""
 
     def __init__(self, place: str, number: int) -> None:
@@ -352,7 +352,7 @@ def test_a_kill_in_the_middle_of_a_patch_never_leaves_wrong_bits(
     newest = host.step(draw, share)
 
     def die() -> None:
-        kill = Kill(place, number)
+        kill = KillAt(place, number)
         copy = host.producer()
         copy._fetch = kill.around("fetch", copy._fetch)
         copy._set_state = kill.around("clean", copy._set_state)
