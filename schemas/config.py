@@ -468,7 +468,8 @@ class CorrectionConfig(Section, frozen=True):
     """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. Formulas: consumers/learning/importance.py.
 
     Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
-    off; `max_lag`, `rejection`, `m2_budget` and `off_policy_delta` mask as they do under any mode.
+    off; `rejection` and `off_policy_delta` mask as they do under any mode. The run's `max_lag` masks too, before all of
+    it.
     """
 
     mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
@@ -479,18 +480,11 @@ class CorrectionConfig(Section, frozen=True):
     lower: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Smallest weight: raised to it (truncate), or masked below it (mask, IcePop's). For masks it tightens with lag as
     the threshold does, in log space: lower ** (ln tau(d) / ln tau_0). None has no such bound."""
-    schedule: Literal["const", "power", "exponential", "sign_aware", "max_lag"] = "const"
+    schedule: Literal["const", "power"] = "const"
     """How trust falls with a token's lag d, tau(d) = 1 + (threshold - 1) * s(d). `const`: s = 1. `power`:
-    (1 + d / lag_scale) ** -lag_power. `exponential`: lag_decay ** d. `sign_aware`: power, acting like `lower` where
-    the advantage is negative only. `max_lag`: const up to max_lag, which has to be known then."""
-    lag_scale: PositiveFloat = 1.0
-    """d_0 of `power` and `sign_aware`, in optimizer steps."""
+    (1 + d) ** -lag_power, with d in optimizer steps."""
     lag_power: NonNegativeFloat = 0.5
-    """p of `power` and `sign_aware`."""
-    lag_decay: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    """gamma of `exponential`."""
-    max_lag: NonNegative | None = None
-    """Tokens with a larger lag are masked, whatever the schedule. In a run this is the run's own max_lag."""
+    """The exponent of `power`."""
     sequence_ratio: Literal["geometric", "product"] = "geometric"
     """The ratio of `sequence_*` modes: geometric mean of the tokens' ratios (ms-swift, AReaL) or their product (verl,
     TRL, slime). One threshold means different things under the two."""
@@ -498,11 +492,6 @@ class CorrectionConfig(Section, frozen=True):
     """The weight of a token in a row that `sequence_mask` keeps: its own ratio (ms-swift) or the row's (TRL, AReaL)."""
     rejection: tuple[Rejection, ...] = ()
     """Masks on top of the mode's; a token has to pass all of them."""
-    batch_normalize: bool = False
-    """Divide the weights by their mean over the whole batch (verl, slime)."""
-    m2_budget: PositiveFloat | None = None
-    """Mask the tokens of the largest squared log-ratio until the mean over what is left is below this (M2PO). In a run
-    once, when the batch is read; off-policy rows are masked on top of it at each step."""
     off_policy_delta: NonNegativeFloat | None = None
     """Mask rows of negative advantage whose mean of behavior - current is above this (DeepSeek-V3.2)."""
     bypass: bool = False
@@ -518,6 +507,7 @@ class CorrectionConfig(Section, frozen=True):
             raise ValueError(
                 f"sequence_ratio = {self.sequence_ratio!r} with mode = {self.mode!r}: expected a sequence_* mode"
             )
+
         if self.mode not in ("none", "sequence_mask") and self.sequence_mask_weight != "token":
             raise ValueError(
                 f"sequence_mask_weight = {self.sequence_mask_weight!r} with mode = {self.mode!r}: expected "
@@ -525,16 +515,10 @@ class CorrectionConfig(Section, frozen=True):
             )
 
     @property
-    def is_batch_level(self) -> bool:
-        """A token's correction depends on the whole batch, which has to be corrected at once."""
-        return (self.batch_normalize and self.mode != "none") or self.m2_budget is not None
-
-    @property
     def is_token_level(self) -> bool:
-        """A token's correction depends on that token alone: no statistic of its row or of the batch."""
+        """A token's correction depends on that token alone, not on a statistic of its row."""
         return not (
-            self.is_batch_level
-            or self.mode.startswith("sequence")
+            self.mode.startswith("sequence")
             or self.off_policy_delta is not None
             or any(rejection.mode.startswith("seq") for rejection in self.rejection)
         )
@@ -1217,9 +1201,4 @@ def _step_problems(config: RunConfig) -> Iterator[str]:
             f"trainer.decay_steps = {trainer.decay_steps} with trainer.warmup_steps = {trainer.warmup_steps}: expected "
             f"their sum to be at most the run's {config.num_steps_planned} optimizer steps (num_updates * "
             "trainer.num_epochs * trainer.num_minibatches)"
-        )
-    if config.correction.max_lag is not None:
-        yield (
-            f"correction.max_lag = {config.correction.max_lag}: the run has one bound; expected max_lag to be set at "
-            "the top of the run file instead"
         )

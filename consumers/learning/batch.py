@@ -24,7 +24,8 @@ class MicroBatch:
     predicting: [M] int64, the packed token whose hidden state predicts the sampled token `targets` [M] int64.
     behavior_logprobs, advantages, temperature, rollout_tokens: [M] float32 (see `LossInputs`).
     lag: [M] int64 optimizer steps.
-    loss_mask: [M] bool, lag within the bound.
+    loss_mask: [M] bool, the tokens that are trained on: within the lag bound, and not of a rollout that is left out
+        because it is truncated. The correction may mask more of them.
     row_ids: [M] int64, ascending.
     rollouts: [rows] int64, the place of each row's rollout among all of the batch.
     support: the tokens that the sampler chose from; None if it excluded none (top-k, top-p).

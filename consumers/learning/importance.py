@@ -9,8 +9,8 @@ float64 whatever the input. tau_0 is the configuration's threshold, lower_0 its 
     sequence_truncate   min(max(R, lower_0), tau(D)) on every token of the row
     sequence_mask       where lo(D) <= R <= tau(D), else the whole row masked: rho, or R (`sequence_mask_weight`)
 
-    R                   geometric: exp of the mean of c(l) over the row's valid tokens; product: exp of c(the sum of l)
-    d, D                the token's lag, the mean lag of the row's valid tokens
+    R                   geometric: exp of the mean of c(l) over the row's unmasked tokens; product: exp of c(sum of l)
+    d, D                the token's lag, the mean lag of the row's unmasked tokens
     tau(d)              1 + (tau_0 - 1) * s(d), with s(0) = 1 and never rising: `trust`
     lo(d)               lower_0 ** (ln tau(d) / ln tau_0), which for lower_0 = 1 / tau_0 is 1 / tau(d)
 
@@ -19,10 +19,8 @@ Sources: the modes with constant tau are ms-swift's rollout_importance_sampling_
 sides to IcePop (Ling-team, 2025), product ratios to verl and TRL. The dependence on lag is this project's own. The
 lower bound of a truncation is the same at every lag: raised, it would give older tokens more weight.
 
-Other masks than the mode's: `max_lag`; verl's rejections; off-policy sequence masking; and, over the tokens that all
-of these keep, the M2 budget. Statistics of rows read every token of the loss mask. `batch_normalize` divides the
-weights by their mean over the tokens that mode and max_lag keep, before the other masks, so that masking never inflates
-the remaining weights; the weight of a whole row counts once per row.
+Other masks than the mode's: verl's rejections and off-policy sequence masking. The loss mask that comes in is that of
+packing, without tokens beyond the lag bound; statistics of rows read every token of it.
 """
 
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.rejection import beyond_m2_budget, off_policy_rows_kept, rejected
+from penstock.consumers.learning.rejection import off_policy_rows_kept, rejected
 from penstock.consumers.learning.rows import Rows, clamped, log_ratio
 from penstock.schemas.config import CorrectionConfig
 
@@ -61,8 +59,7 @@ def correct_packed(
 ) -> Correction:
     """Truncates or masks exp(proximal - behavior); the module's docstring has the formulas.
 
-    A configuration with `is_batch_level` needs every token of the batch in one call, one with `is_token_level` any
-    tokens, any other one whole rows. Waits for the device only with `m2_budget`, which is drawn from sorted values.
+    A configuration with `is_token_level` takes any tokens, any other one whole rows. Never waits for the device.
 
     Args:
         proximal_logprobs, behavior_logprobs: [M] float, natural logarithms. Values under the mask are never read; a
@@ -70,8 +67,7 @@ def correct_packed(
         loss_mask: [M] bool.
         lag: [M] integer, optimizer steps, 0 or more.
         row_ids: [M] int64, ascending.
-        advantages: [M] float; needed by schedule "sign_aware" and by `off_policy_delta`.
-        current_logprobs: [M] float; needed by `off_policy_delta`.
+        advantages, current_logprobs: [M] float; needed by `off_policy_delta`.
     """
     loss_mask = loss_mask.detach()
     given = log_ratio(proximal_logprobs, behavior_logprobs, loss_mask)
@@ -79,12 +75,8 @@ def correct_packed(
     lag = torch.where(loss_mask, lag, 0)
     rows = Rows(row_ids, loss_mask)
 
-    weights, by_mode, bounded = _weigh(log_ratios, lag, rows, config, advantages)
+    weights, by_mode, bounded = _weigh(log_ratios, lag, rows, config)
     keep = loss_mask & ~by_mode
-    if config.max_lag is not None:
-        keep = keep & (lag <= config.max_lag)
-    if config.batch_normalize and config.mode != "none":
-        weights = weights / _batch_mean(weights, keep, row_ids, config)
     for rejection in config.rejection:
         keep = keep & ~rejected(log_ratios, rows, rejection)
     if config.off_policy_delta is not None:
@@ -92,8 +84,6 @@ def correct_packed(
         keep = keep & off_policy_rows_kept(
             behavior_logprobs, current_logprobs, loss_mask, advantages, row_ids, config.off_policy_delta
         )
-    if config.m2_budget is not None:
-        keep = keep & ~beyond_m2_budget(log_ratios, keep, config.m2_budget)
 
     return Correction(
         weights=torch.where(keep, weights, 0.0).to(given.dtype),
@@ -105,8 +95,7 @@ def correct_packed(
 def trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
     """Returns tau(d), the largest weight of a token of this lag: 1 + (threshold - 1) * s(d); the threshold at lag 0.
 
-    s is 1 for "const" and "max_lag" (which masks beyond max_lag instead), (1 + d / lag_scale) ** -lag_power for "power"
-    and, where the advantage is negative, "sign_aware", lag_decay ** d for "exponential".
+    s is 1 for "const", and (1 + d) ** -lag_power for "power".
 
     Args:
         lag: any shape, 0 or more, integer or float (a row's mean lag).
@@ -115,19 +104,12 @@ def trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
         float64, like lag.
     """
     lag = lag.double()
-    if config.schedule in ("power", "sign_aware"):
-        share = (1 + lag / config.lag_scale) ** -config.lag_power
-    elif config.schedule == "exponential":
-        share = config.lag_decay**lag
-    else:
-        share = torch.ones_like(lag)
+    share = (1 + lag) ** -config.lag_power if config.schedule == "power" else torch.ones_like(lag)
     # 1 + (tau_0 - 1) may differ from tau_0 by rounding, and lag 0 must equal a constant threshold to the bit.
     return torch.where(share == 1, config.threshold, 1 + (config.threshold - 1) * share).clamp(max=config.threshold)
 
 
-def _weigh(
-    log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig, advantages: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _weigh(log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the mode's weights, the tokens it masks, and the tokens whose weights it bounds; [M] each."""
     ratio = torch.exp(clamped(log_ratios))
     nothing = torch.zeros_like(ratio, dtype=torch.bool)
@@ -141,14 +123,14 @@ def _weigh(
             judged = torch.exp(rows.mean(clamped(log_ratios)))
         else:
             judged = torch.exp(clamped(rows.sum(log_ratios)))
-    lower, upper = _bounds(lag, config, advantages)
+    lower, upper = _bounds(lag, config)
     outside = (judged < lower) | (judged > upper)
     if action == "truncate":
         return judged.clamp(lower, upper), nothing, outside
     return (judged if config.sequence_mask_weight == "sequence" else ratio), outside, nothing
 
 
-def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) -> tuple[Tensor, Tensor]:
+def _bounds(lag: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest trusted ratio, [M] each."""
     upper = trust(lag, config)
     lower = torch.zeros_like(upper)
@@ -158,19 +140,4 @@ def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) ->
             tightened = upper < config.threshold
             exponent = torch.where(tightened, upper.log() / torch.full_like(upper, config.threshold).log(), 1.0)
             lower = torch.where(tightened, lower**exponent, lower)
-    if config.schedule == "sign_aware":
-        assert advantages is not None
-        negative = advantages.detach() < 0
-        upper = torch.where(negative, upper, config.threshold)
-        lower = torch.where(negative, lower, 0.0)
     return lower, upper
-
-
-def _batch_mean(weights: Tensor, keep: Tensor, row_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Returns the mean weight over the kept tokens, or over the rows if a row has one weight; 1 if none is kept."""
-    shares = keep.double()
-    if config.mode == "sequence_truncate" or config.sequence_mask_weight == "sequence":
-        shares = torch.where(keep, 1 / Rows(row_ids, keep).count, 0.0)
-    total = shares.sum()
-    mean = torch.where(keep, weights * shares, 0.0).sum() / total
-    return torch.where(total > 0, mean, 1.0)

@@ -96,7 +96,7 @@ class Learner:
 
         Every group must have passed `check_trainable` with the model's vocabulary. batch: from `pack`.
         """
-        if batch.num_rows < self.ranks.size and not self._warned:
+        if batch.num_rows < self.ranks.size > 1 and not self._warned:
             self._warned = True
             log.warning("a batch of %d rows for %d ranks: some are idle", batch.num_rows, self.ranks.size)
         size = self.ranks.size

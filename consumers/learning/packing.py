@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +29,11 @@ class _Row:
     place: Place
     rollout: int
     """The place of its rollout among all of the batch."""
-    lags: tuple[tuple[int, int], ...]
-    """(lag, tokens) along the sampled tokens."""
+    spans: tuple["_Span", ...]
+    """Tile the sampled tokens, in order."""
     temperature: float
     rollout_tokens: int
     advantage: float = 0.0
-    is_masked: bool = False
-    """True if the rollout is truncated, so that no token of the row is trained on."""
 
     @property
     def prefix_length(self) -> int:
@@ -51,6 +50,19 @@ class _Row:
         """Tokens up to the one before the last sampled one."""
         return self.segment.loss_mask[-1][1] - 1
 
+    @property
+    def num_unmasked(self) -> int:
+        """Sampled tokens in the loss mask."""
+        return sum(span.num_tokens for span in self.spans if span.is_trained)
+
+
+class _Span(NamedTuple):
+    """Consecutive sampled tokens of one version. is_trained: whether they are in the loss mask."""
+
+    num_tokens: int
+    lag: int
+    is_trained: bool = True
+
 
 def pack(
     groups: Sequence[RolloutGroup],
@@ -66,9 +78,11 @@ def pack(
 
     Groups whose advantages are all 0, as without reward variance, are left out of the rows but counted in the
     denominators, which leaves the policy term unchanged and saves cost. One rollout of each is kept for the metrics
-    (`MiniBatch.skipped`), a sibling that depends on the group's index. Tokens older than the lag bound are masked, as
-    are truncated rollouts with `advantage.truncated = "mask"`, which are not in the denominators either; a row without
-    other tokens is left out too. With KL in the reward no row is left out.
+    (`MiniBatch.skipped`), a sibling that depends on the group's index.
+
+    The loss mask is made here (`_rows`), and correction, loss and metrics read it from the micro-batches: tokens older
+    than the lag bound are masked, as are truncated rollouts with `advantage.truncated = "mask"`, which are not in the
+    denominators either. A row without an unmasked token is left out, unless KL in the reward needs its tokens.
 
     With a teacher no group is left out; the advantages are those of the rewards, all 0 if the teacher is alone.
 
@@ -96,15 +110,15 @@ def pack(
     histograms: dict[str, Counter[int]] = {name: Counter() for name in sorted({each.environment for each in groups})}
     of_index = {group.index: histograms[group.environment] for group in groups}
     for row in (*rows, *(row for part in parts for row in part.skipped)):
-        for lag, count in row.lags:
-            of_index[row.place.group][lag] += count
+        for span in row.spans:
+            of_index[row.place.group][span.lag] += span.num_tokens
     histogram = sum(histograms.values(), Counter[int]())
     names = list(histograms)
     return Batch(
         minibatches=tuple(_pack_part(part, config, sharing) for part in parts),
-        num_tokens_trained=_num_unmasked(rows, config.lag_bound),
+        num_tokens_trained=_num_unmasked(rows),
         num_tokens_masked_lag=sum(count for lag, count in histogram.items() if lag > config.lag_bound),
-        num_rows=sum(_num_unmasked([row], config.lag_bound) > 0 for row in rows),
+        num_rows=sum(row.num_unmasked > 0 for row in rows),
         lag_histogram=dict(sorted(histogram.items())),
         lag_mean={
             name: sum(lag * count for lag, count in own.items()) / max(1, own.total())
@@ -135,14 +149,14 @@ def pack_segments(
             segment=segment,
             place=Place(group, number, 0),
             rollout=number,
-            lags=((0, segment.num_sampled_tokens),),
+            spans=(_Span(segment.num_sampled_tokens, 0),),
             temperature=temperature,
             rollout_tokens=segment.num_sampled_tokens,
         )
         for number, (group, segment, temperature) in enumerate(segments)
     ]
     for part in map(_longest_first, _split(rows, budget)):
-        yield _pack_rows(part, 0), tuple(row.rollout for row in part)
+        yield _pack_rows(part), tuple(row.rollout for row in part)
 
 
 @dataclass(frozen=True)
@@ -171,41 +185,40 @@ def _rows_of(
 
 
 def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
-    budget, bound = config.trainer.tokens_per_microbatch, config.lag_bound
+    budget = config.trainer.tokens_per_microbatch
 
     def passes(rows: list[_Row]) -> list[list[_Row]]:
         return [_longest_first(each) for each in _passes(rows, budget, sharing)]
 
     of_kl = config.advantage.kl_coefficient > 0  # the KL of a whole rollout
-    alive, skipped = (
-        [row for row in rows if of_kl or _num_unmasked([row], bound)] for rows in (part.rows, part.skipped)
-    )
+    alive, skipped = ([row for row in rows if of_kl or row.num_unmasked] for rows in (part.rows, part.skipped))
     sample = _sample_rollouts(skipped)
-    rollouts = [one for group in part.groups for one in group.rollouts if not _is_masked(one, config)]
+    rollouts = [one for group in part.groups for one in group.rollouts if not _is_left_out(one, config)]
     split = passes(alive)
     whole = MiniBatch(
-        microbatches=tuple(_pack_rows(rows, bound) for rows in split),
+        microbatches=tuple(_pack_rows(rows) for rows in split),
         places=tuple(tuple(row.place for row in rows) for rows in split if rows),
         indexes=tuple(group.index for group in part.groups),
         num_tokens=max(1, sum(rollout.num_sampled_tokens for rollout in rollouts)),
         num_rollouts=max(1, len(rollouts)),
-        skipped=tuple(_pack_rows(rows, bound) for rows in passes(sample)),
-        skipped_scale=_num_unmasked(skipped, bound) / _num_unmasked(sample, bound) if sample else 1.0,
+        skipped=tuple(_pack_rows(rows) for rows in passes(sample)),
+        skipped_scale=_num_unmasked(skipped) / _num_unmasked(sample) if sample else 1.0,
     )
 
     def alone() -> Iterator[MiniBatch]:
         for index, rows in groupby(alive, key=lambda row: row.place.group):
-            own = tuple(_pack_rows(each, bound) for each in passes(list(rows)))
+            own = tuple(_pack_rows(each) for each in passes(list(rows)))
             yield replace(whole, microbatches=own, places=(), indexes=(index,), skipped=())
 
     return replace(whole, alone=alone)
 
 
-def _num_unmasked(rows: list[_Row], lag_bound: int) -> int:
-    return sum(count for row in rows if not row.is_masked for lag, count in row.lags if lag <= lag_bound)
+def _num_unmasked(rows: list[_Row]) -> int:
+    return sum(row.num_unmasked for row in rows)
 
 
-def _is_masked(rollout: Rollout, config: RunConfig) -> bool:
+def _is_left_out(rollout: Rollout, config: RunConfig) -> bool:
+    """True for a rollout that neither the loss nor its denominators read: a truncated one, if the run says so."""
     return config.advantage.truncated == "mask" and rollout.is_truncated
 
 
@@ -223,7 +236,7 @@ def _rows(
     group: RolloutGroup, first: int, advantages: list[float], lag: KnownLags, config: RunConfig
 ) -> Iterator[_Row]:
     for r, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
-        rollout_tokens = rollout.num_sampled_tokens
+        rollout_tokens, is_left_out = rollout.num_sampled_tokens, _is_left_out(rollout, config)
         for s, segment in enumerate(rollout.segments):
             if not segment.loss_mask:
                 continue
@@ -232,15 +245,18 @@ def _rows(
             if config.teacher_url is not None:
                 check_taught(group, segment)
             lags = span_lags(segment, lag, config.lag_bound)
+            spans = (
+                _Span(span.end - span.start, d, not is_left_out and d <= config.lag_bound)
+                for d, span in zip(lags, segment.version_spans, strict=True)
+            )
             yield _Row(
                 segment=segment,
                 place=Place(group.index, r, s),
                 rollout=first + r,
-                lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
+                spans=tuple(spans),
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
                 advantage=advantage,
-                is_masked=_is_masked(rollout, config),
             )
 
 
@@ -280,7 +296,7 @@ def _longest_first(rows: list[_Row]) -> list[_Row]:
     return sorted(rows, key=lambda row: -row.length)
 
 
-def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
+def _pack_rows(rows: list[_Row]) -> MicroBatch:
     if not rows:
         return idle_microbatch()
     token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
@@ -308,7 +324,7 @@ def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
     row_ids = run_rows.repeat(run_lengths)
     before = sampled_at - 1
     own = before - prefix_lengths[row_ids]
-    lag = np.repeat(*np.array([span for row in rows for span in row.lags]).T)
+    span_tokens, span_lag, is_trained = np.array([span for row in rows for span in row.spans]).T
     per_row = np.array([(row.advantage, row.temperature, row.rollout_tokens) for row in rows], dtype=np.float32)
     advantages, temperature, rollout_tokens = np.ascontiguousarray(per_row[row_ids].T)
     behavior = np.frombuffer(b"".join(row.segment.behavior_logprobs for row in rows), dtype=np.float32)
@@ -322,8 +338,8 @@ def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
         advantages=torch.from_numpy(advantages),
         temperature=torch.from_numpy(temperature),
         rollout_tokens=torch.from_numpy(rollout_tokens),
-        lag=torch.from_numpy(lag),
-        loss_mask=torch.from_numpy((lag <= lag_bound) & ~np.array([row.is_masked for row in rows])[row_ids]),
+        lag=torch.from_numpy(span_lag.repeat(span_tokens)),
+        loss_mask=torch.from_numpy(is_trained.astype(bool).repeat(span_tokens)),
         row_ids=torch.from_numpy(row_ids),
         rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),

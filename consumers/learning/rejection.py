@@ -38,28 +38,6 @@ def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
     return _over(scope, values, rows) > rejection.upper
 
 
-def beyond_m2_budget(log_ratios: Tensor, candidates: Tensor, budget: float) -> Tensor:
-    """Returns True for the candidates to drop, largest clamped l^2 first, until the rest's mean l^2 is below budget.
-
-    M2PO (arXiv 2510.01161) as in AReaL: the smallest value is kept even above the budget. Equal values are dropped or
-    kept together, so that the order of the tokens does not matter (AReaL's sort separates them).
-
-    Args:
-        log_ratios: [M] float64, of the whole batch.
-        candidates: [M] bool, the tokens that may be kept.
-    """
-    squares = clamped(log_ratios).square()
-    # On CPU a running sum has one order, and thus the same bits every time.
-    ordered = squares[candidates].cpu().sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, dtype=ordered.dtype)
-    num_kept = int((means < budget).sum())
-    if num_kept == len(ordered):
-        return torch.zeros_like(candidates)
-    smallest, first_dropped = ordered[0].item(), ordered[num_kept].item()
-    beyond = squares >= first_dropped if first_dropped > smallest else squares > smallest
-    return candidates & beyond
-
-
 def off_policy_rows_kept(
     behavior_logprobs: Tensor,
     current_logprobs: Tensor,

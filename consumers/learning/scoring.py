@@ -1,6 +1,5 @@
 """Scores packed tokens: the policy's logprobs, the correction of the behavior policy, the objective's loss."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -8,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from msgspec.structs import replace
 from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
@@ -18,7 +16,6 @@ from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.consumers.learning.reward_kl import penalized
 from penstock.consumers.learning.teacher import open_teacher, teacher_advantages
 from penstock.schemas.config import ConfigError, RunConfig
@@ -33,13 +30,11 @@ class StepConstants:
     proximal_logprobs: None if the batch makes one optimizer step: the current policy is the proximal one then.
     reference_logprobs: None for an objective without a KL term.
     teacher_logprobs: None without a teacher.
-    correction: None if it can be computed from the micro-batch alone.
     """
 
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
-    correction: Correction | None = None
 
     @property
     def divergence(self) -> Tensor:
@@ -87,7 +82,7 @@ class TokenScorer:
         self._model = model
         self._device = device
         self._steps_per_batch = config.steps_per_batch
-        self._correction = replace(config.correction, max_lag=config.lag_bound)
+        self._correction = config.correction
         self._advantage = config.advantage
         self._teaching = config.teacher
         self._teacher = open_teacher(config, model, device, ranks)
@@ -123,26 +118,20 @@ class TokenScorer:
 
         Returns the batch, with new advantages if there is KL in the reward, and the constants.
         """
-        logprobs = self._logprobs(batch.microbatches)
+        of_trained = self.constants(batch.microbatches)
         if self._advantage.kl_coefficient:
-            batch = penalized(batch, [each.divergence for each in logprobs], self._advantage, self._ranks)
-        trained = iter(self._corrected(batch.microbatches, logprobs))
+            batch = penalized(batch, [each.divergence for each in of_trained], self._advantage, self._ranks)
+        trained = iter(of_trained)
         skipped = iter(self.constants([each for minibatch in batch.minibatches for each in minibatch.skipped]))
         return batch, [
             [*islice(trained, len(each.microbatches)), *islice(skipped, len(each.skipped))]
             for each in batch.minibatches
         ]
 
-    def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
-        """Computes the step constants of these micro-batches, which are the batch for a batch-level correction."""
-        return self._corrected(microbatches, self._logprobs(microbatches))
-
     @torch.no_grad()
-    def _logprobs(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
+    def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
         """Computes the logprobs of the proximal policy, the reference and the teacher, as far as they are needed."""
-        needs_proximal = (
-            self._correction.is_batch_level or self._steps_per_batch > 1 or self._advantage.kl_coefficient > 0
-        )
+        needs_proximal = self._steps_per_batch > 1 or self._advantage.kl_coefficient > 0
         if not (needs_proximal or self.reference or self._teaching):
             return [StepConstants()] * len(microbatches)
         constants = []
@@ -212,8 +201,17 @@ class TokenScorer:
         """Applies the objective to the tokens of `part`; `current` and `entropy` are those tokens'."""
         proximal = current.detach() if constants.proximal_logprobs is None else constants.proximal_logprobs[part]
         advantages = self._advantages(microbatch, constants, part, proximal)
-        correction = self._correct(microbatch, constants, part, proximal, current.detach(), advantages)
-        behavior = microbatch.behavior_logprobs[part]
+        behavior, row_ids, lag = microbatch.behavior_logprobs[part], microbatch.row_ids[part], microbatch.lag[part]
+        correction = correct_packed(
+            proximal,
+            behavior,
+            microbatch.loss_mask[part],
+            lag,
+            row_ids,
+            self._correction,
+            advantages=advantages,
+            current_logprobs=current.detach(),
+        )
         inputs = LossInputs(
             current_logprobs=current,
             proximal_logprobs=behavior if self._correction.bypass else proximal,
@@ -222,12 +220,12 @@ class TokenScorer:
             advantages=advantages,
             loss_mask=correction.keep_mask,
             entropy=entropy,
-            row_ids=microbatch.row_ids[part],
+            row_ids=row_ids,
             rollout_tokens=microbatch.rollout_tokens[part],
             denominator=float(minibatch.num_tokens),
             num_rollouts=minibatch.num_rollouts,
             reference_logprobs=None if constants.reference_logprobs is None else constants.reference_logprobs[part],
-            lag=microbatch.lag[part],
+            lag=lag,
         )
         return self.objective(inputs), proximal, correction
 
@@ -241,88 +239,6 @@ class TokenScorer:
             return microbatch.advantages[part]
         teacher = constants.teacher_logprobs[part]
         return teacher_advantages(microbatch.advantages[part], teacher, proximal, self._teaching)
-
-    def _correct(
-        self,
-        microbatch: MicroBatch,
-        constants: StepConstants,
-        part: slice,
-        proximal: Tensor,
-        current: Tensor,
-        advantages: Tensor,
-    ) -> Correction:
-        """Corrects every sampled token: those past the lag bound count for their rows before `max_lag` masks them."""
-        row_ids = microbatch.row_ids[part]
-        behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
-        if constants.correction is None:
-            return correct_packed(
-                proximal,
-                behavior,
-                sampled,
-                microbatch.lag[part],
-                row_ids,
-                self._correction,
-                advantages=advantages,
-                current_logprobs=current,
-            )
-        if self._correction.off_policy_delta is None:
-            return constants.correction
-        # The weights are those before the first step; a row's drift depends on the policy of this step.
-        kept = off_policy_rows_kept(behavior, current, sampled, advantages, row_ids, self._correction.off_policy_delta)
-        whole = constants.correction
-        return Correction(
-            torch.where(kept, whole.weights, whole.weights.new_zeros(())),
-            whole.keep_mask & kept,
-            whole.corrected_mask | ~kept,
-        )
-
-    def _corrected(self, microbatches: Sequence[MicroBatch], constants: list[StepConstants]) -> list[StepConstants]:
-        """Corrects the whole batch together, for statistics that a micro-batch alone does not have.
-
-        Every rank computes it from the tokens of all ranks. Off-policy rows are left to `_correct`, which judges them
-        again at each step.
-        """
-        if not self._correction.is_batch_level:
-            return constants
-        own = [
-            (
-                each.proximal_logprobs.cpu(),
-                part.behavior_logprobs,
-                part.lag,
-                part.row_ids,
-                self._advantages(part.to(self._device), each, _ALL, each.proximal_logprobs).cpu(),
-            )
-            for part, each in zip(microbatches, constants, strict=True)
-            if each.proximal_logprobs is not None
-        ]
-        by_rank = self._ranks.gather(own)
-        parts = [part for of_rank in by_rank for part in of_rank if len(part[0])]
-        if not parts:
-            return constants
-        first_row, row_ids = 0, []
-        for part in parts:
-            row_ids.append(part[3] + first_row)
-            first_row += int(part[3][-1]) + 1
-        proximal, behavior, lag, _, advantages = (
-            torch.cat(column).to(self._device) for column in zip(*parts, strict=True)
-        )
-        whole = correct_packed(
-            proximal,
-            behavior,
-            torch.ones_like(proximal, dtype=torch.bool),
-            lag,
-            torch.cat(row_ids).to(self._device),
-            replace(self._correction, off_policy_delta=None),
-            advantages=advantages,
-        )
-        first = sum(len(part[0]) for of_rank in by_rank[: self._ranks.rank] for part in of_rank)
-        sizes = [len(part.targets) for part in microbatches]
-        found = (whole.weights, whole.keep_mask, whole.corrected_mask)
-        split = (column[first : first + sum(sizes)].split(sizes) for column in found)
-        return [
-            dataclasses.replace(each, correction=Correction(weights, keep, corrected))
-            for each, weights, keep, corrected in zip(constants, *split, strict=True)
-        ]
 
 
 class SampledTokens(Protocol):

@@ -24,23 +24,15 @@ Judgement = tuple[float, bool]
 
 def oracle_correct(rows: list[Row], config: CorrectionConfig) -> list[list[Judgement]]:
     judged = {
-        (r, t): _mode(token, row, config)
-        for r, row in enumerate(rows)
-        for t, token in enumerate(row)
-        if token.valid and (config.max_lag is None or token.lag <= config.max_lag)
+        (r, t): _mode(token, row, config) for r, row in enumerate(rows) for t, token in enumerate(row) if token.valid
     }
     weights = {at: weight for at, weight in judged.items() if weight is not None}
-    if config.batch_normalize and config.mode != "none" and weights:
-        factor = _batch_mean(weights, config)
-        weights = {at: weight / factor for at, weight in weights.items()}
     kept = {
         (r, t)
         for r, t in weights
         if not any(_rejects(rejection, rows[r][t], rows[r]) for rejection in config.rejection)
         and not _off_policy(rows[r][t], rows[r], config)
     }
-    if config.m2_budget is not None:
-        kept = _within_budget({(r, t): clip(log_ratio(rows[r][t])) ** 2 for r, t in kept}, config.m2_budget)
     return [
         [(weights[r, t], True) if (r, t) in kept else (0.0, False) for t in range(len(row))]
         for r, row in enumerate(rows)
@@ -48,12 +40,7 @@ def oracle_correct(rows: list[Row], config: CorrectionConfig) -> list[list[Judge
 
 
 def tau(lag: float, config: CorrectionConfig) -> float:
-    if config.schedule in ("power", "sign_aware"):
-        s = (1 + lag / config.lag_scale) ** (-config.lag_power)
-    elif config.schedule == "exponential":
-        s = config.lag_decay**lag
-    else:
-        s = 1.0
+    s = (1 + lag) ** (-config.lag_power) if config.schedule == "power" else 1.0
     return config.threshold if s == 1 else 1 + (config.threshold - 1) * s
 
 
@@ -88,25 +75,11 @@ def _mode(token: CorrectionToken, row: Row, config: CorrectionConfig) -> float |
     high, low = tau(lag, config), config.lower if config.lower is not None else 0.0
     if config.mode in ("token_mask", "sequence_mask") and low and high < config.threshold:
         low = low ** (math.log(high) / math.log(config.threshold))
-    if config.schedule == "sign_aware" and token.advantage >= 0:
-        high, low = config.threshold, 0.0
     if config.mode in ("token_truncate", "sequence_truncate"):
         return min(max(ratio, low), high)
     if ratio < low or ratio > high:
         return None
     return ratio if config.sequence_mask_weight == "sequence" else rho
-
-
-def _batch_mean(weights: dict[tuple[int, int], float], config: CorrectionConfig) -> float:
-    if config.mode == "sequence_truncate" or (config.mode, config.sequence_mask_weight) == (
-        "sequence_mask",
-        "sequence",
-    ):
-        by_row: dict[int, list[float]] = {}
-        for (row, _), weight in weights.items():
-            by_row.setdefault(row, []).append(weight)
-        return _mean([_mean(values) for values in by_row.values()])
-    return _mean(list(weights.values()))
 
 
 def _estimate(estimator: str, value: float) -> float:
@@ -134,12 +107,3 @@ def _off_policy(token: CorrectionToken, row: Row, config: CorrectionConfig) -> b
         return False
     drift = _mean([other.behavior - other.current for other in _valid(row)])
     return drift > config.off_policy_delta and token.advantage < 0
-
-
-def _within_budget(squares: dict[tuple[int, int], float], budget: float) -> set[tuple[int, int]]:
-    """Drops the largest value, with all its equals, until the mean is below the budget or one value is left."""
-    left = dict(squares)
-    while len(set(left.values())) > 1 and not _mean(sorted(left.values())) < budget:
-        largest = max(left.values())
-        left = {at: value for at, value in left.items() if value < largest}
-    return set(left)

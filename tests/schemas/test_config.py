@@ -303,7 +303,6 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("trainer.decay=wsd", r"trainer.decay = 'wsd': expected one of 'constant', 'linear', 'cosine'"),
         ("trainer.decay_steps=9", r"trainer.*decay_steps = 9 with decay = 'constant': expected decay = 'linear' or"),
         ("trainer={decay='linear', decay_steps=101}", r"decay_steps = 101 .*at most the run's 100 optimizer steps"),
-        ("correction.max_lag=2", r"correction.max_lag = 2: the run has one bound; expected max_lag to be set"),
         ("sampling.top_p=0.9", r"sampling.top_k = 0, sampling.top_p = 0.9: .* expected top_k = 1 or more"),
         ("sampling={top_k=-5}", r"sampling.top_k = -5, .* expected top_k = 1 or more"),
         ("sampling.top_p=0.0", r"sampling.top_p = 0.0: expected more than 0, and at most 1"),

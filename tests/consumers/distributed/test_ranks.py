@@ -68,9 +68,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
             dtype="bfloat16", lora=LORA, objective=kl, trainer=_trainer(learning_rate=1.0, optimizer=SGD)
         ),
         "teacher": run(teacher={}),
-        "beside": run(teacher={"alone": False}, correction=CorrectionConfig(mode="none", m2_budget=0.004)),
-        "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
-        "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
+        "beside": run(teacher={"alone": False}, correction=CorrectionConfig(mode="sequence_mask")),
         "marked": run(objective=Plug(path="rank_work:NanAtMark"), trainer=_trainer(num_minibatches=2)),
     }
 

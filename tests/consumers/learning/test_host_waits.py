@@ -55,7 +55,7 @@ def test_another_micro_batch_costs_few_waits(tmp_path, monkeypatch, changes, exp
 def test_a_correction_waits_for_nothing(monkeypatch) -> None:
     rows = torch.tensor([0, 0, 3, 3, 7])
     lag, mask, logprobs = torch.tensor([0, 1, 2, 0, 5]), torch.tensor([True, True, False, True, True]), -torch.rand(5)
-    settings = {"schedule": "sign_aware", "lower": 0.5, "max_lag": 3, "off_policy_delta": 0.1, "batch_normalize": True}
+    settings = {"schedule": "power", "lower": 0.5, "off_policy_delta": 0.1}
     for mode in ("token_truncate", "sequence_mask"):
         config = CorrectionConfig(
             mode, rejection=(Rejection("seq_mean_k3", 0.5), Rejection("token_k1", 2.0)), **settings

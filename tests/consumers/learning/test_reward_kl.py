@@ -13,7 +13,9 @@ from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.reward_kl import penalized
-from penstock.schemas.config import AdvantageConfig, CorrectionConfig, ModelConfig, TrainerConfig
+from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
+from penstock.schemas.config import AdvantageConfig, CorrectionConfig, ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.rollout import RolloutGroup, unpack_floats
 from training_groups import configuration, group_of, lag_from, random_group, segment, tiny_model
 
 BETA = 0.2
@@ -49,65 +51,132 @@ def test_rewards_are_penalized_by_the_sum_over_all_segments_of_a_rollout() -> No
     ]
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("correction", [CorrectionConfig(mode="none"), CorrectionConfig(m2_budget=1e9, mode="none")])
-def test_advantages_loss_and_gradient_are_those_of_the_penalized_reward(models, minibatches, correction) -> None:
-    config = configuration(
-        models.path,
-        model=models,
-        advantage=AdvantageConfig(kl_coefficient=BETA),
-        correction=correction,
-        trainer=TrainerConfig(device="cpu", num_minibatches=minibatches, max_grad_norm=1e9, tokens_per_microbatch=60),
-        max_lag=9,
-    )
-    groups = [random_group(n, 1, temperature=0.8) for n in range(1, 4)] + [random_group(4, 1, rewards=[1.0] * 4)]
+def _learner_without_steps(config: RunConfig) -> tuple[Learner, list[dict[str, Tensor]]]:
+    """A learner whose optimizer takes no step, and the gradients that it is given."""
     learner = Learner(config)
     gradients: list[dict[str, Tensor]] = []
     learner.optimizer.step = lambda: gradients.append(
         {name: p.grad.clone() for name, p in learner.model.module.named_parameters()}
     )
+    return learner, gradients
+
+
+def _config(models: ModelConfig, *, kl: float = BETA, truncated: str = "train", **changes) -> RunConfig:
+    advantage = AdvantageConfig(kl_coefficient=kl, truncated=truncated)
+    settings = {"model": models, "advantage": advantage, "correction": CorrectionConfig(mode="none")} | changes
+    if not kl:
+        settings["model"] = replace(models, reference=None)
+    return configuration(models.path, **settings)
+
+
+class Expected:
+    """The penalized rewards' advantages and the tokens' logprobs under gradient, in float64."""
+
+    def __init__(self, models: ModelConfig, groups: list[RolloutGroup], kl: float) -> None:
+        self.model, reference = (
+            AutoModelForCausalLM.from_pretrained(each).double() for each in (models.path, models.reference)
+        )
+        self.logprobs: dict[int, list[Tensor]] = {}
+        self.advantages: dict[int, Tensor] = {}
+        for group in groups:
+            temperature = group.sampling.temperature
+            self.logprobs[group.index], rewards = [], []
+            for rollout in group.rollouts:
+                own = torch.cat([_logprobs(self.model, part, temperature) for part in rollout.segments])
+                base = torch.cat([_logprobs(reference, part, temperature) for part in rollout.segments])
+                self.logprobs[group.index].append(own)
+                rewards.append(rollout.reward.value - kl * (own - base).detach().sum())
+            values = torch.stack(rewards)
+            self.advantages[group.index] = (values - values.mean()) / (values.std() + 1e-4)
+
+    def check(self, found: dict[str, Tensor], gain: Tensor, denominator: int) -> None:
+        """Compares gradients with those of `gain`, the sum over the tokens that are to be trained."""
+        self.model.zero_grad()
+        (-gain / denominator).backward(retain_graph=True)
+        scale = torch.stack([p.grad.norm() for p in self.model.parameters()]).norm()
+        for name, wanted in self.model.named_parameters():
+            assert (found[name].double() - wanted.grad).norm() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_advantages_loss_and_gradient_are_those_of_the_penalized_reward(models, minibatches) -> None:
+    trainer = TrainerConfig(device="cpu", num_minibatches=minibatches, max_grad_norm=1e9, tokens_per_microbatch=60)
+    groups = [random_group(n, 1, temperature=0.8) for n in range(1, 4)] + [random_group(4, 1, rewards=[1.0] * 4)]
+    learner, gradients = _learner_without_steps(_config(models, trainer=trainer, max_lag=9))
     batch = learner.pack(groups, lag_from(7))
     report = learner.step(batch)
-
-    current, reference = (
-        AutoModelForCausalLM.from_pretrained(each).double() for each in (models.path, models.reference)
-    )
-    own: dict[int, list[Tensor]] = {}
-    advantages: dict[int, Tensor] = {}
-    for group in groups:
-        temperature = group.sampling.temperature
-        own[group.index], rewards = [], []
-        for rollout in group.rollouts:
-            logprobs = torch.cat([_logprobs(current, part, temperature) for part in rollout.segments])
-            base = torch.cat([_logprobs(reference, part, temperature) for part in rollout.segments])
-            own[group.index].append(logprobs)
-            rewards.append(rollout.reward.value - BETA * (logprobs - base).detach().sum())
-        values = torch.stack(rewards)
-        advantages[group.index] = (values - values.mean()) / (values.std() + 1e-4)
-    assert report.advantages.keys() == advantages.keys()
-    for index, expected in advantages.items():
-        assert report.advantages[index] == pytest.approx(expected.tolist(), abs=1e-4)
+    expected = Expected(models, groups, BETA)
+    assert report.advantages.keys() == expected.advantages.keys()
+    for index, advantages in expected.advantages.items():
+        assert report.advantages[index] == pytest.approx(advantages.tolist(), abs=1e-4)
     assert report.num_groups_skipped == 0, "the penalties differ where the rewards are equal"
     # Every step is taken at the same weights: the optimizer's step is replaced.
     for minibatch, found in zip(batch.minibatches, gradients, strict=True):
-        current.zero_grad()
         gain = sum(
             advantage * logprobs.sum()
             for index in minibatch.indexes
-            for advantage, logprobs in zip(advantages[index], own[index], strict=True)
+            for advantage, logprobs in zip(expected.advantages[index], expected.logprobs[index], strict=True)
         )
-        (-gain / minibatch.num_tokens).backward(retain_graph=True)
-        scale = torch.stack([p.grad.norm() for p in current.parameters()]).norm()
-        for name, wanted in current.named_parameters():
-            assert (found[name].double() - wanted.grad).norm() <= 1e-4 * scale, name
+        expected.check(found, gain, minibatch.num_tokens)
+
+
+def _rollouts(group: RolloutGroup, *cut_off: int) -> RolloutGroup:
+    """The group with these siblings at the token limit, and the others not."""
+    rollouts = []
+    for place, rollout in enumerate(group.rollouts):
+        *earlier, last = rollout.segments
+        reason = "length" if place in cut_off else "stop"
+        rollouts.append(replace(rollout, segments=(*earlier, replace(last, finish_reason=reason))))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("kl", [0.0, 1e-9, BETA])
+@pytest.mark.parametrize("truncated", ["train", "mask"])
+@pytest.mark.parametrize("max_lag", [2, 9])
+@pytest.mark.parametrize("mode", ["none", "sequence_truncate"])
+def test_the_gradient_is_the_sum_over_the_tokens_that_the_loss_mask_keeps(models, kl, truncated, max_lag, mode) -> None:
+    """Truncated rollouts, tokens beyond the lag bound, and both; with and without KL in the reward."""
+    trainer = TrainerConfig(device="cpu", max_grad_norm=1e9, tokens_per_microbatch=60)
+    correction = CorrectionConfig(mode=mode, threshold=1e8)
+    config = _config(models, kl=kl, truncated=truncated, correction=correction, trainer=trainer, max_lag=max_lag)
+    groups = [_rollouts(random_group(1, 1), 1), _rollouts(random_group(2, 1), 0, 3), _rollouts(random_group(3, 1))]
+    learner, gradients = _learner_without_steps(config)
+    batch = learner.pack(groups, lag_from(7))
+    report = learner.step(batch)
+    expected = Expected(models, groups, kl)
+    gain, num_trained, denominator = torch.zeros((), dtype=torch.float64), 0, 0
+    for group in groups:
+        for place, rollout in enumerate(group.rollouts):
+            if truncated == "mask" and rollout.is_truncated:
+                continue
+            (part,) = rollout.segments
+            denominator += part.num_sampled_tokens
+            lag = [7 - span.version for span in part.version_spans for _ in range(span.end - span.start)]
+            kept = torch.tensor(lag) <= max_lag
+            logprobs = expected.logprobs[group.index][place][kept]
+            behavior = torch.tensor(unpack_floats(part.behavior_logprobs), dtype=torch.float64)[kept]
+            ratio = (logprobs.detach() - behavior).mean().exp() if mode != "none" else 1.0
+            if len(logprobs):
+                gain = gain + expected.advantages[group.index][place] * ratio * logprobs.sum()
+            num_trained += len(logprobs)
+    assert (batch.minibatches[0].num_tokens, report.num_tokens_trained) == (denominator, num_trained)
+    expected.check(gradients[0], gain, denominator)
+
+
+@pytest.mark.parametrize("kl", [0.0, BETA])
+def test_truncated_rollouts_alone_take_no_step_where_they_are_masked(models, kl) -> None:
+    learner, gradients = _learner_without_steps(_config(models, kl=kl, truncated="mask", max_lag=9))
+    report = learner.step(learner.pack([_rollouts(random_group(1, 1), 0, 1, 2, 3)], lag_from(7)))
+    assert (gradients, report.num_tokens_trained, report.num_optimizer_steps) == ([], 0, 0)
+    assert report.skipped_reason == NOTHING_TO_TRAIN and report.counts_as_update
+    trained = learner.step(learner.pack([random_group(1, 1)], lag_from(7)))
+    assert trained.num_optimizer_steps == 1
 
 
 def test_a_stale_segment_counts_for_the_penalty_of_its_rollout_and_is_not_trained(models) -> None:
     rows = [[segment([1, 2, 3, 4], [(1, 4)], [version] * 3)] for version in (7, 2, 7)]
-    group = group_of(1, rows, [1.0, 0.0, 0.5])
-    config = configuration(models.path, model=models, advantage=AdvantageConfig(kl_coefficient=BETA), max_lag=4)
-    learner = Learner(config)
-    batch = learner.pack([group], lag_from(7))
+    learner = Learner(_config(models, max_lag=4))
+    batch = learner.pack([group_of(1, rows, [1.0, 0.0, 0.5])], lag_from(7))
     assert (len(batch.microbatches[0].rollouts), batch.num_tokens_trained, batch.num_rows) == (3, 6, 2)
     report = learner.step(batch)
     # Siblings of equal tokens have equal penalties: the advantages are those of the rewards, the stale one's too.
