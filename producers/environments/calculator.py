@@ -1,9 +1,11 @@
 """Arithmetic with a calculator: a task of several turns, too hard for a small model without the tool."""
 
+import ast
 import json
+import operator
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.producers.interfaces import Conversation
@@ -30,7 +32,14 @@ TOOLS: list[Any] = [
         },
     }
 ]
-_TOKEN = re.compile(r"[0-9]+|[-+*()]")
+OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+EXPECTED = "expected integers, + - * and parentheses"
+_CHARACTERS = re.compile(r"[-0-9+*()\s]*", re.ASCII)
+_LEADING_ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
 
 
@@ -128,47 +137,24 @@ def evaluate(expression: str) -> int:
     """
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"{len(expression)} characters, expected at most {MAX_EXPRESSION}")
-    tokens = _TOKEN.findall(expression)
-    if "".join(tokens) != re.sub(r"\s", "", expression):
-        raise ValueError("expected integers, + - * and parentheses")
-    tokens.append("the end")
-    value = _sum(tokens)
-    _take(tokens, "the end")
-    return value
+    if not _CHARACTERS.fullmatch(expression):
+        raise ValueError(EXPECTED)
+    try:
+        # Python refuses leading zeros and lines of their own.
+        return _value(ast.parse(_LEADING_ZEROS.sub("", " ".join(expression.split())), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(EXPECTED) from None
 
 
-def _sum(tokens: list[str]) -> int:
-    value = _product(tokens)
-    while tokens[0] in "+-":
-        value += _product(tokens) if tokens.pop(0) == "+" else -_product(tokens)
-    return value
-
-
-def _product(tokens: list[str]) -> int:
-    value = _factor(tokens)
-    while tokens[0] == "*":
-        tokens.pop(0)
-        value *= _factor(tokens)
-    return value
-
-
-def _factor(tokens: list[str]) -> int:
-    token = tokens.pop(0)
-    if token in "+-":
-        return _factor(tokens) if token == "+" else -_factor(tokens)
-    if token == "(":
-        value = _sum(tokens)
-        _take(tokens, ")")
-        return value
-    if not token.isdecimal():
-        raise ValueError(f"expected a number, found {token}")
-    return int(token)
-
-
-def _take(tokens: list[str], expected: str) -> None:
-    token = tokens.pop(0)
-    if token != expected:
-        raise ValueError(f"expected {expected}, found {token}")
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
+            return -_value(operand) if isinstance(sign, ast.USub) else _value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_value(left), _value(right))
+    raise ValueError(EXPECTED)
 
 
 def _ask(expression: str) -> Prompt:

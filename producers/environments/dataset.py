@@ -1,12 +1,13 @@
 """Tasks from a data set (JSON lines, Parquet or Hugging Face) with a column mapping, read from disk row by row."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.producers.environments.permutation import task_of
 from penstock.producers.environments.rows import DataRows, Row, open_rows
 from penstock.schemas.prompt import Message, Prompt, Reward
 
+_ROUNDS = 6
 _DEFAULT = {"prompt": "prompt", "answer": "answer"}
 
 
@@ -43,12 +44,15 @@ class Dataset:
         num_evaluation_prompts: int | None = None,
         shuffle: bool = True,
     ) -> None:
+        self._name = type(self).__name__
         if ("prompt" in columns) == ("text" in columns):
-            raise ValueError(f"Dataset: columns = {dict(columns)}, expected one of prompt and text among the names")
+            raise ValueError(
+                f"{self._name}: columns = {dict(columns)}, expected one of prompt and text among the names"
+            )
         if "source" in columns:
             raise ValueError(
-                f"Dataset: columns = {dict(columns)}, expected another name than source: of a task's metadata that is "
-                "the file and the line it is from"
+                f"{self._name}: columns = {dict(columns)}, expected another name than source: of a task's metadata "
+                "that is the file and the line it is from"
             )
         self._columns = columns
         self._seed, self._shuffle = seed, shuffle
@@ -66,24 +70,29 @@ class Dataset:
         wanted = available if num_evaluation_prompts is None else num_evaluation_prompts
         if not 0 <= wanted <= available:
             raise ValueError(
-                f"Dataset: num_evaluation_prompts is {wanted}, expected 0 to {available}, the rows of evaluation"
+                f"{self._name}: num_evaluation_prompts is {wanted}, expected 0 to {available}, the rows of evaluation"
             )
         self.num_evaluation_prompts = wanted
 
     def prompt(self, index: int) -> Prompt:
-        if self._training is None:
-            raise ValueError("Dataset: training is not set, expected it of an environment whose weight is above 0")
-        size = len(self._training)
-        return self._pose(self._training, task_of(index, size, self._seed) if self._shuffle else (index - 1) % size)
+        size = len(self._rows)
+        return self._pose(self._rows, task_of(index, size, self._seed) if self._shuffle else (index - 1) % size)
 
     def evaluation_prompt(self, n: int) -> Prompt:
         if self._evaluation is None or not 1 <= n <= self.num_evaluation_prompts:
-            raise ValueError(f"Dataset: held-out row {n} asked for, expected 1 to {self.num_evaluation_prompts}")
+            raise ValueError(f"{self._name}: held-out row {n} asked for, expected 1 to {self.num_evaluation_prompts}")
         return self._pose(self._evaluation, n - 1)
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         exact = float(completion.strip() == prompt.answer.strip())
         return Reward(value=exact, parts={"exact": exact})
+
+    @property
+    def _rows(self) -> DataRows:
+        """The training rows."""
+        if self._training is None:
+            raise ValueError("Dataset: training is not set, expected it of an environment whose weight is above 0")
+        return self._training
 
     def _open(self, field: str, source: str, split: str, subset: str | None, revision: str | None) -> DataRows:
         try:
@@ -92,7 +101,7 @@ class Dataset:
             self._pose(rows, 0)  # raises for a column that is missing or of another type, before anything is sampled
             return rows
         except ValueError as error:
-            raise ValueError(f"Dataset: {field}: {error}") from error
+            raise ValueError(f"{self._name}: {field}: {error}") from error
 
     def _pose(self, rows: DataRows, number: int) -> Prompt:
         row, place = rows[number], rows.place(number)
@@ -111,20 +120,20 @@ class Dataset:
             return ""
         value = _value(row, self._columns["answer"], place)
         if not isinstance(value, str | int | float):
-            raise _unlike(value, self._columns["answer"], place, "a string, a number or a boolean")
+            raise unlike(value, self._columns["answer"], place, "a string, a number or a boolean")
         return str(value)
 
 
 def _value(row: Row, column: str, place: str) -> Any:
     if column not in row:
-        raise ValueError(f"{place}: column {column!r} is missing, found {sorted(row)} (kwargs.columns)")
+        raise ValueError(f"{place}: column {column!r} is missing, found {sorted(row)}; name it in environment.kwargs")
     return row[column]
 
 
 def _text(row: Row, column: str, place: str) -> str:
     value = _value(row, column, place)
     if not isinstance(value, str) or not value:
-        raise _unlike(value, column, place, "a string that is not empty")
+        raise unlike(value, column, place, "a string that is not empty")
     return value
 
 
@@ -137,9 +146,40 @@ def _messages(row: Row, column: str, place: str) -> tuple[Message, ...]:
     except (TypeError, KeyError):
         found = ()
     if not found or not all(isinstance(text, str) for each in found for text in (each.role, each.content)):
-        raise _unlike(value, column, place, "a string, or messages with role and content")
+        raise unlike(value, column, place, "a string, or messages with role and content")
     return found
 
 
-def _unlike(value: Any, column: str, place: str, expected: str) -> ValueError:
+def unlike(value: Any, column: str, place: str, expected: str) -> ValueError:
+    """Returns the error for a value that a column should not hold."""
     return ValueError(f"{place}: column {column!r} is {repr(value)[:80]}, expected {expected}")
+
+
+def task_of(index: int, num_tasks: int, seed: int) -> int:
+    """Returns the task, from 0, of the run's `index`, from 1: each task once per epoch, in an order of that epoch's."""
+    epoch, place = divmod(index - 1, num_tasks)
+    return permuted(place, num_tasks, seed, epoch)
+
+
+def permuted(place: int, size: int, *key: str | int) -> int:
+    """Returns where `place` of `size` goes under the permutation that `key` names; the same on every machine.
+
+    A Feistel network over the smallest domain of an even number of bits that holds `size`, whose round function is
+    BLAKE2b (Luby and Rackoff, 1988), walked until it falls below `size` (cycle walking: Black and Rogaway, Ciphers with
+    Arbitrary Finite Domains, 2002). The domain is less than four times as large: the mean walk takes at most 4 steps.
+
+    Raises:
+        ValueError: place is not from 0 to size - 1.
+    """
+    if not 0 <= place < size:
+        raise ValueError(f"place = {place}, expected 0 to {size - 1}")
+    bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    name, mask = repr(key).encode(), (1 << bits) - 1
+    while True:
+        left, right = place >> bits, place & mask
+        for number in range(_ROUNDS):
+            digest = hashlib.blake2b(b"%d:%d:" % (number, right) + name, digest_size=8).digest()
+            left, right = right, left ^ int.from_bytes(digest) & mask
+        place = left << bits | right
+        if place < size:
+            return place

@@ -8,12 +8,10 @@ import re
 import signal
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-import msgspec
-
-from penstock.producers.environments.permutation import task_of
-from penstock.schemas.prompt import Message, Prompt, Reward
+from penstock.producers.environments.dataset import Dataset, task_of, unlike
+from penstock.producers.environments.rows import Row
+from penstock.schemas.prompt import Prompt, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -32,24 +30,16 @@ _STARTUP_TIMEOUT_S = 120.0
 """For a scoring process to import math-verify on a busy machine."""
 
 
-class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a problem file. source: its file and line number."""
-
-    text: str
-    answer: str
-    source: str
-
-
-class MathJsonl:
-    """One JSON object per line, a problem and its final answer: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`. In
-    a worked solution that ends in `#### 22`, like GSM8K's, the answer is what follows the mark.
+class MathJsonl(Dataset):
+    """A `Dataset` of problems and their final answers: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`. In a worked
+    solution that ends in `#### 22`, like GSM8K's, the answer is what follows the mark.
 
     An answer that is a sentence is refused: one with more than `_MOST_WORDS` words, or a verb or pronoun, outside
     `\\text{}`. So is one that is not equal to itself by math-verify when the files are opened. Numbers and plain
     fractions always are; of other answers at most `MOST_CHECKED` are checked, spread over the file.
 
-    prompts_file: training problems, shuffled again for each dataset epoch.
-    evaluation_file: held-out problems. A training problem with the text of one of them is left out of training.
+    prompts_file, evaluation_file: `training` and `evaluation` of `Dataset`. A training problem with the text of a
+        held-out one is left out of training.
     system_prompt: a message before every problem; it should say in which form to answer.
     problem_field, answer_field: the names that hold the two strings (an answer may also be a number).
     num_evaluation_prompts: how many of the evaluation file's problems to use, from the first line on; None means all.
@@ -75,61 +65,54 @@ class MathJsonl:
         require_boxed: bool = True,
         scoring_timeout_s: float = 5.0,
     ) -> None:
-        self._seed = seed
-        self._system_prompt = system_prompt
-        self._evaluation = _read_problems(evaluation_file, problem_field, answer_field) if evaluation_file else []
-        if num_evaluation_prompts is not None:
-            if not 0 <= num_evaluation_prompts <= len(self._evaluation):
-                raise ValueError(
-                    f"MathJsonl: num_evaluation_prompts is {num_evaluation_prompts}, "
-                    f"expected 0 to {len(self._evaluation)}, the problems in evaluation_file {evaluation_file!r}"
-                )
-            self._evaluation = self._evaluation[:num_evaluation_prompts]
-        self.num_evaluation_prompts = len(self._evaluation)
-        self._training = self._without_held_out(_read_problems(prompts_file, problem_field, answer_field), prompts_file)
-        self.num_tasks = len(self._training)
+        columns = {"prompt": problem_field, "answer": answer_field}
+        super().__init__(
+            seed=seed,
+            training=prompts_file,
+            evaluation=evaluation_file,
+            columns=columns,
+            system_prompt=system_prompt,
+            num_evaluation_prompts=num_evaluation_prompts,
+        )
+        held_out = [self.evaluation_prompt(n) for n in range(1, self.num_evaluation_prompts + 1)]
+        problems = [self._pose(self._rows, n) for n in range(len(self._rows))]
+        texts = {prompt.messages for prompt in held_out}
+        self._numbers = [n for n, prompt in enumerate(problems) if prompt.messages not in texts]
+        """Of the rows that are trained on."""
+        self.num_tasks = len(self._numbers)
+        if not self._numbers:
+            raise ValueError(f"MathJsonl: every problem in prompts_file {prompts_file!r} is also in evaluation_file")
+        if num_left_out := len(problems) - len(self._numbers):
+            logger.warning("%d of %d problems in %s are held out", num_left_out, len(problems), prompts_file)
         self._require_boxed = require_boxed
         self._scorer = _Scorer(scoring_timeout_s)
-        for problems in (self._training, self._evaluation):
-            self._check_answers(problems)
+        for prompts in ([problems[n] for n in self._numbers], held_out):
+            self._check_answers(prompts)
         self._scorer.stop()  # the first reward starts it again: not everyone who opens the files asks for one
 
     def prompt(self, index: int) -> Prompt:
-        return self._ask(self._training[task_of(index, self.num_tasks, self._seed)])
-
-    def evaluation_prompt(self, n: int) -> Prompt:
-        if not 1 <= n <= self.num_evaluation_prompts:
-            raise ValueError(f"MathJsonl: held-out problem {n} asked for, expected 1 to {self.num_evaluation_prompts}")
-        return self._ask(self._evaluation[n - 1])
+        return self._pose(self._rows, self._numbers[task_of(index, self.num_tasks, self._seed)])
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         correct = _is_right(self._scorer, prompt, completion, self._require_boxed)
         return Reward(value=correct, parts={"correct": correct})
 
-    def _check_answers(self, problems: list[MathProblem]) -> None:
-        odd = list({p.answer: p for p in problems if not _PLAIN.fullmatch(p.answer)}.values())
+    def _answer(self, row: Row, place: str) -> str:
+        answer, column = super()._answer(row, place), self._columns["answer"]
+        if isinstance(row[column], bool) or not answer.strip():
+            raise unlike(row[column], column, place, "a string that is not empty, or a number")
+        return _final(answer, f"{place}: column {column!r}")
+
+    def _check_answers(self, prompts: list[Prompt]) -> None:
+        odd = list({prompt.answer: prompt for prompt in prompts if not _PLAIN.fullmatch(prompt.answer)}.values())
         checked = odd[:: max(1, math.ceil(len(odd) / MOST_CHECKED))]
-        wrong = [p for p in checked if not self._scorer.is_correct(p.answer, _boxed(p.answer))]
+        wrong = [prompt for prompt in checked if not self._scorer.is_correct(prompt.answer, _boxed(prompt.answer))]
         if wrong:
             raise ValueError(
                 f"MathJsonl: {len(wrong)} of {len(checked)} answers are not right by their own measure, first "
-                f"{wrong[0].source}: {wrong[0].answer[:80]!r}; expected final answers that math-verify can read"
+                f"{wrong[0].metadata['source']}: {wrong[0].answer[:80]!r}; expected final answers that math-verify can "
+                "read"
             )
-
-    def _ask(self, problem: MathProblem) -> Prompt:
-        system = (Message(role="system", content=self._system_prompt),) if self._system_prompt is not None else ()
-        question = Message(role="user", content=problem.text)
-        return Prompt(messages=(*system, question), answer=problem.answer, metadata={"source": problem.source})
-
-    def _without_held_out(self, problems: list[MathProblem], prompts_file: str) -> list[MathProblem]:
-        held_out = {problem.text for problem in self._evaluation}
-        training = [problem for problem in problems if problem.text not in held_out]
-        if not training:
-            raise ValueError(f"MathJsonl: every problem in prompts_file {prompts_file!r} is also in evaluation_file")
-        if len(training) < len(problems):
-            num_left_out = len(problems) - len(training)
-            logger.warning("%d of %d problems in %s are held out", num_left_out, len(problems), prompts_file)
-        return training
 
 
 def math_verified(
@@ -154,41 +137,18 @@ def _shared_scorer(timeout_s: float) -> "_Scorer":
     return _Scorer(timeout_s)
 
 
-def _read_problems(file: str, problem_field: str, answer_field: str) -> list[MathProblem]:
-    problems = []
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"MathJsonl: cannot read {file!r}, expected a UTF-8 file of JSON objects: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            record = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"MathJsonl: {where}: {line[:80]!r} is no JSON, expected an object: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"MathJsonl: {where}: {line[:80]!r}, expected an object")
-        text, answer = _field(record, problem_field, where), _field(record, answer_field, where)
-        problems.append(MathProblem(text=text, answer=_final(answer, f"{where}: field {answer_field!r}"), source=where))
-    if not problems:
-        raise ValueError(f"MathJsonl: {file!r} holds no problem, expected one JSON object a line")
-    return problems
-
-
 def _final(answer: str, field: str) -> str:
     """Returns the final answer in the answer field; `field` names it in errors."""
     _, mark, final = answer.rpartition("####")
     final = final.strip()
     if mark and not final:
-        raise ValueError(f"MathJsonl: {field}: nothing follows the '####' of {answer[-80:]!r}, expected an answer")
+        raise ValueError(f"{field}: nothing follows the '####' of {answer[-80:]!r}, expected an answer")
     if "\\boxed" in final or _PLAIN.fullmatch(final):
         return final
     several, plain = "\n" in final and "\\begin" not in final, _NO_WORDS.sub(" ", final)
     if several or _SENTENCE.search(plain) or len(_WORD.findall(plain)) > _MOST_WORDS:
         raise ValueError(
-            f"MathJsonl: {field} is {final[:80]!r}, which {'has several lines' if several else 'is a sentence'}; "
+            f"{field} is {final[:80]!r}, which {'has several lines' if several else 'is a sentence'}; "
             "expected the final answer alone, in a \\boxed{} or behind '####', its words in a \\text{}"
         )
     return final
@@ -196,17 +156,6 @@ def _final(answer: str, field: str) -> str:
 
 def _boxed(answer: str) -> str:
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
-
-
-def _field(record: dict[str, object], name: str, where: str) -> str:
-    if name not in record:
-        raise ValueError(f"MathJsonl: {where}: field {name!r} is missing, found {sorted(record)}")
-    value = record[name]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"MathJsonl: {where}: field {name!r} is {value!r}, expected a string that is not empty")
-    return value
 
 
 class _Scorer:

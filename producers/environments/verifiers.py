@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.producers.environments.permutation import task_of
+from penstock.producers.environments.dataset import task_of
 from penstock.producers.interfaces import Conversation, RolloutFacts
 from penstock.schemas.prompt import Message, Prompt, Reward
 

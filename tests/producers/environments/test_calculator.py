@@ -4,6 +4,7 @@ import json
 import pytest
 
 from penstock.producers.environments.calculator import (
+    EXPECTED,
     HELD_OUT_ONE_IN,
     MAX_EXPRESSION,
     TOOLS,
@@ -46,28 +47,22 @@ def converse(script: Script, **settings: int) -> Reward:
     return asyncio.run(Calculator(seed=0, **settings).converse(TASK, script))
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("47*83-26", 3875),
-        (" 2 * ( 3 + 4 ) ", 14),
-        ("2-3-4", -5),
-        ("2-3*4", -10),
-        ("-3*-(2+1)", 9),
-        ("--+5", 5),
-        ("007", 7),
+def test_an_expression_is_computed() -> None:
+    for expression, value in [
+        ("47*83-26", 3875), (" 2 * (\n 3 + 4 ) ", 14), ("2-3-4", -5), ("2-3*4", -10), ("-3*-(2+1)", 9), ("--+5", 5),
+        ("007+100", 107), ("(" * 49 + "7" + ")" * 49, 7),
         ("9" * 50 + "*" + "9" * 49, int("9" * 50) * int("9" * 49)),
-    ],
-)
-def test_an_expression_is_computed(expression: str, value: int) -> None:
-    assert evaluate(expression) == value
+    ]:  # fmt: skip
+        assert evaluate(expression) == value, expression
 
 
 @pytest.mark.parametrize(
     "expression",
     [
-        "", " ", "()", "1+", "*2", "1 2", "(1", "1)", "1+(2", "2**3", "9**9**9**9", "1/0", "1.5", "1e9", "0x10", "1_0",
-        "٣", "a", "__import__('os').system('true')", "(lambda:1)()", "[0]*9", "1;2", "1\x002", "the end", "1" * 101,
+        "", " ", "()", "1+", "*2", "1 2", "(1", "1)", "1+(2", "1)+(2", "2**3", "9**9**9**9", "2(3)", "1/0", "1.5",
+        "1e9", "0x10", "1_0", "٣", "a", "__import__('os').system('true')", "(lambda:1)()", "[0]*9", "1;2", "1\x002",
+        "1" * 101,
+        "(" * 50 + ")" * 50, "(" * MAX_EXPRESSION, "-" * MAX_EXPRESSION,
     ],
 )  # fmt: skip
 def test_anything_else_is_refused(expression: str) -> None:
@@ -75,20 +70,13 @@ def test_anything_else_is_refused(expression: str) -> None:
         evaluate(expression)
 
 
-@pytest.mark.parametrize("expression", ["(" * 50 + ")" * 50, "(" * MAX_EXPRESSION, "-" * MAX_EXPRESSION])
-def test_the_deepest_expression_is_refused(expression: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        evaluate(expression)
-    assert evaluate("(" * 49 + "7" + ")" * 49) == 7
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
         ("calculator", '{"expression": "47*83-26"}', "3875"),
-        ("calculator", '{"expression": "47*83-"}', "error: expected a number, found the end"),
-        ("calculator", '{"expression": "(47"}', "error: expected ), found the end"),
-        ("calculator", '{"expression": "4^2"}', "error: expected integers, + - * and parentheses"),
+        ("calculator", '{"expression": "47*83-"}', f"error: {EXPECTED}"),
+        ("calculator", '{"expression": "(47"}', f"error: {EXPECTED}"),
+        ("calculator", '{"expression": "4^2"}', f"error: {EXPECTED}"),
         ("calculator", '{"expression": "' + "1" * 200 + '"}', "error: 200 characters, expected at most 100"),
         ("calculator", '{"expression": 5}', 'error: expected {"expression": "2*(3+4)"}'),
         ("calculator", '{"expression": ["1"]}', 'error: expected {"expression": "2*(3+4)"}'),
@@ -120,18 +108,15 @@ def test_an_answer_from_the_head_counts_as_one_without_a_call() -> None:
     assert converse(Script(answer(None))).value == 0.0
 
 
-def test_a_malformed_call_is_answered_with_what_is_wrong_and_may_be_made_again() -> None:
+def test_a_malformed_call_counts_as_none_is_answered_with_what_is_wrong_and_may_be_made_again() -> None:
+    assert converse(Script(answer(None, call("4^")), answer("3875"))).parts["called"] == 0.0
     script = Script(answer(None, call("47*83-")), answer(None, call("47*83-26", call_id="c2")), answer("3875"))
     assert converse(script) == Reward(value=1.0, parts={"exact": 1.0, "called": 1.0})
     results = [message for message in script.messages if message["role"] == "tool"]
     assert [(result["tool_call_id"], result["content"]) for result in results] == [
-        ("c1", "error: expected a number, found the end"),
+        ("c1", f"error: {EXPECTED}"),
         ("c2", "3875"),
     ]
-
-
-def test_an_error_alone_is_no_call() -> None:
-    assert converse(Script(answer(None, call("4^")), answer("3875"))).parts["called"] == 0.0
 
 
 def test_calls_side_by_side_are_answered_in_their_order() -> None:
@@ -146,21 +131,15 @@ def test_a_conversation_ends_after_its_turns() -> None:
     assert script.num_turns == 3
 
 
-@pytest.mark.parametrize(
-    ("completion", "worth"),
-    [
-        ("3875", 1.0), (" 3875.\n", 1.0), ("47*83 is 3901, less 26: **3,875**", 1.0), ("3901-3875", 1.0),
-        ("-3875", 0.0), ("3875 or 3876", 0.0), ("38750", 0.0), ("", 0.0), ("none", 0.0),
-    ],
-)  # fmt: skip
-def test_the_last_number_of_an_answer_counts(completion: str, worth: float) -> None:
-    assert CalculatorTasks(seed=0).reward(TASK, completion).value == worth
-
-
-def test_a_negative_answer_needs_its_sign() -> None:
-    task = Prompt(messages=TASK.messages, answer="-5")
-    tasks = CalculatorTasks(seed=0)
-    assert [tasks.reward(task, said).value for said in ("-5", "it is -5", "5", "9-5")] == [1.0, 1.0, 0.0, 0.0]
+def test_the_last_number_of_an_answer_counts_with_its_sign() -> None:
+    negative = Prompt(messages=TASK.messages, answer="-5")
+    for task, completion, worth in [
+        (TASK, "3875", 1.0), (TASK, " 3875.\n", 1.0), (TASK, "47*83 is 3901, less 26: **3,875**", 1.0),
+        (TASK, "3901-3875", 1.0), (TASK, "-3875", 0.0), (TASK, "3875 or 3876", 0.0), (TASK, "38750", 0.0),
+        (TASK, "", 0.0), (TASK, "none", 0.0),
+        (negative, "-5", 1.0), (negative, "it is -5", 1.0), (negative, "5", 0.0), (negative, "9-5", 0.0),
+    ]:  # fmt: skip
+        assert CalculatorTasks(seed=0).reward(task, completion).value == worth, completion
 
 
 def test_tasks_are_the_same_for_one_seed_and_others_for_another() -> None:
@@ -187,12 +166,6 @@ def test_held_out_tasks_are_never_trained_on_whatever_the_seed() -> None:
     assert same.evaluation_prompt(200) == tasks.evaluation_prompt(200)
 
 
-def test_operands_have_their_width() -> None:
-    tasks = CalculatorTasks(seed=0, width=4, num_operands=5)
-    expression = tasks.prompt(1).metadata["expression"]
-    assert len(expression) == 5 * 4 + 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -205,9 +178,5 @@ def test_operands_have_their_width() -> None:
 def test_impossible_settings_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Calculator(seed=0, **arguments)
-
-
-@pytest.mark.parametrize("n", [0, 65])
-def test_a_held_out_task_that_is_not_there_is_an_error(n: int) -> None:
-    with pytest.raises(ValueError, match=f"held-out problem {n} asked for, expected 1 to 64"):
-        CalculatorTasks(seed=0).evaluation_prompt(n)
+    with pytest.raises(ValueError, match="held-out problem 65 asked for, expected 1 to 64"):
+        CalculatorTasks(seed=0).evaluation_prompt(65)

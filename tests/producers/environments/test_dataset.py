@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.producers.environments import rows
-from penstock.producers.environments.dataset import Dataset
+from penstock.producers.environments.dataset import Dataset, permuted
 from penstock.producers.environments.math_jsonl import math_verified
-from penstock.producers.environments.permutation import permuted
 from penstock.schemas.prompt import Message, Prompt
 
 RECORDS = [{"question": f"What is {n}+1?", "solution": n + 1, "level": n % 3} for n in range(23)]
+LINE = '{"prompt": "a", "answer": "b"}\n'
 COLUMNS = {"prompt": "question", "answer": "solution", "level": "level"}
 
 
@@ -56,14 +56,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000])
-def test_the_permutation_takes_every_place_to_another(size):
-    for key in range(3):
-        assert sorted(permuted(place, size, key) for place in range(size)) == list(range(size))
-
-
-def test_the_permutation_is_the_same_everywhere_and_another_for_every_key():
-    assert [permuted(place, 10, 0, 0) for place in range(10)] == [8, 4, 3, 9, 0, 1, 2, 7, 6, 5]
+def test_the_permutation_takes_every_place_to_another_and_is_another_for_every_key():
+    for size in (1, 2, 3, 4, 5, 16, 17, 1000):
+        for key in range(3):
+            assert sorted(permuted(place, size, key) for place in range(size)) == list(range(size))
+    assert [permuted(place, 10, 0, 0) for place in range(10)] == [8, 4, 3, 9, 0, 1, 2, 7, 6, 5], "in every release"
     orders = {tuple(permuted(place, 10, seed, epoch) for place in range(10)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     assert permuted(10**12, 3 * 10**12, 0) < 3 * 10**12
@@ -127,39 +124,30 @@ def test_opening_lines_takes_no_memory_for_their_content(tmp_path, monkeypatch):
     assert {environment.prompt(n).answer for n in range(1, 300)} == {str(n) for n in range(1, 300)}
 
 
-def test_a_parquet_row_is_read_with_its_row_group_and_the_named_columns_alone(tmp_path, monkeypatch):
-    read = []
-    original = pq.ParquetFile.read_row_group
-
-    def read_and_note(self, *group, **columns):
-        read.append(original(self, *group, **columns))
-        return read[-1]
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_and_note)
-    columns = {"prompt": "question", "answer": "solution"}
-    environment = Dataset(seed=0, training=write_parquet(tmp_path / "a.parquet"), columns=columns)
-    assert [(table.num_rows, table.column_names) for table in read] == [(5, ["question", "solution"])]
-    for index in range(1, 24):
-        environment.prompt(index)
-    assert len(read) == 5, "what was read last is kept"
-
-
-def test_a_folder_of_many_parquet_files_holds_no_more_row_groups_than_one_file(tmp_path, monkeypatch):
-    read = []
+def test_a_parquet_row_is_read_with_its_row_group_and_the_named_columns_and_few_are_kept(tmp_path, monkeypatch):
+    read, shapes = [], []
     original = pq.ParquetFile.read_row_group
 
     def read_and_note(self, *group, **columns):
         table = original(self, *group, **columns)
         read.append(weakref.ref(table))
+        shapes.append((table.num_rows, table.column_names))
         return table
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_and_note)
+    columns = {"prompt": "question", "answer": "solution"}
+    environment = Dataset(seed=0, training=write_parquet(tmp_path / "a.parquet"), columns=columns)
+    assert shapes == [(5, ["question", "solution"])]
+    for index in range(1, 24):
+        environment.prompt(index)
+    assert len(read) == 5, "what was read last is kept"
+    (tmp_path / "a.parquet").unlink()
     for n, record in enumerate(RECORDS):
         write_parquet(tmp_path / f"{n:02}.parquet", [record])
     environment = Dataset(seed=0, training=str(tmp_path), columns=COLUMNS)
     assert {environment.prompt(n).answer for n in range(1, 24)} == {str(n) for n in range(1, 24)}
     gc.collect()
-    assert sum(table() is not None for table in read) == rows.ROW_GROUPS_KEPT
+    assert sum(table() is not None for table in read) == rows.ROW_GROUPS_KEPT, "of all files together"
 
 
 def test_blank_lines_at_the_end_are_no_rows(tmp_path):
@@ -180,31 +168,15 @@ def test_the_reward_of_mathematics_goes_with_any_data_set():
     ("content", "changes", "message"),
     [
         ("", {}, "training: {file!r} holds no row, expected at least one"),
-        (
-            '{"prompt": "a", "answer": "b"}\n{"prompt": "c", "ans',
-            {},
-            'training: {file}:2: b\'{{"prompt": "c", "ans\' is no JSON',
-        ),
+        ('{"prompt": 1}\n{"prompt": "c", "ans', {}, 'training: {file}:2: b\'{{"prompt": "c", "ans\' is no JSON'),
         ("[1]\n", {}, "{file}:1: b'[1]', expected an object"),
-        ('{"prompt": "a"}\n', {}, "{file}:1: column 'answer' is missing, found ['prompt'] (kwargs.columns)"),
+        ('{"prompt": "a"}\n', {}, "{file}:1: column 'answer' is missing, found ['prompt']; name it in"),
         ('{"prompt": 3, "answer": 4}\n', {}, "{file}:1: column 'prompt' is 3, expected a string that is not empty"),
         ('{"prompt": ["a"], "answer": 4}\n', {}, "column 'prompt' is ['a'], expected a string, or messages with role"),
         ('{"prompt": "a", "answer": null}\n', {}, "column 'answer' is None, expected a string, a number or a boolean"),
-        (
-            '{"prompt": "a", "answer": "b"}\n',
-            {"columns": {"answer": "answer"}},
-            "expected one of prompt and text among",
-        ),
-        (
-            '{"prompt": "a", "answer": "b"}\n',
-            {"columns": {"prompt": "prompt", "source": "answer"}},
-            "expected another name than source",
-        ),
-        (
-            '{"prompt": "a", "answer": "b"}\n',
-            {"num_evaluation_prompts": 1},
-            "num_evaluation_prompts is 1, expected 0 to 0",
-        ),
+        (LINE, {"columns": {"answer": "answer"}}, "expected one of prompt and text among"),
+        (LINE, {"columns": {"prompt": "prompt", "source": "answer"}}, "expected another name than source"),
+        (LINE, {"num_evaluation_prompts": 1}, "num_evaluation_prompts is 1, expected 0 to 0"),
     ],
 )
 def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path, content, changes, message):
@@ -233,7 +205,7 @@ def test_a_parquet_file_that_is_cut_short_or_empty_is_named(tmp_path):
 def test_a_column_that_is_missing_is_named_with_all_there_are(tmp_path, kind):
     source = KINDS[kind](tmp_path)
     with pytest.raises(
-        ValueError, match=r"column 'problem' is missing, found \['level', 'question', 'solution'\] \(kwargs\.columns\)"
+        ValueError, match=r"column 'problem' is missing, found \['level', 'question', 'solution'\]; name it"
     ):
         Dataset(seed=0, training=source, columns={"prompt": "problem", "answer": "solution"})
 

@@ -40,23 +40,13 @@ def test_a_problem_becomes_messages_for_the_chat_template(prompts_file: str):
     assert prompt.answer == PROBLEMS[line - 1]["answer"]
 
 
-def test_without_a_system_prompt_the_problem_stands_alone(prompts_file: str):
-    assert [m.role for m in MathJsonl(seed=0, prompts_file=prompts_file).prompt(1).messages] == ["user"]
-
-
-def test_every_dataset_epoch_poses_each_problem_once_in_a_new_order(prompts_file: str):
-    environment = MathJsonl(seed=4, prompts_file=prompts_file)
-    epochs = [[environment.prompt(7 * epoch + n).answer for n in range(1, 8)] for epoch in range(5)]
+def test_every_dataset_epoch_poses_each_problem_once_in_an_order_of_seed_and_epoch(prompts_file: str):
+    first, second = (MathJsonl(seed=4, prompts_file=prompts_file) for _ in range(2))
+    epochs = [[first.prompt(7 * epoch + n).answer for n in range(1, 8)] for epoch in range(5)]
     assert all(Counter(epoch) == Counter(p["answer"] for p in PROBLEMS) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5
-
-
-def test_the_order_depends_on_the_seed_and_on_nothing_else(prompts_file: str):
-    first, second = (MathJsonl(seed=4, prompts_file=prompts_file) for _ in range(2))
     other = MathJsonl(seed=5, prompts_file=prompts_file)
-    indices = range(1, 36)
-    assert [first.prompt(i) for i in indices] == [second.prompt(i) for i in reversed(indices)][::-1]
-    assert [first.prompt(i) for i in indices] != [other.prompt(i) for i in indices]
+    assert [second.prompt(i).answer for i in range(1, 8)] == epochs[0] != [other.prompt(i).answer for i in range(1, 8)]
 
 
 def test_held_out_problems_are_left_out_of_training(tmp_path: Path, prompts_file: str):
@@ -73,48 +63,26 @@ def test_the_evaluation_can_be_limited_to_the_first_problems(tmp_path: Path, pro
     held_out = write(tmp_path / "test.jsonl", [{"problem": f"new {n}", "answer": n} for n in range(4)])
     environment = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out, num_evaluation_prompts=2)
     assert [environment.evaluation_prompt(n).answer for n in (1, 2)] == ["0", "1"]
-    with pytest.raises(ValueError, match="held-out problem 3 asked for, expected 1 to 2"):
-        environment.evaluation_prompt(3)
-    with pytest.raises(ValueError, match="num_evaluation_prompts is 5, expected 0 to 4"):
-        MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out, num_evaluation_prompts=5)
 
 
-def test_fields_can_have_other_names(tmp_path: Path):
-    file = write(tmp_path / "train.jsonl", [{"question": "1+1?", "solution": 2}])
-    environment = MathJsonl(seed=0, prompts_file=file, problem_field="question", answer_field="solution")
-    assert environment.prompt(3).answer == "2"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "holds no problem, expected one JSON object a line"),
-        ("\n \n", "holds no problem"),
-        ('{"problem": "a", "answer": "1"}\n{"problem": ', r"train.jsonl:2: '{\"problem\": ' is no JSON"),
-        ("[1, 2]", r"train.jsonl:1: '\[1, 2\]', expected an object"),
-        ('\n{"problem": "a"}', r"train.jsonl:2: field 'answer' is missing, found \['problem'\]"),
-        ('{"problem": "", "answer": "1"}', "train.jsonl:1: field 'problem' is '', expected a string"),
-        ('{"problem": "a", "answer": null}', "train.jsonl:1: field 'answer' is None, expected a string"),
-        ('{"problem": "a", "answer": true}', "train.jsonl:1: field 'answer' is True, expected a string"),
-    ],
-)
-def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str):
-    file = tmp_path / "train.jsonl"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        MathJsonl(seed=0, prompts_file=str(file))
-
-
-def test_a_file_that_is_absent_or_wholly_held_out_is_refused(tmp_path: Path, prompts_file: str):
-    with pytest.raises(ValueError, match=r"cannot read .*absent.jsonl"):
-        MathJsonl(seed=0, prompts_file=str(tmp_path / "absent.jsonl"))
+def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, prompts_file: str):
+    file = tmp_path / "bad.jsonl"
+    for content, message in [
+        ('\n{"problem": "a"}', r"bad.jsonl:2: column 'answer' is missing, found \['problem'\]"),
+        ('{"problem": "", "answer": "1"}', "bad.jsonl:1: column 'problem' is '', expected a string"),
+        ('{"problem": "a", "answer": ""}', "bad.jsonl:1: column 'answer' is '', expected a string"),
+        ('{"problem": "a", "answer": true}', "bad.jsonl:1: column 'answer' is True, expected a string"),
+        ('{"problem": "a", "answer": "1"}\n{"problem": "b", "answer": null}', "bad.jsonl:2: column 'answer' is None"),
+    ]:
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            MathJsonl(seed=0, prompts_file=str(file))
     with pytest.raises(ValueError, match="every problem in prompts_file"):
         MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=prompts_file)
 
 
-@pytest.mark.parametrize(
-    ("answer", "completion", "value"),
-    [
+def test_answers_are_compared_as_mathematics(scored: MathJsonl):
+    for answer, completion, value in [
         ("\\frac{1}{2}", "Half of one is \\boxed{0.5}.", 1.0),
         ("$\\frac12$", "\\boxed{\\frac{2}{4}}", 1.0),
         ("x^2+1", "\\boxed{1 + x^2}", 1.0),
@@ -124,12 +92,9 @@ def test_a_file_that_is_absent_or_wholly_held_out_is_refused(tmp_path: Path, pro
         ("7", "\\boxed{", 0.0),
         ("7", "\\boxed{}", 0.0),
         ("7", "", 0.0),
-    ],
-)
-def test_answers_are_compared_as_mathematics(scored: MathJsonl, answer: str, completion: str, value: float):
-    reward = scored.reward(Prompt(text="?", answer=answer), completion)
-    assert reward.value == value
-    assert reward.parts == {"correct": value}
+    ]:
+        reward = scored.reward(Prompt(text="?", answer=answer), completion)
+        assert (reward.value, reward.parts) == (value, {"correct": value}), completion
 
 
 def test_an_answer_without_a_box_can_be_allowed(prompts_file: str):
@@ -162,11 +127,7 @@ def test_an_answer_that_never_finishes_is_wrong_and_the_next_one_is_scored(promp
 def test_raw_gsm8k_is_taken_as_it_is(tmp_path: Path):
     solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether <<48+24=72>>72.\n#### 1,072"
     file = write(tmp_path / "gsm8k.jsonl", [{"question": "How many clips?", "answer": solution}])
-    environment = MathJsonl(seed=0, prompts_file=file, problem_field="question")
-    prompt = environment.prompt(1)
-    assert prompt.answer == "1,072"
-    assert environment.reward(prompt, "It is \\boxed{1072}.").value == 1.0
-    assert environment.reward(prompt, "It is \\boxed{1073}.").value == 0.0
+    assert MathJsonl(seed=0, prompts_file=file, problem_field="question").prompt(1).answer == "1,072"
 
 
 @pytest.mark.parametrize(
@@ -174,9 +135,9 @@ def test_raw_gsm8k_is_taken_as_it_is(tmp_path: Path):
     [
         (
             "She sold 24.\nThen 48.",
-            "train.jsonl:2: field 'answer' is 'She sold 24.*several lines; expected the final answer",
+            "train.jsonl:2: column 'answer' is 'She sold 24.*several lines; expected the final answer",
         ),
-        ("She sold 24.\n#### ", "train.jsonl:2: field 'answer': nothing follows the '####' of"),
+        ("She sold 24.\n#### ", "train.jsonl:2: column 'answer': nothing follows the '####' of"),
         ("}", "1 of 2 answers are not right by their own measure, first .*train.jsonl:2: '}'; expected final answers"),
     ],
 )
@@ -186,60 +147,27 @@ def test_an_answer_that_no_completion_could_match_is_refused_with_its_line(tmp_p
         MathJsonl(seed=0, prompts_file=write(tmp_path / "train.jsonl", records))
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "Natalia sold 48/2 = 24 clips in May.",
-        "He has 5 dollars left",
-        "x is 5",
-        "The answer: 22",
-        "24 clips altogether in both months",
-        "#### She sold 24 clips.",
-    ],
-)
-def test_a_sentence_is_no_answer(tmp_path: Path, answer: str):
-    records = [{"problem": "a", "solution": "#### 22"}, {"problem": "b", "solution": answer}]
-    file = write(tmp_path / "train.jsonl", records)
-    shown = re.escape(repr(answer.removeprefix("#### ")))
-    with pytest.raises(ValueError, match=f"train.jsonl:2: field 'solution' is {shown}, which is a sentence; expected"):
-        MathJsonl(seed=0, prompts_file=file, answer_field="solution")
+def test_a_sentence_is_no_answer(tmp_path: Path):
+    for answer in (
+        "Natalia sold 48/2 = 24 clips in May.", "He has 5 dollars left", "x is 5", "The answer: 22",
+        "24 clips altogether in both months", "#### She sold 24 clips.",
+    ):  # fmt: skip
+        records = [{"problem": "a", "solution": "#### 22"}, {"problem": "b", "solution": answer}]
+        file = write(tmp_path / "train.jsonl", records)
+        shown = re.escape(repr(answer.removeprefix("#### ")))
+        with pytest.raises(ValueError, match=f"train.jsonl:2: column 'solution' is {shown}, which is a sentence; exp"):
+            MathJsonl(seed=0, prompts_file=file, answer_field="solution")
 
 
 def test_answers_as_data_sets_have_them_are_taken(tmp_path: Path):
     answers = [
-        *(
-            "1,072",
-            "-\\frac{3}{4}",
-            "\\dfrac{1}{2}",
-            "3\\sqrt{2}",
-            "(-\\infty, 3]",
-            "[2,5) \\cup (7,\\infty)",
-            "12_{7}",
-        ),
-        *(
-            "\\text{Monday}",
-            "\\text{It is neither of them}",
-            "\\textbf{(B)}",
-            "Monday",
-            "no solution",
-            "E",
-            "\\text{Yes}",
-        ),
-        *("10\\text{ square inches}", "20 \\mbox{ cm}^2", "60 miles per hour", "5 hours 30 minutes", "\\$32,\\!348"),
-        *(
-            "90^\\circ",
-            "11:30 a.m.",
-            "x < 5 or x > 7",
-            "y = 2x + 3",
-            "\\{1, 2\\}",
-            "1 \\pm \\sqrt{19}",
-            "6 - 5i",
-            "5\\%",
-        ),
-        "\\sin^2 x + \\cos x + \\tan x + \\cot x",
-        "\\begin{pmatrix}\n1 \\\\ 2\n\\end{pmatrix}",
+        "1,072", "-\\frac{3}{4}", "\\dfrac{1}{2}", "3\\sqrt{2}", "(-\\infty, 3]", "[2,5) \\cup (7,\\infty)", "12_{7}",
+        "\\text{Monday}", "\\text{It is neither of them}", "\\textbf{(B)}", "Monday", "no solution", "E", "\\text{Yes}",
+        "10\\text{ square inches}", "20 \\mbox{ cm}^2", "60 miles per hour", "5 hours 30 minutes", "\\$32,\\!348",
+        "90^\\circ", "11:30 a.m.", "x < 5 or x > 7", "y = 2x + 3", "\\{1, 2\\}", "1 \\pm \\sqrt{19}", "6 - 5i", "5\\%",
+        "\\sin^2 x + \\cos x + \\tan x + \\cot x", "\\begin{pmatrix}\n1 \\\\ 2\n\\end{pmatrix}",
         "So the answer is \\boxed{22}.",
-    ]
+    ]  # fmt: skip
     file = write(tmp_path / "train.jsonl", [{"problem": str(n), "answer": each} for n, each in enumerate(answers)])
     environment = MathJsonl(seed=0, prompts_file=file, scoring_timeout_s=30.0)
     assert {environment.prompt(n + 1).answer for n in range(len(answers))} == set(answers)
