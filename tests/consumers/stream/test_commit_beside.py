@@ -8,9 +8,7 @@ import pytest
 
 from penstock.consumers.stream.commit_schedule import CommitSchedule
 from penstock.consumers.stream.ledger import RunFailedError
-from penstock.consumers.stream.scripts import FencedError
 from penstock.consumers.trainer import Trainer
-from scripted_learner import KilledError
 from trainer_bench import TrainerBench, assert_settled_once, at_step
 from trainer_thread import TrainerThread
 from waiting import wait_for
@@ -67,46 +65,6 @@ def updates_of_checkpoints(bench: TrainerBench) -> list[int]:
 
 
 @pytest.mark.redis
-def test_what_is_trained_while_a_checkpoint_is_written_is_not_acknowledged_by_it(beside, redis_client):
-    first = beside.trainer()
-    disk, seen = HeldCheckpoints(first), []
-
-    def look() -> None:
-        seen.append((redis_client.hget(beside.keys.commit, "checkpoint"), len(first.learner.trained)))
-        assert redis_client.xlen(beside.keys.rollouts) >= 4 * 7, "nothing is trimmed before the commit"
-        disk.write()
-        assert updates_of_checkpoints(beside) == [4]
-
-    at_step(first, 7, look)
-    first.learner.fail_at[8] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    assert seen == [(None, 4 * 7)], "it trains on, and nothing points to the checkpoint"
-    assert len(beside.saved_training(redis_client)) == 4 * 4
-    second = beside.trainer(resume=True)
-    assert second.learner.num_steps == 4 and second.learner.trained == first.learner.trained[:16]
-    assert second.run()
-    assert_settled_once(beside, redis_client)
-
-
-@pytest.mark.redis
-def test_a_trainer_killed_before_its_checkpoint_is_committed_continues_from_the_one_before(beside, redis_client):
-    first = beside.trainer()
-    disk = HeldCheckpoints(first)
-    at_step(first, 5, disk.write)
-    first.learner.fail_at[11] = KilledError()
-    with pytest.raises(KilledError):
-        try:
-            first.run()
-        finally:
-            assert disk.num_begun == 2
-    second = beside.trainer(resume=True)
-    assert second.learner.num_steps == 4
-    assert second.run()
-    assert_settled_once(beside, redis_client)
-
-
-@pytest.mark.redis
 def test_a_commit_that_becomes_due_while_another_is_written_follows_it(beside, redis_client):
     beside.overrides += ["num_updates=15"]
     trainer = beside.trainer()
@@ -145,35 +103,6 @@ def test_a_trainer_that_ends_waits_for_the_checkpoint_under_way_and_commits_what
     assert thread.outcome is False if ends == "stopped" else isinstance(thread.outcome, RunFailedError)
     assert len(beside.saved_training(redis_client)) == 4 * (7 if ends == "stopped" else 6)
     assert beside.trainer(resume=True).run()
-    assert_settled_once(beside, redis_client)
-
-
-@pytest.mark.redis
-def test_a_trainer_fenced_while_its_checkpoint_is_written_leaves_nothing_of_it(beside, redis_client):
-    first = beside.trainer()
-    disk = HeldCheckpoints(first)
-
-    def replace() -> None:
-        second = beside.trainer(resume=True)
-        assert second.run()
-        disk.release()
-
-    at_step(first, 6, replace)
-    with pytest.raises(FencedError):
-        first.run()
-    left = [path.name for path in (beside.folder / "checkpoints").iterdir() if path.is_dir()]
-    assert all(int(name.partition("-")[0]) >= 10**9 for name in left), left
-    assert_settled_once(beside, redis_client)
-
-
-@pytest.mark.redis
-def test_a_server_emptied_while_a_checkpoint_is_written_loses_no_index(beside, redis_client, caplog):
-    trainer = beside.trainer()
-    disk = HeldCheckpoints(trainer)
-    at_step(trainer, 6, redis_client.flushall)
-    at_step(trainer, 7, disk.end)
-    assert trainer.run()
-    assert "redis has nothing of the run" in caplog.text
     assert_settled_once(beside, redis_client)
 
 

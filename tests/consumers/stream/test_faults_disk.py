@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import penstock.consumers.__main__ as entry
-from penstock.consumers.stream.checkpoints import CheckpointWriteError
 from penstock.schemas.process.files import digest
 from trainer_bench import assert_settled_once
 from waiting import wait_for
@@ -150,39 +149,3 @@ def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, 
     assert re.search(rf"policy [56] cannot be written: {where} \([\d,]+ bytes\)", line)
     assert "training waits until it can" in line
     assert not list((bench.runs / "chunks").rglob("*.partial*"))
-
-
-def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, redis_client, caplog):
-    bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
-    bench.resilient_producer()
-    trainer = with_large_policy(bench.trainer())
-    with contextlib.ExitStack() as stack:
-        fill_from(trainer, 5, 99, stack)
-        once_it_is_told(caplog, trainer.stop)
-        with pytest.raises(OSError, match=r"policy [56] cannot be written: .*File too large"):
-            trainer.run()
-    second = bench.trainer(resume=True)
-    assert second.learner.num_steps == 4
-    assert second.run()
-    assert_settled_once(bench, redis_client)
-
-
-def test_a_stop_with_a_full_disk_ends_at_once_and_leaves_the_checkpoint_before(bench, redis_client):
-    bench.resilient_producer()
-    trainer = with_large_state(bench.trainer())
-    train = trainer.learner.step
-
-    def stop_and_train(batch):
-        if trainer.learner.num_steps == 6:
-            trainer.stop()
-        return train(batch)
-
-    trainer.learner.step = stop_and_train
-    with contextlib.ExitStack() as stack:
-        fill_from(trainer, 5, 99, stack)
-        with pytest.raises(CheckpointWriteError):
-            trainer.run()
-    assert [name.partition("-")[0] for name in checkpoint_names(bench)] == ["4"]
-    second = bench.trainer(resume=True)
-    assert second.run()
-    assert_settled_once(bench, redis_client)

@@ -118,17 +118,6 @@ def test_the_release_cursor_never_falls_behind_what_the_trainer_knows(scripts, r
     assert [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)] == [11, 12]
 
 
-def test_credit_bounds_what_is_released_and_not_settled(connection, scripts):
-    ledger = Ledger()
-    releaser = Releaser(scripts, ledger, config(), lambda: config().num_updates)
-    assert releaser.top_up(0) == 12  # (max_lag + 1) * groups_per_batch
-    assert releaser.top_up(0) == 0
-    for index in (1, 2, 7):
-        ledger.settle(index, "trained")
-    assert releaser.top_up(0) == 3
-    assert ledger.num_open == 12
-
-
 def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts):
     ledger = Ledger()
     releaser = Releaser(scripts, ledger, config(num_updates=3), lambda: num_updates_left)
@@ -138,21 +127,6 @@ def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts
         ledger.settle(index, "dead" if index == 5 else "trained")
     num_updates_left = 1
     assert releaser.top_up(0) == 1, "a dead group fills no batch and is replaced; nothing else is needed"
-
-
-def test_a_group_becomes_ready_once_however_often_it_was_appended(connection, redis_client):
-    ledger = Ledger()
-    ledger.num_released = 4
-    reader = Reader(connection, KEYS, ledger, group_size=2)
-    for index in (2, 1, 2, 3):
-        redis_client.xadd(KEYS.rollouts, group_fields(index, 5))
-    ledger.settle(3, "trained")
-    reader.read_to_end(lag_table())
-    assert list(reader.ready) == [2, 1]
-    assert ledger.num_duplicates_dropped == 2
-    reader.rewind()
-    reader.read_to_end(lag_table())
-    assert list(reader.ready) == [2, 1]
 
 
 def test_what_cannot_be_trained_is_refused_and_named(connection, redis_client):
@@ -203,32 +177,6 @@ def test_a_group_of_another_task_than_its_index_stands_for_is_refused(connection
         (2, "poison: task: index 2 is task 8 of environment 'sums', its payload has task 9 of 'sums'"),
         (3, "poison: task: index 3 is task 9 of environment 'sums', its payload has task 9 of 'words'"),
     ]
-
-
-@pytest.mark.parametrize("dead_first", [True, False])
-def test_an_index_that_arrives_dead_and_alive_is_settled_once(connection, redis_client, dead_first):
-    ledger = Ledger()
-    ledger.num_released = 1
-    reader = Reader(connection, KEYS, ledger, group_size=2)
-    entries = [dead_fields(1, "reward: once"), group_fields(1, 5)]
-    for fields in entries if dead_first else reversed(entries):
-        redis_client.xadd(KEYS.rollouts, fields)
-    reader.read_to_end(lag_table())
-    assert len(reader.ready) + len(reader.take_refused()) == 1
-    assert bool(reader.ready) is not dead_first
-    assert ledger.num_duplicates_dropped == 1
-
-
-def test_the_stream_may_be_trimmed_up_to_the_first_ready_group(connection, redis_client):
-    ledger = Ledger()
-    ledger.num_released = 3
-    reader = Reader(connection, KEYS, ledger, group_size=2)
-    ids = [redis_client.xadd(KEYS.rollouts, group_fields(index, 5)) for index in (1, 2, 3)]
-    reader.read_to_end(lag_table())
-    del reader.ready[1]
-    assert reader.first_unsettled() == ids[1]
-    reader.ready.clear()
-    assert reader.first_unsettled() > ids[2]
 
 
 def test_reconciling_releases_exactly_what_is_in_neither_stream(connection, scripts, redis_client):
@@ -379,24 +327,6 @@ def test_a_release_says_which_task_it_is_until_checkpoints_hold_it(scripts, redi
     assert redis_client.hgetall(KEYS.tasks) == {b"1": b"1 words", b"3": b"2 sums"}, "a second release as the first"
     scripts.commit("c", b"0-0", b"0-0", 2)
     assert redis_client.hgetall(KEYS.tasks) == {b"3": b"2 sums"}
-
-
-def test_a_group_is_of_the_environment_that_its_index_was_released_for(connection, redis_client):
-    ledger = Ledger()
-    for task in (ReleasedTask("words", 1), ReleasedTask("sums", 1)):
-        ledger.release(task)
-    reader = Reader(connection, KEYS, ledger, group_size=2)
-    redis_client.xadd(KEYS.rollouts, group_fields(2, 5))
-    reader.read_to_end(lag_table())
-    assert (reader.ready[2].group.environment, reader.ready[2].group.task) == ("sums", 1)
-
-
-def test_an_evaluation_that_failed_whole_has_a_reward_of_0(connection, scripts, redis_client):
-    evaluator = Evaluator(scripts, sets(main=1))
-    evaluator.request(5, update=5)
-    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-1", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
-    (done,) = evaluator.collect()
-    assert (done.figures, done.num_failed) == ({"reward": 0.0, "num_samples": 1}, 1)
 
 
 def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):

@@ -31,45 +31,6 @@ def steps_apart(version: int, steps: int) -> int:
     return abs(version - 4) + steps
 
 
-def test_lag_runs_along_the_path_between_the_policies_of_two_lines(bench, redis_client):
-    # Policies 0 to 7, a checkpoint at 4, a kill. Then groups arrive of 5 to 7 (lost with the kill), of 4 (the
-    # checkpoint's own) and of 1000000000 (its re-announcement), in turns.
-    bench.overrides = ["max_lag=9"]
-    sampled_by: dict[int, int] = {}
-    turns = itertools.cycle([5, make_version(1, 0), 7, 4, 6])
-
-    def answer(index: int, version: int) -> dict:
-        if index > 28:  # what seven updates do not take
-            while int(redis_client.hget(bench.keys.commit, "policy_version")) < make_version(1, 0):
-                time.sleep(0.01)
-            version = next(turns) if index <= 40 else version
-        sampled_by.setdefault(index, version)
-        return group_fields(index, version)
-
-    bench.resilient_producer(answer)
-    first = bench.trainer()
-    update = first.run_log.update
-
-    def update_and_die(*args, **times) -> None:
-        update(*args, **times)
-        if first.policy.version == 7:
-            raise KilledError
-
-    first.run_log.update = update_and_die
-    with pytest.raises(KilledError):
-        first.run()
-    second = bench.trainer(resume=True)
-    assert second.learner.num_steps == 4
-    assert second.run()
-    assert {sampled_by[index] for index in range(29, 41)} == {4, 5, 6, 7, make_version(1, 0)}
-    assert len(second.learner.trained) == 48 and len(second.learner.lags) == 8
-    for steps, histogram in enumerate(second.learner.lags):
-        batch = second.learner.trained[16 + 4 * steps :][:4]
-        expected = Counter(steps_apart(sampled_by[index], steps) for index in batch for _ in range(6))
-        assert histogram == expected, f"update {5 + steps}: groups of {[sampled_by[index] for index in batch]}"
-    assert_settled_once(bench, redis_client)
-
-
 def test_lag_is_counted_token_by_token_where_a_segment_was_in_flight_over_a_rollback(bench, redis_client):
     # Queued when the trainer is killed at policy 7: groups 29 to 34, of 5 to 7. In flight then: groups 35 to 40, whose
     # first tokens are of lost policies and whose last one is of the checkpoint's re-announcement.

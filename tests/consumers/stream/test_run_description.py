@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from penstock.consumers.stream.scripts import FencedError
 from penstock.schemas.config import RunConfig, config_of
 from penstock.schemas.description import RunDescription, decode_description
 from trainer_bench import at_step
@@ -27,15 +26,6 @@ def test_a_run_describes_itself_from_its_start_and_a_resume_with_what_has_change
     bench.overrides = ["num_updates=13"]
     bench.trainer(resume=True)
     assert config_in(described(redis_client, bench), bench).num_updates == 13
-
-
-def test_an_older_trainer_describes_nothing_any_more(bench, redis_client) -> None:
-    older = bench.trainer()
-    bench.trainer(resume=True)
-    before = described(redis_client, bench)
-    with pytest.raises(FencedError):
-        older.leadership.scripts.describe({"run_file": b"{}"})
-    assert described(redis_client, bench) == before
 
 
 @pytest.mark.parametrize("lost", ["everything", "the description"])

@@ -1,6 +1,5 @@
 """One trainer holds a run, another stands by; the first, woken up after it was replaced, changes nothing any more."""
 
-import json
 import signal
 import threading
 import time
@@ -10,16 +9,13 @@ from pathlib import Path
 import pytest
 import redis
 
-import penstock.consumers.__main__ as entry
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints
+from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.leadership import CHECK_S, Leadership
 from penstock.consumers.stream.scripts import FencedError
-from penstock.schemas.config import ConfigError
-from penstock.schemas.policy import VERSIONS_PER_EPOCH
-from scripted_learner import KilledError, ScriptedLearner
-from trainer_bench import TrainerBench, assert_balanced, assert_settled_once
+from scripted_learner import KilledError
+from trainer_bench import TrainerBench, assert_settled_once
 from trainer_process import wait_until_stopped, with_learner
 from trainer_thread import TrainerThread
 from waiting import wait_for
@@ -39,15 +35,8 @@ def contents(client: redis.Redis) -> dict[bytes, object]:
     return {key: read[client.type(key)](key) for key in client.scan_iter() if not key.endswith(b":lease")}
 
 
-# Where the first trainer is when it falls asleep: before a command is executed, or after with the reply under way.
-ASLEEP = [
-    *(("before", name, nth) for name, nth in [("commit", 2), ("announce", 6), ("release", 6), ("release_again", 1)]),
-    *(("before", name, nth) for name, nth in [("dead_letter", 2), ("evaluate", 2), ("check", 1), ("XREAD", 9)]),
-    *(("reply", name, nth) for name, nth in [("commit", 1), ("commit", 2), ("announce", 6), ("release_again", 1)]),
-]
-
-
-@pytest.mark.parametrize(("when", "command", "nth"), ASLEEP)
+# Before a command is executed, or after with the reply under way.
+@pytest.mark.parametrize(("when", "command", "nth"), [("before", "commit", 2), ("reply", "announce", 6)])
 def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, redis_client, command, nth, when):
     stale_once = set()
 
@@ -88,49 +77,6 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
         third = bench.trainer(resume=True)
         assert third.run()
     assert_settled_once(bench, redis_client, dead={7, 17})
-
-
-def test_a_trainer_that_wakes_up_replaced_and_with_a_checkpoint_due_writes_none(bench, redis_client, monkeypatch):
-    bench.resilient_producer()
-    with bench.proxy() as proxy:
-        asleep = proxy.hold("XREAD", 5, "before")
-        sleeper = bench.trainer(url=proxy.url)
-        first = TrainerThread(sleeper)
-        asleep.wait()
-        assert bench.trainer(resume=True).run()
-        before = files(bench)
-        monkeypatch.setattr(sleeper.commits.schedule, "is_due", lambda *counts, busy: True)
-        time.sleep(CHECK_S)
-        asleep.release()
-        first.join(60)
-    assert isinstance(first.outcome, FencedError), first.outcome
-    assert {*files(bench)} <= {*before}, "it adds no file"
-
-
-def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_successors(bench, redis_client, monkeypatch):
-    bench.resilient_producer()
-    first = bench.trainer()
-    asleep, wake_up = threading.Event(), threading.Event()
-    committed = first.leadership.checkpoints.committed
-
-    def fall_asleep(name: str) -> None:
-        # Between the commit, in which it was still the run's trainer, and the deletion of older checkpoints.
-        asleep.set()
-        assert wake_up.wait(60)
-        committed(name)
-
-    monkeypatch.setattr(first.leadership.checkpoints, "committed", fall_asleep)
-    thread = TrainerThread(first)
-    assert asleep.wait(60)
-    second = bench.trainer(resume=True)
-    assert second.run()
-    wake_up.set()
-    thread.join(60)
-    assert isinstance(thread.outcome, FencedError)
-    pointer = redis_client.hget(bench.keys.commit, "checkpoint").decode()
-    assert int(pointer.partition("-")[0]) > VERSIONS_PER_EPOCH
-    assert (bench.folder / "checkpoints" / pointer / "state.json").is_file(), "the first has deleted the committed one"
-    assert_settled_once(bench, redis_client)
 
 
 def test_what_a_fenced_trainer_wrote_last_stays_until_its_successor_commits(bench, redis_client):
@@ -194,15 +140,6 @@ def test_a_lease_that_is_renewed_keeps_a_standby_waiting_and_one_that_expires_le
     for thread in waiting:
         thread.join(60)
     assert sorted(thread.outcome for thread in waiting) == [False, False, True]
-
-
-def test_a_standby_waits_for_a_run_that_has_not_begun(leadership, redis_client, bench):
-    waiting = StandbyThread(leadership())
-    time.sleep(2.5)
-    assert waiting.outcome is None and not redis_client.exists(bench.keys.lease)
-    redis_client.hset(bench.keys.commit, "finished", 1)
-    waiting.join(60)
-    assert waiting.outcome is False
 
 
 def test_a_standby_lets_a_live_trainer_renew_its_lease_after_redis_was_emptied(leadership, redis_client, bench):
@@ -317,49 +254,3 @@ def test_a_trainer_replaced_while_it_loads_its_checkpoint_says_that_it_was(bench
     assert "Traceback" not in processes.log("second") and "transformers" not in processes.log("second")
     assert (files(bench), contents(redis_client)) == (before, streams)
     assert_settled_once(bench, redis_client)
-
-
-@pytest.mark.parametrize("what_it_meets", [FileNotFoundError, ConfigError, CheckpointError, RuntimeError])
-def test_whatever_a_replaced_trainer_meets_in_its_checkpoint_it_is_told_that_it_was_replaced(
-    bench, redis_client, monkeypatch, caplog, what_it_meets
-):
-    bench.resilient_producer()
-    first = bench.trainer()
-    first.learner.fail_at[5] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-
-    def load(self, pointer, learner):
-        monkeypatch.undo()
-        monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
-        bench.trainer(resume=True)
-        raise what_it_meets("the checkpoint is gone")
-
-    monkeypatch.setattr(Checkpoints, "load", load)
-    with pytest.raises(FencedError, match="this trainer is of epoch 1, the run is in epoch 2"):
-        bench.trainer(resume=True)
-
-
-def test_a_trainer_that_was_not_replaced_is_told_what_is_wrong_with_its_checkpoint(bench, redis_client):
-    bench.resilient_producer()
-    first = bench.trainer()
-    first.learner.fail_at[5] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    for file in (bench.folder / "checkpoints").glob("4-*/tensors/*"):
-        file.unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*tensors/trained.json is missing"):
-        bench.trainer(resume=True)
-
-
-def test_a_stopped_trainer_commits_a_second_starts_and_the_first_s_work_is_kept(bench, redis_client):
-    bench.resilient_producer()
-    first = bench.trainer()
-    thread = TrainerThread(first)
-    wait_for(lambda: first.learner.num_steps >= 3)
-    first.stop()
-    thread.join(60)
-    second = bench.trainer(resume=True)
-    assert second.run()
-    assert_balanced(bench, second)
-    assert json.loads((bench.folder / "trainer.json").read_text())["epoch"] == 1

@@ -1,0 +1,649 @@
+"""The named failures of the trainer, each once on a real server: see the table in CONTRIBUTING.md. What lies between
+them is in test_protocol_machine.py."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+
+import pytest
+import redis
+
+import penstock.consumers.__main__ as entry
+import penstock.consumers.stream.connection
+import penstock.consumers.stream.recovery as recovery_module
+import penstock.consumers.trainer as trainer_module
+from mini_producer import dead_fields, group_fields
+from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.stream import checkpoints
+from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.evaluation import Evaluator
+from penstock.consumers.stream.ledger import RunFailedError
+from penstock.consumers.stream.reader import entry_key
+from penstock.schemas.config import ConfigError
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
+from penstock.schemas.policy import VERSIONS_PER_EPOCH
+from penstock.schemas.weights.codec import ChunkError
+from penstock.schemas.weights.reading import WeightReader
+from real_server import at_free_port
+from scripted_learner import KilledError
+from trainer_bench import assert_settled_once, at_step, commit_at_once, tracebacks
+from trainer_thread import TrainerThread
+from waiting import wait_for
+
+pytestmark = pytest.mark.redis
+
+NOT_FINITE = "loss is not finite"
+
+
+def killed_at(bench, step: int):
+    """Returns a trainer that was killed in its optimizer step number `step`."""
+    trainer = bench.trainer()
+    trainer.learner.fail_at[step] = KilledError()
+    with pytest.raises(KilledError):
+        trainer.run()
+    return trainer
+
+
+def resumed(bench, client, continued_from: int) -> None:
+    """The next trainer continues from this update, and brings the run to its end."""
+    trainer = bench.trainer(resume=True)
+    assert trainer.learner.num_steps == continued_from
+    assert trainer.run()
+    assert_settled_once(bench, client)
+
+
+CUT = {
+    # The nth of each that is cut; chosen within the run below.
+    "open_epoch": [1],
+    "announce": [1, 6, 11],
+    "release": [1, 5],
+    "release_again": [1],
+    "evaluate": [1, 3],
+    "dead_letter": [1, 2],
+    "commit": [1, 3],
+    "finish": [1],
+    "XREAD": [1, 4, 9],
+    "XRANGE": [1, 3],
+    "INFO": [1, 3],
+    "HGET": [1],
+}
+
+
+@pytest.mark.parametrize("when", ["before", "reply", "within"])
+def test_a_cut_connection_changes_nothing(bench, redis_client, caplog, when):
+    stale_once = set()
+
+    def answer(index: int, version: int) -> dict:
+        if index == 7:
+            return dead_fields(7, "reward: boom")
+        if index == 21 and index not in stale_once:
+            stale_once.add(index)
+            return group_fields(index, 0)  # as old as policy 0: sampled again
+        return group_fields(index, version)
+
+    redis_client.xadd(bench.keys.rollouts, {Field.KIND: Kind.GROUP, Field.PAYLOAD: b"a record that names no index"})
+    with bench.proxy() as proxy:
+        faults = [proxy.cut(command, nth, when) for command, every in CUT.items() for nth in every]
+        trainer = bench.trainer(url=proxy.url)
+        producer = bench.resilient_producer(answer)
+        assert trainer.run()
+        missed = [(fault.command, fault.nth) for fault in faults if not fault.happened.is_set()]
+        assert not missed, proxy.num_seen
+        bench.close()
+    assert_settled_once(bench, redis_client, dead={7})
+    assert bench.ledger()["num_groups_trained"] == 48
+    repeated = {index: count for index, count in producer.answers.items() if count > 1}
+    assert repeated.keys() <= {21} and repeated[21] <= 3, f"released more than once: {repeated}"
+    letters = sorted(fields[Field.INDEX] for _, fields in redis_client.xrange(bench.keys.dead))
+    assert letters == [b"", b"7"]
+    manifests = [fields[Field.MANIFEST] for _, fields in redis_client.xrange(bench.keys.policy)]
+    assert len(set(manifests)) == len(manifests) == 8, "one announcement for each of the last eight policies"
+    assert [line["update"] for line in bench.lines("evaluations.jsonl")] == [0, 5, 10, 12]
+    assert redis_client.xlen(bench.keys.rollouts) == redis_client.xlen(bench.keys.prompts) == 0
+    assert redis_client.hget(bench.keys.commit, "finished") == b"1"
+    assert not tracebacks(caplog), "an expected fault is a line, no traceback"
+
+
+# Killed
+
+PLACES = {
+    # Where the second checkpoint (of update 8) meets the kill, and the update that is continued from.
+    "before the checkpoint": ("begin", "before", 4),
+    "with the checkpoint half written": ("copy_model_files", "after", 4),
+    "between checkpoint and commit": ("_write", "after", 4),
+    "after the commit": ("committed", "before", 8),
+    "after the deletion of older checkpoints": ("committed", "after", 8),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_trainer_killed_around_a_commit_is_continued(bench, redis_client, monkeypatch, place):
+    method, when, continued_from = PLACES[place]
+    bench.resilient_producer()
+    first = bench.trainer()
+    owner = checkpoints if hasattr(checkpoints, method) else Checkpoints
+    original, calls = getattr(owner, method), []
+
+    def die_the_second_time(*args):
+        calls.append(args)
+        if len(calls) == 2 and when == "before":
+            raise KilledError
+        result = original(*args)
+        if len(calls) == 2:
+            raise KilledError
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, die_the_second_time)
+        with pytest.raises(KilledError):
+            first.run()
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == continued_from
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+    left = [path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()]
+    assert len(left) == 2 and not any(name.startswith("partial") for name in left)
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing", "gone with its folder"])
+def test_a_spoiled_checkpoint_costs_the_work_since_the_one_before_it_and_no_group(bench, redis_client, caplog, how):
+    # The stream was trimmed for the spoiled one: what it had settled since the one before is made again.
+    bench.resilient_producer()
+    killed_at(bench, 10)
+    pointer = redis_client.hget(bench.keys.commit, "checkpoint").decode()
+    file = bench.folder / "checkpoints" / pointer / "tensors" / "trained.json"
+    if how == "flipped":
+        content = file.read_bytes()
+        file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    elif how == "missing":
+        file.unlink()
+    else:
+        shutil.rmtree(bench.folder / "checkpoints" / pointer)
+    resumed(bench, redis_client, 4)
+    lines = (
+        (f"{pointer} was committed and is missing",) if "folder" in how else ("tensors/trained.json", "cannot be used")
+    )
+    assert all(line in caplog.text for line in lines)
+
+
+def test_a_resume_that_finds_no_checkpoint_where_one_was_committed_is_refused(bench, redis_client):
+    bench.resilient_producer()
+    killed_at(bench, 10)
+    pointer = redis_client.hget(bench.keys.commit, "checkpoint").decode()
+    folder = bench.folder / "checkpoints"
+    shutil.move(folder / pointer, bench.folder / "elsewhere")
+    for other in folder.glob("*-*"):
+        if other.is_dir():
+            shutil.rmtree(other)
+    with pytest.raises(CheckpointError, match=f"holds no checkpoint, but {pointer} was committed"):
+        bench.trainer(resume=True)
+    shutil.move(bench.folder / "elsewhere", folder / pointer)
+    resumed(bench, redis_client, 8)
+
+
+def test_everything_a_trainer_counts_survives_in_its_checkpoint(bench, redis_client):
+    bench.overrides = ["evaluation.num_prompts=0"]
+    bench.resilient_producer()
+    first = bench.trainer()
+    first.learner.fail_at[3] = "gradient norm is not finite"
+    train = first.learner.step
+
+    def stop_and_train(batch):
+        if first.learner.num_steps == 6:
+            first.stop()
+        return train(batch)
+
+    first.learner.step = stop_and_train
+    assert first.run() is False
+    second = bench.trainer(resume=True)
+    kept, left = second.intake.ledger.to_state(), first.intake.ledger.to_state()
+    # What was read behind the last batch is read again.
+    assert entry_key(kept.pop("last_read").encode()) <= entry_key(left.pop("last_read").encode())
+    assert kept == left
+    totals = second.progress.totals
+    assert totals == first.progress.totals and totals["num_tokens_trained"] >= 7 * 4 * 6
+    assert second.progress.num_batches == first.progress.num_batches == 7
+    assert totals["num_steps_skipped"] == 1
+    assert second.intake.lag_of.forks == {1: 7}
+    assert second.intake.lag_of.announced[0] == 7
+
+
+# Failed steps
+
+
+def failed_report(batch, indexes) -> StepReport:
+    """Returns the learner's report of a batch without any step."""
+    return StepReport(
+        metrics={"reward": 0.0, "loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0},
+        lag_histogram=batch.lag_histogram,
+        num_tokens_trained=batch.num_tokens_trained,
+        num_tokens_masked_lag=0,
+        advantages=batch.group_advantages,
+        skipped_reason=NOT_FINITE,
+        failed=dict.fromkeys(indexes, NOT_FINITE),
+    )
+
+
+def test_a_run_that_gives_up_has_settled_all_that_its_policy_was_trained_on(bench, redis_client):
+    bench.resilient_producer()
+    first = bench.trainer()
+    train, calls = first.learner.step, []
+
+    def step(batch):
+        calls.append(batch)
+        if 3 < len(calls) <= 10:
+            return failed_report(batch, batch.indexes)
+        if len(calls) == 11:  # the eighth failure in a row, but for the three groups that are trained
+            first.learner.never_finite = {batch.indexes[0]}
+        if len(calls) > 11:
+            return failed_report(batch, batch.indexes)
+        return train(batch)
+
+    first.learner.step = step
+    with pytest.raises(RunFailedError, match="8 optimizer steps in a row failed"):
+        first.run()
+    assert len(calls) == 19, "a batch with some step in it has not failed"
+    second = bench.trainer(resume=True)
+    assert second.run()
+    twice = [index for index, count in Counter(bench.saved_training(redis_client)).items() if count > 1]
+    assert not twice
+
+
+def test_groups_that_a_failed_batch_is_not_to_blame_for_stay_ready(bench, redis_client):
+    bench.overrides = ["max_lag=0", "evaluation.num_prompts=0"]
+    bench.resilient_producer()
+    trainer = bench.trainer()
+    train, failed = trainer.learner.step, []
+
+    def step(batch):
+        if trainer.learner.num_steps == 2 and not failed:
+            failed.extend(batch.indexes[2:])
+            return failed_report(batch, failed)
+        return train(batch)
+
+    trainer.learner.step = step
+    assert trainer.run()
+    assert_settled_once(bench, redis_client, dead=set(failed))
+
+
+# Emptied, killed and replaced servers
+
+
+@pytest.mark.parametrize(("harm", "when"), [("lost", "training"), ("other bytes", "the last evaluation")])
+def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_them(
+    bench, redis_client, caplog, monkeypatch, harm, when
+):
+    monkeypatch.setattr(trainer_module, "WAITING_LOG_S", 0.1)
+    monkeypatch.setattr(recovery_module, "SUSPICIOUS_S", 0.2)
+    caplog.set_level("INFO")
+    is_stuck, collect = threading.Event(), Evaluator.collect
+    producer = bench.resilient_producer() if when == "the last evaluation" else None
+    if when == "the last evaluation":
+        monkeypatch.setattr(Evaluator, "collect", lambda self: [] if is_stuck.is_set() else collect(self))
+    trainer = bench.trainer()
+    if producer is None:
+        thread = TrainerThread(trainer)
+        wait_for(lambda: redis_client.xlen(bench.keys.policy))
+    else:
+        is_stuck.set()
+        thread = TrainerThread(trainer)
+        wait_for(lambda: "waiting for the last evaluation" in caplog.text)
+    trainer.publisher.wait()
+    for key, chunk in redis_client.hgetall(bench.keys.chunks).items():
+        redis_client.hdel(bench.keys.chunks, key)
+        if harm == "other bytes":
+            redis_client.hset(bench.keys.chunks, key, chunk[:-1] + b"?")
+    wait_for(lambda: "is announced again: the log has lost it, or chunks on the way to it" in caplog.text)
+    reader = WeightReader(lambda command: command(redis_client), bench.keys)
+
+    def can_be_read() -> bool:
+        try:
+            log = reader.log()
+            reader.write(log.chain(max(log.announced)), bench.folder / "policy.safetensors")
+        except (OSError, ChunkError):
+            return False
+        return True
+
+    wait_for(can_be_read)
+    is_stuck.clear()
+    if producer is None:
+        bench.resilient_producer()
+    thread.join(60)
+    assert thread.outcome is True
+
+
+def test_a_redis_emptied_before_the_last_evaluation_is_answered_is_asked_again(bench, redis_client):
+    bench.resilient_producer()
+    trainer = bench.trainer()
+    collect = trainer.evaluator.collect
+    flushed = []
+
+    def collect_late():
+        if 12 in trainer.evaluator.pending and not flushed:
+            flushed.append(redis_client.flushall())
+        return collect()
+
+    trainer.evaluator.collect = collect_late
+    assert trainer.run()
+    assert flushed and {line["update"] for line in bench.lines("evaluations.jsonl")} == {0, 5, 10, 12}
+    assert_settled_once(bench, redis_client)
+
+
+def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis_client, monkeypatch):
+    bench.resilient_producer()
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    seen = {}
+
+    def compare() -> None:
+        second.publisher.wait()  # policies are announced, and announced again, beside the training
+        seen["before"] = redis_client.hgetall(bench.keys.commit)
+        redis_client.flushall()
+        second.recovery.check()
+        monkeypatch.setattr("penstock.consumers.stream.leadership.CHECK_S", 0.0)
+        second.recovery.check()
+        second.publisher.wait()
+        seen["after"] = redis_client.hgetall(bench.keys.commit)
+
+    at_step(second, 9, compare)
+    assert second.run()
+    before, after = seen["before"], seen["after"]
+    # Epoch 0 was announced up to policy 6; the checkpoint of the second trainer's own is policy 1000000004.
+    assert before[b"announced:0"] == b"6" and before[b"fork:1"] == b"4"
+    assert before[b"checkpoint"].startswith(b"1000000004-")
+    assert after == before
+    assert_settled_once(bench, redis_client)
+
+
+def test_a_redis_emptied_under_a_sleeping_trainer_does_not_give_it_the_run_back(bench, redis_client):
+    first = bench.trainer()
+    second = bench.trainer(resume=True)
+    redis_client.flushall()
+    with pytest.raises(entry.FencedError, match="of epoch 0, and the checkpoint folder knows epoch 1"):
+        first.run()
+    bench.resilient_producer()
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+
+
+@pytest.mark.parametrize("arguments", [("--appendfsync", "always"), ("--appendfsync", "everysec")])
+def test_a_redis_killed_during_a_step_and_started_again_is_noticed(bench, start_server, caplog, arguments):
+    # An idle connection that breaks is replaced by redis-py without any error.
+    server = start_server(*arguments)
+    bench.url = server.url
+    bench.resilient_producer()
+    trainer = bench.trainer()
+    at_step(trainer, 5, server.restart)
+    assert trainer.run()
+    assert_settled_once(bench, server.client)
+    assert "redis is another process now" in caplog.text
+    assert not tracebacks(caplog)
+    bench.close()
+
+
+def test_a_promoted_replica_that_lacks_the_last_updates_is_reconciled(bench, start_server, caplog):
+    primary, replica = at_free_port(lambda port: start_server("--port", str(port))), start_server()
+    replica.client.replicaof("127.0.0.1", primary.client.config_get("port")["port"])
+    wait_for(lambda: replica.client.info("replication")["master_link_status"] == "up")
+    bench.url = primary.url
+    bench.overrides = ["checkpoint.every=3"]
+    with bench.proxy() as proxy:
+        trainer = bench.trainer(url=proxy.url)
+        bench.resilient_producer(url=proxy.url)
+
+        def demote() -> None:
+            proxy.point_to(replica.url)  # which still is one: it refuses every write
+            threading.Timer(0.5, replica.client.replicaof, ("NO", "ONE")).start()
+
+        def fall_behind() -> None:
+            assert primary.client.wait(1, 60_000) == 1
+            replica.client.replicaof("127.0.0.1", "1")  # nobody is there: it keeps what it has
+            at_step(trainer, 8, demote)
+
+        at_step(trainer, 4, fall_behind)
+        assert trainer.run()
+        bench.close()
+    assert_settled_once(bench, replica.client)
+    assert int(primary.client.hget(bench.keys.commit, "policy_version")) <= 9, "the run went on at the replica"
+    assert "redis is another process now" in caplog.text
+    assert not tracebacks(caplog)
+
+
+def test_a_continued_run_is_not_finished_again_by_a_redis_that_fell_back(bench, start_server):
+    server = start_server("--appendfsync", "everysec")
+    bench.url = server.url
+    bench.resilient_producer()
+    assert bench.trainer().run()
+    server.remember()
+    bench.overrides = ["num_updates=20"]
+    second = bench.trainer(resume=True)
+    producer = bench.resilient_producer()
+    at_step(second, 14, lambda: wait_for(lambda: producer.epoch == 1) or server.restart())
+    thread = TrainerThread(second)
+    thread.join(60)
+    assert thread.outcome is True
+    assert second.learner.num_steps == 20
+
+
+# Out of reach
+
+
+def test_a_redis_out_of_reach_for_a_while_is_waited_for(bench, redis_client, caplog):
+    with bench.proxy() as proxy:
+        trainer = bench.trainer(url=proxy.url)
+        bench.resilient_producer(url=proxy.url)
+
+        def come_back() -> None:
+            wait_for(lambda: "is away" in caplog.text)
+            proxy.accept()
+
+        back = threading.Thread(target=come_back, daemon=True)
+        at_step(trainer, 5, lambda: (proxy.refuse(), back.start()))
+        assert trainer.run()
+        bench.close()
+    assert_settled_once(bench, redis_client)
+    assert len([text for text in caplog.messages if text.startswith("Redis at") and "is away" in text]) == 1
+    assert not tracebacks(caplog)
+
+
+def test_a_redis_that_stays_away_ends_the_trainer_with_one_line_and_its_work_is_done_again(
+    bench, redis_client, monkeypatch, caplog
+):
+    bench.overrides = ["redis.outage_s=1.0"]
+    open_trainer = entry.open_trainer
+
+    def open_that_commits_at_once(*args, **settings):
+        commit_at_once(trainer := open_trainer(*args, **settings))
+        return trainer
+
+    with bench.proxy() as proxy:
+        monkeypatch.setenv("REDIS_URL", proxy.url)
+        bench.resilient_producer()
+        held = proxy.hold("announce", 6, "before")
+        threading.Thread(target=lambda: (held.wait(), proxy.refuse(), held.release()), daemon=True).start()
+        with monkeypatch.context() as patch:
+            patch.setattr(entry, "open_trainer", open_that_commits_at_once)
+            assert entry.main(bench.config, runs=bench.runs) == 1
+        assert "has been away for" in caplog.messages[-1] and not tracebacks(caplog)
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+
+
+def test_a_read_that_blocks_for_longer_than_the_socket_waits_is_no_outage_without_end(bench, redis_client, monkeypatch):
+    # The margin between the two is what keeps this from happening; without it a waiting trainer must still go on.
+    monkeypatch.setattr(penstock.consumers.stream.connection, "SOCKET_TIMEOUT_S", 0.3)
+    assert penstock.consumers.stream.connection.BLOCK_S > 0.3
+    trainer = bench.trainer()
+    assert trainer.leadership.connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
+
+    def feed() -> None:
+        wait_for(lambda: trainer.leadership.connection.num_outages)
+        bench.resilient_producer()
+
+    threading.Thread(target=feed, daemon=True).start()
+    assert trainer.run()
+    assert trainer.leadership.connection.num_outages >= 1
+    assert_settled_once(bench, redis_client)
+
+
+def test_a_signal_ends_a_trainer_whose_redis_is_away(bench, redis_client, monkeypatch, caplog):
+    bench.overrides = ["redis.outage_s=600.0"]
+    with bench.proxy() as proxy:
+        monkeypatch.setenv("REDIS_URL", proxy.url)
+        bench.resilient_producer()
+
+        def go_away_and_interrupt() -> None:
+            fault.wait()
+            proxy.refuse()
+            fault.release()
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        fault = proxy.hold("announce", 6, "before")
+        thread = threading.Thread(target=go_away_and_interrupt, daemon=True)
+        thread.start()
+        assert entry.main(bench.config, runs=bench.runs) == 1
+        thread.join()
+    assert "stopped while Redis is away" in caplog.messages[-1]
+    assert not tracebacks(caplog)
+    second = bench.trainer(resume=True)
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+
+
+def test_an_answer_that_will_pass_is_waited_out(redis_url):
+    connection = TrainerConnection(redis_url, outage_s=60)
+    answers = [
+        redis.ResponseError("MISCONF Errors writing to the AOF file"),
+        redis.ResponseError("NOREPLICAS Not enough"),
+    ]
+    answers.append(redis.ReadOnlyError("You can't write against a read only replica"))
+
+    def command(client):
+        if answers:
+            raise answers.pop()
+        return "answer"
+
+    assert connection.call(command) == "answer"
+    connection.close()
+
+
+def test_any_other_error_answer_ends_the_trainer_with_one_line(bench, redis_client, monkeypatch, caplog):
+    redis_client.set(bench.keys.prompts, "no stream")
+    monkeypatch.setenv("REDIS_URL", bench.url)
+    assert entry.main(bench.config, runs=bench.runs) == 1
+    assert "WRONGTYPE" in caplog.messages[-1] and not tracebacks(caplog)
+
+
+def test_a_url_that_is_none_is_refused_without_quoting_it():
+    with pytest.raises(ConfigError, match="no Redis URL; expected redis://") as caught:
+        TrainerConnection("http://user:secret@host", outage_s=1)
+    assert "secret" not in str(caught.value)
+
+
+# Out of memory, and a stream that nobody trains from
+
+
+def test_producers_refused_for_want_of_memory_go_on_once_the_trainer_has_committed_early(
+    bench, start_server, monkeypatch
+):
+    server = start_server()
+    used = server.client.info("memory")["used_memory"]
+    # Room for some 30 groups; the credit alone lets 12 wait, and the run makes 96.
+    server.client.config_set("maxmemory", used + 3_500_000)
+    bench.url = server.url
+    bench.overrides = ["num_updates=24", "checkpoint.every=1000", "evaluation.num_prompts=0"]
+    payload = {"padding": b"x" * 100_000}
+    producer = bench.resilient_producer(lambda index, version: {**group_fields(index, version), **payload})
+    monkeypatch.setattr(
+        "penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 1e9
+    )  # as if the last commit had been just too early
+    trainer = bench.trainer()
+
+    def watch() -> None:
+        wait_for(lambda: producer.num_pauses > 3)
+        monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 0.7)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert trainer.run()
+    watcher.join()
+    assert producer.problem is None
+    assert_settled_once(bench, server.client)
+    bench.close()
+
+
+def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(bench, start_server, monkeypatch, caplog):
+    monkeypatch.setattr(trainer_module, "WAITING_LOG_S", 1.0)
+    server = start_server()
+    bench.url = server.url
+    bench.overrides = ["evaluation.num_prompts=0"]
+    thread = TrainerThread(bench.trainer())
+    prompts = bench.keys.prompts
+    wait_for(lambda: server.client.xlen(prompts) == 12)
+    server.client.xgroup_create(prompts, PRODUCERS_GROUP, id="0")
+    [(_, entries)] = server.client.xreadgroup(PRODUCERS_GROUP, "broken", {prompts: ">"}, count=5)
+    server.client.config_set("maxmemory", 1)
+    server.client.xack(prompts, PRODUCERS_GROUP, *(entry for entry, _ in entries[:3]))
+    wait_for(lambda: "3 entries that no producer can get any more are removed" in caplog.text)
+    wait_for(lambda: server.client.xlen(prompts) == 12)
+    server.client.config_set("maxmemory", 0)
+    bench.resilient_producer()
+    thread.join(60)
+    assert thread.outcome is True
+    assert_settled_once(bench, server.client)
+    bench.close()
+
+
+def test_memory_that_no_commit_can_free_is_no_reason_to_commit_all_the_time(bench, redis_client, monkeypatch):
+    monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 0.0)  # somebody else's data
+    monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_COMMIT_SHARE", 0.001)
+    bench.overrides = ["checkpoint.every=1000"]
+    bench.resilient_producer()
+    trainer = bench.trainer()
+    written = []
+    begin = trainer.leadership.checkpoints.begin
+    trainer.leadership.checkpoints.begin = lambda *args: (written.append(1), begin(*args))[1]
+    assert trainer.run()
+    assert len(written) < 12, "fewer than one for each update"
+
+
+def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_client):
+    producers = [bench.resilient_producer(), bench.resilient_producer()]
+    first = bench.trainer()
+    at_step(first, 5, first.stop)
+    assert first.run() is False
+    wait_for(lambda: redis_client.xlen(bench.keys.prompts) == 0)
+    answered = sum(producer.num_answered for producer in producers)
+    time.sleep(0.5)
+    assert sum(producer.num_answered for producer in producers) == answered
+    assert redis_client.xlen(bench.keys.rollouts) == bench.config.credit == 12
+    second = bench.trainer(resume=True)
+    assert second.leadership.scripts.epoch == 1 and second.policy.version == VERSIONS_PER_EPOCH
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+
+
+# Entries that nobody should have written
+
+
+@pytest.mark.parametrize("fields", [{"foo": "bar"}, {"index": "x", "version": "0"}, {"index": "9" * 5000}])
+def test_a_prompt_entry_that_names_no_task_does_not_stop_the_trainer(bench, redis_client, fields, caplog):
+    trainer = bench.trainer()
+    entry = redis_client.xadd(bench.keys.prompts, fields)
+    thread = TrainerThread(trainer)
+    wait_for(lambda: "an entry names no task" in caplog.text)
+    redis_client.xdel(bench.keys.prompts, entry)  # what a producer does that claims it
+    bench.resilient_producer()
+    thread.join(60)
+    assert thread.outcome is True
+    assert_settled_once(bench, redis_client)
