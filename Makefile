@@ -54,7 +54,7 @@ bench-peers: venv venv-peers
 
 # On a machine with an NVIDIA GPU: some twenty minutes; docs/benchmarks.md says what, and how without a network.
 gpu-check: venv-dev
-	$(VENV)/bin/python -m bench.gpu
+	$(VENV)/bin/python -m bench gpu --check
 
 # Continues where it was stopped; finished cells are kept in bench/results/study.jsonl.
 study: venv

@@ -1,45 +1,47 @@
-"""`make bench`: measures Penstock against what it is built on; prints tables, writes JSON under `bench/results`."""
+"""`make bench`, `make gpu-check`: measures Penstock against what it is built on; prints tables, writes JSON under
+`bench/results`."""
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.endpoint.section import ENDPOINT
+from bench.gpu.section import GPU
 from bench.head.section import HEAD
 from bench.pipeline.section import PIPELINE
 from bench.result import RESULTS, BenchError, print_result, write_result
-from bench.section import measure
+from bench.section import WORK, measure
 from bench.stream.section import STREAM
 from bench.trainer.section import TRAINER
 from bench.weights.section import WEIGHTS
 from penstock.deploy.launch.producer_pool import PartDied
 from penstock.deploy.launch.redis_server import ServerError
-from penstock.schemas.config import ConfigError, load_config
+from penstock.schemas.config import ConfigError
 
-RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"
-WORK = Path("runs") / "bench"
-SECTIONS = {section.name: section for section in (PIPELINE, WEIGHTS, STREAM, HEAD, ENDPOINT, TRAINER)}
+SECTIONS = {section.name: section for section in (PIPELINE, WEIGHTS, STREAM, HEAD, ENDPOINT, TRAINER, GPU)}
+BY_DEFAULT = [name for name in SECTIONS if name != GPU.name]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures each section in turn. Exit status 0 even if goals are missed, 1 for a failure, 2 for unusable input."""
+    """Measures each section in turn. Exit status 0, also if goals are missed unless `--check`; 1 for a failure, 2 for
+    unusable input."""
     arguments = _parser().parse_args(argv)
     # Every row starts a server of its own: a benchmark never writes into a user's Redis.
     os.environ.pop("REDIS_URL", None)
+    missed = []
     try:
-        chosen = choose_rows(arguments.sections, arguments.only)
-        if any(SECTIONS[name].uses_run_file for name in chosen):
-            _check_run_file(arguments.run_file)
-        for name, rows in chosen.items():
+        for name, rows in choose_rows(arguments.sections, arguments.only).items():
             section = SECTIONS[name]
-            settings = section.quick if arguments.quick else section.settings
-            result = measure(section, rows, settings, arguments.run_file, WORK)
+            result = measure(section, rows, section.quick if arguments.quick else section.settings, WORK)
             print_result(result)
+            missed += [figure.name for figure in result.figures if figure.reached is False]
             if not arguments.quick or arguments.output is not None:
                 named = () if rows == tuple(section.rows) else rows
-                print(f"\nresult  {write_result(result, arguments.output or RESULTS, rows=named)}")
+                device = short_name(result.machine["gpu"]) if section is GPU else ""
+                print(f"\nresult  {write_result(result, arguments.output or RESULTS, rows=named, device=device)}")
     except ConfigError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -48,21 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return int(arguments.check and bool(missed))
 
 
-def _check_run_file(run_file: Path) -> None:
-    """Raises ConfigError if the run file cannot be used."""
-    config = load_config(run_file)
-    if config.redis.url is not None:
-        raise ConfigError(f"{run_file}: redis.url = {config.redis.url!r}: the benchmark starts its own; remove it")
+def short_name(device: str) -> str:
+    """Returns `h100-80gb-hbm3` for `NVIDIA H100 80GB HBM3, 86 GB, driver 580.65`, for a file's name."""
+    name = device.partition(",")[0].lower().removeprefix("nvidia ")
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description="Measure Penstock against what it is built on."
     )
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all)")
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all but {GPU.name})"
+    )
     parser.add_argument(
         "--only",
         action="append",
@@ -74,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds a row: shows that it runs, writes no result"
     )
-    parser.add_argument("--run-file", type=Path, default=RUN_FILE, metavar="RUN.toml", help="default: %(default)s")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a figure misses its goal")
     parser.add_argument("--output", type=Path, metavar="DIR", help=f"folder of the results (default: {RESULTS.name})")
     return parser
 
@@ -84,7 +87,7 @@ def choose_rows(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple
     for name in sections:
         if name not in SECTIONS:
             raise ConfigError(f"{name}: no section; expected {', '.join(SECTIONS)}")
-    names = list(dict.fromkeys(sections)) or list(SECTIONS)
+    names = list(dict.fromkeys(sections)) or BY_DEFAULT
     known = [row for name in names for row in SECTIONS[name].rows]
     for row in only:
         if row not in known:

@@ -1,7 +1,6 @@
 """The machine and its processes as Linux describes them. Standard library only."""
 
 import os
-import platform
 from pathlib import Path
 
 
@@ -12,14 +11,6 @@ def first_value(file: str, key: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
-
-
-def processor_name() -> str:
-    return first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
-def load_average() -> list[float]:
-    return [round(load, 2) for load in os.getloadavg()]
 
 
 def usable_cores() -> list[int]:

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-TOLD = "bench: "
-"""Begins the lines of a part's log that are printed."""
-
 
 def main(function_path: str, job_file: str, result_file: str) -> None:
     module, _, name = function_path.partition(":")
@@ -25,11 +22,6 @@ def main(function_path: str, job_file: str, result_file: str) -> None:
     if inspect.iscoroutine(found):
         found = asyncio.run(found)
     Path(result_file).write_bytes(msgspec.json.encode(found))
-
-
-def tell(line: str) -> None:
-    """Reports the progress of a measurement."""
-    print(f"{TOLD}{line}", flush=True)
 
 
 if __name__ == "__main__":

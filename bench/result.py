@@ -1,5 +1,6 @@
 """Results of a benchmark: figures with their references and goals, the machine, the JSON file, the tables."""
 
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -14,9 +15,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import first_value, load_average, processor_name, usable_cores
-from penstock.deploy.launch.server_binary import find_server, inspect
-from penstock.schemas.config import ConfigError
+from bench.machine import first_value, usable_cores
+from penstock.deploy.launch.machine import read_machine
+from penstock.deploy.launch.server_binary import find_server
 from penstock.schemas.process.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -137,25 +138,6 @@ def in_turns(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str,
     return found
 
 
-class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Time by what it is spent on: (part, seconds, share of the whole) from the largest to the smallest."""
-
-    name: str
-    whole_s: float
-    whole_is: str
-    """The whole in words."""
-    parts: tuple[tuple[str, float, float], ...]
-
-
-def break_down(name: str, parts_s: dict[str, float], whole_s: float, whole_is: str, *, rest: str = "rest") -> Breakdown:
-    """Shares of `whole_s`; time that no part accounts for is named `rest`."""
-    parts = dict(parts_s)
-    parts[rest] = parts.get(rest, 0.0) + max(0.0, whole_s - sum(parts.values()))
-    ordered = sorted(parts.items(), key=lambda part: -part[1])
-    shares = tuple((part, seconds, seconds / whole_s if whole_s else 0.0) for part, seconds in ordered)
-    return Breakdown(name=name, whole_s=whole_s, whole_is=whole_is, parts=shares)
-
-
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a section, as its JSON file holds it."""
 
@@ -166,7 +148,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     wall_s: float
     figures: tuple[Figure, ...]
-    breakdowns: tuple[Breakdown, ...] = ()
 
 
 def now() -> str:
@@ -178,43 +159,31 @@ def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] 
     `device` follows the date if it is given.
 
     Raises:
-        ValueError: a figure is NaN or infinite.
+        BenchError: a figure is NaN or infinite, which JSON cannot hold.
     """
+    for figure in result.figures:
+        for value in (figure.measured, figure.reference, figure.ratio):
+            if value is not None and not math.isfinite(value):
+                raise BenchError(f"{figure.name}: {value}, expected a finite number")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / ("-".join(filter(None, [result.section, *rows, result.date[:10], device])) + ".json")
-    data = msgspec.to_builtins(result)
-    _check_finite(data, "result")
-    write_whole(file, msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
+    write_whole(file, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return file
-
-
-def _check_finite(value: Any, where: str) -> None:
-    """Raises ValueError for NaN, which msgspec writes as null, as if the figure were missing."""
-    if isinstance(value, float) and value - value != 0.0:
-        raise ValueError(f"{where}: {value}, expected a finite number")
-    for key, part in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    ):
-        _check_finite(part, f"{where}.{key}")
 
 
 def describe_machine() -> dict[str, Any]:
     """Describes processor, memory, versions, and the load before anything is measured."""
-    try:
-        server = find_server()
-        inspected = inspect(server)
-        redis_server = f"{server.name} {'.'.join(map(str, inspected.version if inspected else ()))}"
-    except ConfigError:
-        redis_server = "none"
+    server = find_server()
+    gpus = read_machine().gpus
     return {
-        "processor": processor_name(),
-        "num_cores": os.cpu_count(),
+        "processor": first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "num_cores_usable": len(usable_cores()),
         "memory": first_value("/proc/meminfo", "MemTotal"),
-        "load_average_before": load_average(),
+        "gpu": f"{gpus[0].name}, {gpus[0].total_bytes / 1e9:.0f} GB, driver {gpus[0].driver}" if gpus else "",
+        "load_average_before": [round(load, 2) for load in os.getloadavg()],
         "system": platform.platform(),
         "python": platform.python_version(),
-        "redis_server": redis_server,
+        "redis_server": server.name,
         "packages": installed(PACKAGES),
     }
 
@@ -229,7 +198,7 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
-    """Prints a table of the figures, why some could not be measured, and a table for each breakdown."""
+    """Prints a table of the figures, and why some could not be measured."""
     console = console or Console()
     machine = result.machine
     console.print(
@@ -248,8 +217,6 @@ def print_result(result: Result, console: Console | None = None) -> None:
     for figure in result.figures:
         if figure.measured is None and "reason" in figure.details:
             console.print(f"{figure.name}: {figure.details['reason']}", markup=False, highlight=False)
-    for breakdown in result.breakdowns:
-        console.print(_breakdown_table(breakdown))
 
 
 def _cells(figure: Figure) -> tuple[str, ...]:
@@ -262,17 +229,6 @@ def _cells(figure: Figure) -> tuple[str, ...]:
         str(figure.goal) if figure.goal else "",
         reached,
     )
-
-
-def _breakdown_table(breakdown: Breakdown) -> Table:
-    title = f"{breakdown.name} ({breakdown.whole_is}: {_number(breakdown.whole_s * 1000)} ms)"
-    table = Table(title=title, title_justify="left", pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column("part")
-    table.add_column("ms", justify="right")
-    table.add_column("share", justify="right")
-    for part, seconds, share in breakdown.parts:
-        table.add_row(part, _number(seconds * 1000), f"{share:.1%}")
-    return table
 
 
 def _number(value: float | None) -> str:

@@ -5,7 +5,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,10 @@ import redis
 
 import penstock.consumers.stream.connection
 import penstock.producers.stream.connection
-from bench.part import TOLD
-from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
+from bench.result import BenchError, Figure, Result, describe_machine, now
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.producers.weights.host_folder import default_folder
-from penstock.schemas.config import load_config
 
 PART_LIMIT_S = 900.0
 PART_ENVIRONMENT = {
@@ -36,52 +34,51 @@ REDIS_ERRORS = (
 )
 
 
+WORK = Path("runs") / "bench"
+
+
 class Bench(NamedTuple):
     """One run of a section, the argument of its rows. folder: scratch."""
 
     settings: Any
-    run_file: Path
     folder: Path
 
 
 class BenchSection(NamedTuple):
-    """A part of the benchmark with tables and a result file of its own.
+    """A part of the benchmark with a table and a result file of its own.
 
-    rows: by name, each makes its figures and breakdowns. settings: sizes and repetitions; quick: the smallest that show
-        that everything runs. uses_run_file: whether a row trains.
+    rows: by name, each makes its figures. settings: sizes and repetitions; quick: the smallest that show that it runs,
+        and whose figures mean nothing.
     """
 
     name: str
-    rows: Mapping[str, Callable[[Bench], Sequence[Figure | Breakdown]]]
+    rows: Mapping[str, Callable[[Bench], Iterable[Figure]]]
     settings: Any
     quick: Any
-    uses_run_file: bool = False
 
 
-def measure(section: BenchSection, rows: Sequence[str], settings: Any, run_file: Path, work: Path) -> Result:
+def measure(section: BenchSection, rows: Sequence[str], settings: Any, work: Path = WORK) -> Result:
     """Measures the named rows in order; scratch goes to a folder under `work` that is removed.
 
     Raises:
         BenchError, ConfigError, PartDied, ServerError: a row could not be measured.
     """
     machine, date, began = describe_machine(), now(), time.monotonic()
-    found: list[Figure | Breakdown] = []
+    figures: list[Figure] = []
     with _scratch(work) as folder:
         for row in rows:
             print(f"{section.name}: {row} ...", flush=True)
             try:
-                found += section.rows[row](Bench(settings, run_file, folder))
+                figures += section.rows[row](Bench(settings, folder))
             except REDIS_ERRORS as error:
                 raise BenchError(f"{row}: {error}") from error
-    used = {"run_file": os.path.relpath(run_file)} if section.uses_run_file else {}
     return Result(
         section=section.name,
         date=date,
         machine=machine,
-        settings={**used, **msgspec.to_builtins(settings)},
+        settings=msgspec.to_builtins(settings),
         wall_s=time.monotonic() - began,
-        figures=tuple(each for each in found if isinstance(each, Figure)),
-        breakdowns=tuple(each for each in found if isinstance(each, Breakdown)),
+        figures=tuple(figures),
     )
 
 
@@ -185,17 +182,12 @@ def wait_for(children: Sequence[Child]) -> None:
         BenchError: one failed, or took longer than `PART_LIMIT_S`.
     """
     deadline = time.monotonic() + PART_LIMIT_S
-    told = dict.fromkeys(children, 0)
     try:
-        while None in (found := [child.poll() for child in children]) and not any(found):
-            for child in children:
-                told[child] += _tell(child.log, told[child])
+        while None in (statuses := [child.poll() for child in children]) and not any(statuses):
             if time.monotonic() > deadline:
-                late = children[found.index(None)]
-                raise BenchError(f"{late.name}: not done after {PART_LIMIT_S:g} s; {_end_of_log(late)}")
+                late = children[statuses.index(None)]
+                raise BenchError(f"{late.name}: not done after {PART_LIMIT_S:g} s; log:\n{late.last_lines()}")
             time.sleep(0.05)
-        for child in children:
-            _tell(child.log, told[child])
         for child in children:
             if child.returncode:
                 raise ended_early(child)
@@ -206,7 +198,7 @@ def wait_for(children: Sequence[Child]) -> None:
 
 def ended_early(child: Child) -> BenchError:
     """Returns the error for a process that has ended and should not have."""
-    return BenchError(f"{child.name} {describe_status(child.returncode or 0)}; {_end_of_log(child)}")
+    return BenchError(f"{child.name} {describe_status(child.returncode or 0)}; its log ends:\n{child.last_lines()}")
 
 
 @contextmanager
@@ -223,36 +215,3 @@ def started(
     finally:
         for child in children:
             child.end()
-
-
-def _tell(log: Path, start: int) -> int:
-    """Prints the lines from `start` on that report a part's progress; returns the bytes of all whole lines there."""
-    with log.open("rb") as file:
-        file.seek(start)
-        lines, _, _ = file.read().rpartition(b"\n")
-    for line in lines.splitlines():
-        if line.startswith(TOLD.encode()):
-            print(line.decode(errors="replace"), flush=True)
-    return len(lines) + bool(lines)
-
-
-def _end_of_log(child: Child) -> str:
-    return f"its log ends:\n{child.last_lines()}"
-
-
-def make_model(folder: Path, **recipe: Any) -> None:
-    """Makes the demo's model, or one of another `recipe`, if there is none in `folder`. Raises BenchError."""
-    from penstock.deploy.demo import make_model as models
-
-    try:
-        models.make_model(folder, models.ModelRecipe(**recipe), progress=lambda line: None)
-    except (models.WarmStartError, FileExistsError) as error:
-        raise BenchError(f"{folder}: {error}") from error
-
-
-def run_file_model(bench: Bench) -> Path:
-    """Returns the run file's model; makes it if there is none."""
-    model = Path(load_config(bench.run_file).model.path)
-    if not model.is_dir():
-        make_model(model)
-    return model

@@ -13,7 +13,6 @@ from typing import Literal
 
 import msgspec
 import torch
-from msgspec.structs import asdict
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
@@ -25,28 +24,16 @@ from bench.trainer.ranks import RankJob, start_ranks
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
 from penstock.deploy.launch.memory import ModelShape
-from penstock.schemas.config import ModelConfig, RunConfig
+from penstock.schemas.config import ModelConfig
 from penstock.schemas.process.files import write_whole
 
 ROW_TOKENS = 512
 
 
-class MemoryModel(msgspec.Struct, frozen=True):
-    """A Qwen3 with tied embeddings and heads of 64."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-
-
 class MemoryCase(msgspec.Struct, frozen=True):
     """tokens: of each of the two passes that every rank has of a batch."""
 
-    model: MemoryModel
+    model: ModelShape
     dtype: Literal["float32", "bfloat16"]
     tokens: int
     checkpointing: bool
@@ -55,11 +42,10 @@ class MemoryCase(msgspec.Struct, frozen=True):
 
 
 class MemoryMeasured(msgspec.Struct, frozen=True):
+    """peak_bytes: of the rank that has most, while it trains."""
+
     case: MemoryCase
     peak_bytes: int
-    """Of the rank that has most, while it trains."""
-    loading_bytes: int
-    """The same until the model is loaded and shared out."""
 
 
 class MemoryJob(RankJob, frozen=True, kw_only=True):
@@ -69,8 +55,8 @@ class MemoryJob(RankJob, frozen=True, kw_only=True):
     folder: str
 
 
-SMALL = MemoryModel("20M", 384, 1024, 10, 6, 2, 12000)
-LARGE = MemoryModel("100M", 768, 2048, 12, 12, 4, 32000)
+SMALL = ModelShape("20M", 384, 1024, 10, 6, 2, 64, 12000, tied=True)
+LARGE = ModelShape("100M", 768, 2048, 12, 12, 4, 64, 32000, tied=True)
 CASES = (
     *(
         MemoryCase(SMALL, "float32", tokens, checkpointing)
@@ -105,7 +91,7 @@ def measure(case: MemoryCase) -> MemoryMeasured:
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(case.model, folder)
+        save_random(case.model, folder)
         job = MemoryJob(case=case, folder=name, num_ranks=case.ranks)
         wait_for(start_ranks("memory", "bench.sizing:measure_rank", job, folder, environment=environment))
         return found_apart("memory", MemoryMeasured, folder)
@@ -116,7 +102,16 @@ def measure_rank(job: MemoryJob) -> MemoryMeasured:
     case, ranks = job.case, job.open()
     reset_peak()
     before = status_bytes("VmRSS")
-    learner = Learner(_config(job), ranks)
+    learner = Learner(
+        learner_config(
+            ModelConfig(path=job.folder, dtype=case.dtype),
+            device="cpu",
+            tokens_per_microbatch=case.tokens,
+            gradient_checkpointing=case.checkpointing,
+            gradient_accumulation=case.accumulation,
+        ),
+        ranks,
+    )
 
     def largest_peak() -> int:
         return max(ranks.gather(status_bytes("VmHWM") - before))
@@ -132,8 +127,6 @@ def measure_rank(job: MemoryJob) -> MemoryMeasured:
         assert rollouts_per_pass * ROW_TOKENS < case.tokens or len(minibatch.microbatches) == len(groups)
         return batch
 
-    ranks.order("largest")
-    loading = largest_peak()
     few, batch = batch_of(2), batch_of(case.tokens // ROW_TOKENS)
     learner.step(few)
     ranks.order("reset")
@@ -142,22 +135,7 @@ def measure_rank(job: MemoryJob) -> MemoryMeasured:
     ranks.order("largest")
     peak = largest_peak()
     ranks.order("end")
-    return MemoryMeasured(case, peak, loading)
-
-
-def _config(job: MemoryJob) -> RunConfig:
-    case = job.case
-    return learner_config(
-        ModelConfig(path=job.folder, dtype=case.dtype),
-        device="cpu",
-        tokens_per_microbatch=case.tokens,
-        gradient_checkpointing=case.checkpointing,
-        gradient_accumulation=case.accumulation,
-    )
-
-
-def save_model(model: MemoryModel, folder: Path) -> None:
-    save_random(ModelShape(**asdict(model), head_dim=64, tied=True), folder)
+    return MemoryMeasured(case, peak)
 
 
 def save_random(

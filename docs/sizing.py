@@ -92,7 +92,7 @@ def newest_result() -> list[dict[str, Any]]:
 
 
 def measured_case(case: dict[str, Any]) -> tuple[ModelShape, RankSetting]:
-    shape = ModelShape(**case["model"], head_dim=64, tied=True)
+    shape = ModelShape(*case["model"])
     unsharded = case["accumulation"] == "unsharded"
     sizes = case["ranks"], case["tokens"], case["dtype"], case["checkpointing"]
     return shape, RankSetting(*sizes, unsharded, on_cuda=False)

@@ -37,15 +37,15 @@ def services() -> dict[str, dict[str, Any]]:
 
 def build_all(podman: Podman) -> None:
     """Raises CommandError if a build fails."""
-    found = services()
+    specified = services()
     for name in ("setup", "base", "trainer", "producer"):
-        build = found[name]["build"]
+        build = specified[name]["build"]
         options = [f"--build-arg={key}={value}" for key, value in build.get("args", {}).items()]
         for context, place in build.get("additional_contexts", {}).items():
-            options.append(f"--build-context={context}=docker://{found[place.removeprefix('service:')]['image']}")
-        podman.build(found[name]["image"], DEPLOY.parent / build["dockerfile"], DEPLOY.parent, *options)
+            options.append(f"--build-context={context}=docker://{specified[place.removeprefix('service:')]['image']}")
+        podman.build(specified[name]["image"], DEPLOY.parent / build["dockerfile"], DEPLOY.parent, *options)
     for name, stand_in in STAND_INS.items():
-        image = found[name]["image"]
+        image = specified[name]["image"]
         if podman.has_image(image):
             continue
         options = [f"--build-arg={key.upper()}={value}" for key, value in stand_in._asdict().items()]

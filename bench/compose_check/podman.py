@@ -6,27 +6,20 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE_FILE = DEPLOY / "compose.yaml"
 PROJECT = "penstock-check"
 
 
-class _Kind(NamedTuple):
-    """Commands of podman: the names of all, and the removal of one."""
-
-    list: tuple[str, ...]
-    remove: tuple[str, ...]
-
-
 _NAMES = "--format={{.Name}}"
-_KINDS = (
-    _Kind(("ps", "--all", "--format={{.Names}}"), ("rm", "--force", "--depend", "--ignore", "--time=10")),
-    _Kind(("pod", "ls", _NAMES), ("pod", "rm", "--force")),
-    _Kind(("volume", "ls", _NAMES), ("volume", "rm", "--force")),
-    _Kind(("network", "ls", _NAMES), ("network", "rm", "--force")),
-)
+_KINDS = {
+    ("ps", "--all", "--format={{.Names}}"): ("rm", "--force", "--depend", "--ignore", "--time=10"),
+    ("pod", "ls", _NAMES): ("pod", "rm", "--force"),
+    ("volume", "ls", _NAMES): ("volume", "rm", "--force"),
+    ("network", "ls", _NAMES): ("network", "rm", "--force"),
+}
+"""The command that lists the names of all, and the one that removes one."""
 
 
 class CommandError(RuntimeError):
@@ -120,16 +113,16 @@ class Podman:
         before them.
         """
         problems = []
-        for kind in _KINDS:
+        for list_all, remove in _KINDS.items():
             try:
-                names = self._ask([self._podman, *kind.list]).split()
+                names = self._ask([self._podman, *list_all]).split()
             except CommandError as error:
                 problems.append(str(error))
                 continue
             for name in names:
                 if name.startswith((f"{PROJECT}_", f"pod_{PROJECT}")):
                     try:
-                        self._ask([self._podman, *kind.remove, name])
+                        self._ask([self._podman, *remove, name])
                     except CommandError as error:
                         problems.append(str(error))
         return problems
@@ -142,16 +135,14 @@ class Podman:
 
     def _do(self, command: Sequence[str]) -> None:
         print(f"$ {shlex.join(command)}", flush=True)
-        done = subprocess.run(
-            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        if done.returncode != 0:
-            raise CommandError(f"{shlex.join(command)}: status {done.returncode}: {done.stdout[-4000:]}")
+        self._ask(command, stderr=subprocess.STDOUT)
 
-    def _ask(self, command: Sequence[str]) -> str:
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+    def _ask(self, command: Sequence[str], stderr: int = subprocess.PIPE) -> str:
+        """Returns the output."""
+        done = subprocess.run(command, env=self._environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
         if done.returncode != 0:
-            raise CommandError(f"{shlex.join(command)}: status {done.returncode}: {done.stderr[-4000:]}")
+            said = done.stdout if stderr == subprocess.STDOUT else done.stderr
+            raise CommandError(f"{shlex.join(command)}: status {done.returncode}: {said[-4000:]}")
         return done.stdout
 
 

@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.machine import processor_s
 from bench.result import BenchError
 from bench.section import ended_early, redis_server, started
 from penstock.deploy.launch.child import Child
@@ -41,14 +40,10 @@ class Answer(NamedTuple):
 
 
 class ChatServer:
-    """One connection to an OpenAI-compatible server on this machine.
+    """One connection to an OpenAI-compatible server on this machine."""
 
-    pid: of the server's process; its engine is a child of it.
-    """
-
-    def __init__(self, name: str, port: int, pid: int) -> None:
+    def __init__(self, name: str, port: int) -> None:
         self.name = name
-        self._pid = pid
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_LIMIT_S)
 
     def chat(self, path: str, request: Json) -> Answer:
@@ -70,10 +65,6 @@ class ChatServer:
 
     def finish(self, path: str) -> None:
         """Ends a conversation."""
-
-    def processor_s(self) -> float:
-        """Returns the processor seconds that the server's processes have taken; 0 if the system does not say."""
-        return processor_s(self._pid)
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         try:
@@ -142,7 +133,7 @@ def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]
             return int(decode_heartbeat(data).endpoint.rpartition(":")[2] or 0) if data is not None else 0
 
         wait_until_ready(children, port)
-        with closing(PenstockServer("penstock", port(), children[-1].pid)) as server:
+        with closing(PenstockServer("penstock", port())) as server:
             yield server
 
 
@@ -159,7 +150,7 @@ def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
     commands = {"vllm": ["vllm.entrypoints.openai.api_server", *serve_arguments(config, port)]}
     with (
         started(commands, folder, serve_environment(config)) as children,
-        closing(VllmServer("vllm", port, children[0].pid)) as server,
+        closing(VllmServer("vllm", port)) as server,
     ):
         wait_until_ready(children, server.is_ready)
         yield server

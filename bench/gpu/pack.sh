@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs what `python -m bench.gpu` needs beyond torch, transformers and pytest, for an x86-64 machine with Python 3.12
+# Packs what `python -m bench gpu` needs beyond torch, transformers and pytest, for an x86-64 machine with Python 3.12
 # and no network:
 #   FOLDER/small.tar.gz       Penstock's small packages; Penstock itself is the checkout's there
 #   FOLDER/vllm.tar.gz.NN     vLLM's build for CUDA without kernels for other models and GPUs than Hopper's, and what it

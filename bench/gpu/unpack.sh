@@ -22,4 +22,4 @@ install() {
 
 install "$scratch"/*.whl
 PYTHONPATH=$TARGET install --no-build-isolation "$(cd "$(dirname "$0")/../.." && pwd)"
-echo "PYTHONPATH=$TARGET $PYTHON -m bench.gpu"
+echo "PYTHONPATH=$TARGET $PYTHON -m bench gpu --check"

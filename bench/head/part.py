@@ -1,195 +1,143 @@
-"""The measuring processes of the head section, in either environment."""
+"""The measuring processes of the head section: the trainer's float32 head and the naive one, which holds all logits."""
 
-import contextlib
-import statistics
 import time
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from bench.head.implementations import IMPLEMENTATIONS, PEERS, Head, HeadProblem, make_problem, package_version
 from bench.machine import reset_peak, status_bytes
-from penstock.consumers.learning.device import onednn_matmul
-from penstock.schemas.config import ConfigError
+from penstock.consumers.learning.head import selected_logprobs
 
-SLOW_S = 5.0
-"""A peer that has run this long is not timed again."""
 Dtype = Literal["float32", "bfloat16"]
-Matmul = Literal["default", "onednn"]
-Kind = Literal["accuracy", "time", "memory"]
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """One implementation on one type of inputs and one library of matmuls."""
+class HeadProblem(NamedTuple):
+    """hidden [N, H] and weight [V, H] are leaves; the loss is sum(to_logprobs * logprobs + to_entropy * entropy)."""
 
-    name: str
-    dtype: Dtype = "float32"
-    matmul: Matmul = "default"
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    to_logprobs: Tensor
+    to_entropy: Tensor
 
-    def __str__(self) -> str:
-        extra = [part for part in (self.dtype, self.matmul) if part not in ("float32", "default")]
-        return ", ".join([self.name, *extra])
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement that one process makes of some implementations."""
-
-    kind: Kind
-    entries: tuple[Entry, ...]
-    num_tokens: int
-    hidden_size: int
-    vocabulary: int
-    rounds: int = 1
-    num_threads: int = 1
+    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return (logprobs.to(self.to_logprobs.dtype) * self.to_logprobs).sum() + (entropy * self.to_entropy).sum()
 
 
-class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Against float64 from the same inputs: largest difference of results, relative norm of gradients' differences.
-
-    The gradients are those of the loss that the implementation can compute, with entropy or without.
-    """
-
-    logprobs: float
-    entropy: float | None
-    grad_hidden: float
-    grad_weight: float
-
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurement of one entry; only `reason` if a peer does not run here."""
-
-    entry: Entry
-    package: str = ""
-    reason: str = ""
-    accuracy: Accuracy | None = None
-    seconds: tuple[float, ...] = ()
-    """Forward and backward, of each round: processor time on one thread, which other load hardly lengthens."""
-    wall_seconds: tuple[float, ...] = ()
-    peak_bytes: int | None = None
-    """Most memory beyond the inputs during forward and backward; gradients included."""
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
+def make_problem(num_tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> HeadProblem:
+    """Makes a seeded problem whose logits have a standard deviation of 2."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator)
+    weight = torch.randn(vocabulary, hidden_size, generator=generator).mul_(2 * hidden_size**-0.5)
+    upstream = torch.randn(2, num_tokens, generator=generator) / num_tokens
+    return HeadProblem(
+        hidden.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        torch.randint(0, vocabulary, (num_tokens,), generator=generator),
+        upstream[0],
+        0.1 * upstream[1],
+    )
 
 
-def measure(job: Job) -> list[Measured]:
-    """Measures every entry of the job; a peer that cannot run is reported, any other failure is raised."""
-    torch.set_num_threads(job.num_threads)
-    return {"accuracy": _accuracy, "time": _times, "memory": _memory}[job.kind](job)
-
-
-def _accuracy(job: Job) -> list[Measured]:
-    results = []
-    for entry in job.entries:
-        problem = _problem(job, entry)
-        head, reason = _ready(entry, problem)
-        if head is None:
-            results.append(Measured(entry=entry, reason=reason))
-            continue
-        found = _run(head, problem)
-        gradients = problem.hidden.grad, problem.weight.grad
-        exact = HeadProblem(*(tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in problem))
-        exact.hidden.requires_grad_(), exact.weight.requires_grad_()
-        expected = _exact(exact)
-        exact.loss(expected[0], None if found[1] is None else expected[1]).backward()
-        accuracy = Accuracy(
-            logprobs=_largest_difference(found[0], expected[0]),
-            entropy=None if found[1] is None else _largest_difference(found[1], expected[1]),
-            grad_hidden=_relative(gradients[0], exact.hidden.grad),
-            grad_weight=_relative(gradients[1], exact.weight.grad),
-        )
-        results.append(Measured(entry=entry, package=package_version(entry.name), accuracy=accuracy))
-    return results
-
-
-def _exact(problem: HeadProblem) -> tuple[Tensor, Tensor]:
-    log_p = torch.log_softmax(problem.hidden @ problem.weight.t(), 1)
+def naive(problem: HeadProblem) -> tuple[Tensor, Tensor]:
+    """Computes all logits at once, in the type of the inputs."""
+    log_p = torch.log_softmax((problem.hidden @ problem.weight.t()).to(problem.to_logprobs.dtype), 1)
     return log_p.gather(1, problem.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 
 
-def _times(job: Job) -> list[Measured]:
-    """Measures every entry once in each round, so that other load on the machine affects all of them."""
-    problems = {entry.dtype: _problem(job, entry) for entry in job.entries}
-    ready = {entry: _ready(entry, problems[entry.dtype]) for entry in job.entries}
-    seconds: dict[Entry, list[float]] = {entry: [] for entry in job.entries}
-    wall: dict[Entry, list[float]] = {entry: [] for entry in job.entries}
-    for _ in range(job.rounds):
-        for entry, (head, _) in ready.items():
-            if head is None or (entry.name in PEERS and sum(wall[entry]) > SLOW_S):
-                continue
-            with _matmul(entry):
-                began, wall_began = time.process_time(), time.perf_counter()
-                _run(head, problems[entry.dtype])
-                wall[entry].append(time.perf_counter() - wall_began)
-                seconds[entry].append(time.process_time() - began)
-    return [
-        Measured(entry=entry, reason=reason)
-        if head is None
-        else Measured(
-            entry=entry,
-            package=package_version(entry.name),
-            seconds=tuple(seconds[entry]),
-            wall_seconds=tuple(wall[entry]),
-        )
-        for entry, (head, reason) in ready.items()
-    ]
+def recompute(problem: HeadProblem) -> tuple[Tensor, Tensor]:
+    """Computes the logits again in backward."""
+    return selected_logprobs(problem.hidden, problem.weight, problem.targets)
 
 
-def _memory(job: Job) -> list[Measured]:
-    """Measures the peak of the one entry: a process's peak cannot be divided among several."""
-    (entry,) = job.entries
-    problem = _problem(job, entry)
-    head, reason = _ready(entry, problem)
-    if head is None:
-        return [Measured(entry=entry, reason=reason)]
-    problem.hidden.grad = problem.weight.grad = None
-    reset_peak()
-    before = status_bytes("VmRSS")
-    with _matmul(entry):
-        _run(head, problem)
-    peak = status_bytes("VmHWM") - before
-    return [Measured(entry=entry, package=package_version(entry.name), peak_bytes=peak)]
-
-
-def _ready(entry: Entry, problem: HeadProblem) -> tuple[Head | None, str]:
-    """Returns the implementation, warmed up on a few tokens (compiled, libraries loaded), or the reason why it cannot
-    run."""
-    few = HeadProblem(
-        problem.hidden[:16].detach().requires_grad_(), problem.weight, *(tensor[:16] for tensor in problem[2:])
+def in_forward(problem: HeadProblem) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of a loss of tokens in forward."""
+    return selected_logprobs(
+        problem.hidden,
+        problem.weight,
+        problem.targets,
+        token_grads=lambda part, *_: (problem.to_logprobs[part], problem.to_entropy[part]),
     )
-    try:
-        with _matmul(entry):
-            head = IMPLEMENTATIONS[entry.name].make()
-            _run(head, few)
-    except ConfigError as error:
-        return None, str(error)
-    except Exception as error:  # a peer's failure is a finding about the peer, and the others are still measured
-        if entry.name not in PEERS:
-            raise
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return head, ""
 
 
-def _run(head: Head, problem: HeadProblem) -> tuple[Tensor, Tensor | None]:
+HEADS: dict[str, Callable[[HeadProblem], tuple[Tensor, Tensor]]] = {
+    "naive": naive,
+    "recompute": recompute,
+    "in forward": in_forward,
+}
+"""Each returns logprobs [N] and entropy [N], with a graph to hidden and weight."""
+
+
+class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
+    """heads: names in HEADS."""
+
+    heads: tuple[str, ...]
+    num_tokens: int
+    hidden_size: int
+    vocabulary: int
+    dtype: Dtype = "float32"
+    rounds: int = 1
+
+    def problem(self) -> HeadProblem:
+        return make_problem(self.num_tokens, self.hidden_size, self.vocabulary, getattr(torch, self.dtype))
+
+
+def run(name: str, problem: HeadProblem) -> tuple[Tensor, Tensor]:
     """Runs forward and backward."""
     problem.hidden.grad = problem.weight.grad = None
-    found = head(problem)
+    found = HEADS[name](problem)
     problem.loss(*found).backward()
     return found
 
 
-@contextlib.contextmanager
-def _matmul(entry: Entry) -> Iterator[None]:
-    with onednn_matmul() if entry.matmul == "onednn" else contextlib.nullcontext():
-        yield
+def measure_errors(job: HeadJob) -> dict[str, dict[str, float]]:
+    """Returns each head's errors against float64 from the same inputs: the largest difference of results, and the
+    relative norm of the gradients' differences."""
+    problem = job.problem()
+    exact = HeadProblem(*(part.detach().double() if part.is_floating_point() else part for part in problem))
+    exact.hidden.requires_grad_(), exact.weight.requires_grad_()
+    expected = run("naive", exact)
+    errors = {}
+    for name in job.heads:
+        logprobs, entropy = run(name, problem)
+        errors[name] = {
+            "logprobs": _largest_difference(logprobs, expected[0]),
+            "entropy": _largest_difference(entropy, expected[1]),
+            "grad_hidden": _relative(problem.hidden.grad, exact.hidden.grad),
+            "grad_weight": _relative(problem.weight.grad, exact.weight.grad),
+        }
+    return errors
 
 
-def _problem(job: Job, entry: Entry) -> HeadProblem:
-    return make_problem(job.num_tokens, job.hidden_size, job.vocabulary, getattr(torch, entry.dtype))
+def measure_seconds(job: HeadJob) -> dict[str, list[float]]:
+    """Returns each head's processor seconds by round. All take turns, so that other load affects all of them."""
+    torch.set_num_threads(1)
+    problem = job.problem()
+    seconds: dict[str, list[float]] = {name: [] for name in job.heads}
+    for n in range(job.rounds + 1):
+        for name in job.heads:
+            began = time.process_time()
+            run(name, problem)
+            if n:  # the first round warms up
+                seconds[name].append(time.process_time() - began)
+    return seconds
+
+
+def measure_peak(job: HeadJob) -> int:
+    """Returns the most bytes beyond the inputs during forward and backward, gradients included, of the one head: a
+    process's peak cannot be divided among several."""
+    torch.set_num_threads(1)
+    (name,), problem = job.heads, job.problem()
+    run(name, problem._replace(hidden=problem.hidden[:16].detach().requires_grad_(), targets=problem.targets[:16],
+                               to_logprobs=problem.to_logprobs[:16], to_entropy=problem.to_entropy[:16]))  # fmt: skip
+    problem.hidden.grad = problem.weight.grad = None
+    reset_peak()
+    before = status_bytes("VmRSS")
+    run(name, problem)
+    return status_bytes("VmHWM") - before
 
 
 def _largest_difference(found: Tensor, exact: Tensor) -> float:

@@ -1,44 +1,53 @@
 """Asynchronous against synchronous: the run file's own pipeline, one producer and the trainer on a core each."""
 
+import re
 import signal
 import time
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
 import msgspec
 
 from bench.machine import usable_cores
-from bench.pipeline.pinned import IDLE, CpuSnapshot
-from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
-from bench.running import DeathsView, launch
+from bench.result import BenchError, Figure, Goal, absent, compare
+from bench.running import DeathsView, demo_config, demo_model, launch
+from bench.section import Bench
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded, read_telemetry
 from penstock.schemas.config import RunConfig
 
 ACCURACY = 0.9
 """Of the demo's task, whose reward is 1 for the exact sum and 0 for any other."""
+EVALUATE_EVERY = 5
+"""Updates between evaluations while the time to an accuracy is measured; they bound its resolution."""
+NEVER = 10**9
 FIRST_UPDATE = 5
 """Rates exclude the updates before this one: the queue is empty and caches are cold."""
+CHECKPOINT_LINE = re.compile(r"checkpoint \S+ at update \d+: ([0-9.]+) s")
 
 
 class ModeRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run in one mode, complete or cut off.
 
-    phases_s: of each batch in order, by phase. snapshots: of the producer. time_to_accuracy_s, from the first admitted
-    prompt, is None where `ACCURACY` was not reached in `wall_s`.
+    phases_s: of each update in order, by phase. checkpoints_s: of each checkpoint. time_to_accuracy_s, from the first
+    admitted prompt, is None where `ACCURACY` was not reached in `wall_s`.
     """
 
     telemetry: RunTelemetry
     phases_s: list[dict[str, float]]
-    snapshots: list[CpuSnapshot]
+    checkpoints_s: list[float]
     time_to_accuracy_s: float | None
     wall_s: float
 
     @property
     def num_updates(self) -> int:
         return len(self.telemetry.updates)
+
+
+class _Phases(msgspec.Struct):
+    """A line of updates.jsonl."""
+
+    phase_s: dict[str, float]
 
 
 class _Until(DeathsView):
@@ -73,34 +82,45 @@ def run_mode(
         KeyboardInterrupt: it was stopped from outside.
         PartDied, ServerError, ConfigError: see the launcher.
     """
-    folder, cores = config.folder(runs), usable_cores()
+    cores = usable_cores()
     core_of = dict(zip(("trainer", "producer"), cores, strict=False)) if pinned and len(cores) > 1 else {}
 
-    def starter(role: str) -> Sequence[str]:
-        return ["bench.pipeline.pinned", str(core_of.get(role, -1)), str(folder / f"{role}-profile.jsonl")]
-
     view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy)
-    if launch(config, runs, view, starter) and not view.stopped_by_us:
+    if launch(config, runs, view, core_of) and not view.stopped_by_us:
         raise KeyboardInterrupt
-    return _read(folder)
+    return read_run(config.folder(runs))
 
 
-def _read(folder: Path) -> ModeRun:
+def read_run(folder: Path) -> ModeRun:
     telemetry = read_telemetry(folder)
-    summary = summarize(telemetry)
+    lines = (folder / "updates.jsonl").read_bytes().splitlines()
+    log = (folder / "logs" / "trainer.log").read_text(errors="replace")
     reached = (point.time_s for point in telemetry.evaluations if point.reward >= ACCURACY)
-    phases = _lines(folder / "trainer-profile.jsonl", dict[str, float])
     return ModeRun(
         telemetry=telemetry,
-        phases_s=phases,
-        snapshots=_lines(folder / "producer-profile.jsonl", CpuSnapshot),
+        phases_s=[msgspec.json.decode(line, type=_Phases).phase_s for line in lines],
+        checkpoints_s=[float(seconds) for seconds in CHECKPOINT_LINE.findall(log)],
         time_to_accuracy_s=next((time_s - (telemetry.start_s or 0.0) for time_s in reached), None),
-        wall_s=summary["wall_s"] or 0.0,
+        wall_s=summarize(telemetry)["wall_s"] or 0.0,
     )
 
 
-def _lines(file: Path, kind: type) -> list:
-    return [msgspec.json.decode(line, type=kind) for line in file.read_bytes().splitlines()]
+def mode_config(mode: str, what: str, *overrides: str) -> RunConfig:
+    single = (f"mode={mode}", "producers.count=1", "producers.num_threads=1", "trainer.num_threads=1")
+    return demo_config(f"{mode}-{what}", demo_model(), *single, *overrides)
+
+
+def mode_figures(bench: Bench) -> list[Figure]:
+    """Measures runs of both modes: with a policy that does not change, for rates; then learning, for the time it
+    takes."""
+    modes, runs, settings = ("asynchronous", "synchronous"), bench.folder / "runs", bench.settings
+    # So small a learning rate moves no weight: every update meets the same work.
+    still = ("trainer.learning_rate=1e-12", f"evaluation.every={NEVER}")
+    configs = [mode_config(mode, "fixed", *still) for mode in modes]
+    fixed = [run_mode(config, runs, limit_s=settings.rate_limit_s) for config in configs]
+    configs = [mode_config(mode, "learning", f"evaluation.every={EVALUATE_EVERY}") for mode in modes]
+    learning = [run_mode(config, runs, limit_s=settings.learning_limit_s, accuracy=ACCURACY) for config in configs]
+    return [rate_figure(*fixed, configs[0]), time_figure(*learning), checkpoint_figure(fixed[0], configs[0])]
 
 
 def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) -> Figure:
@@ -119,9 +139,8 @@ def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) 
         details={
             "num_updates": asynchronous.num_updates,
             "synchronous_num_updates": synchronous.num_updates,
-            "updates_per_s": rate / config.groups_per_batch,
-            "synchronous_updates_per_s": reference / config.groups_per_batch,
-            "skipped_share": skipped_share(asynchronous),
+            "trainer_s_per_update": trainer_parts(asynchronous),
+            "synchronous_trainer_s_per_update": trainer_parts(synchronous),
             "paused_share": paused_share(asynchronous),
             "cores": usable_cores()[:2],
         },
@@ -141,11 +160,25 @@ def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
         goal=Goal(at_most=1.0),
         details={
             "synchronous_reached_it": reference_s is not None,
-            "num_updates": asynchronous.num_updates,
-            "synchronous_num_updates": synchronous.num_updates,
             "accuracy_by_update": accuracy_by_update(asynchronous),
             "synchronous_accuracy_by_update": accuracy_by_update(synchronous),
         },
+    )
+
+
+def checkpoint_figure(run: ModeRun, config: RunConfig) -> Figure:
+    """Compares a checkpoint with the time between two."""
+    if not run.checkpoints_s:
+        return absent("a checkpoint", "the run ended before its first one")
+    s_per_update = config.groups_per_batch / groups_per_s(run, config)
+    return compare(
+        "a checkpoint, against the time between two",
+        unit="s",
+        measured=mean(run.checkpoints_s),
+        reference=config.checkpoint.every * s_per_update,
+        reference_is=f"{config.checkpoint.every} updates of the asynchronous run",
+        goal=Goal(at_most=0.03),
+        details={"checkpoints_s": run.checkpoints_s},
     )
 
 
@@ -153,12 +186,6 @@ def groups_per_s(run: ModeRun, config: RunConfig) -> float:
     """Returns the groups that went through the trainer (trained, or skipped for lack of variance) per second."""
     start, end = _span(run)
     return (run.num_updates - FIRST_UPDATE) * config.groups_per_batch / (end - start)
-
-
-def skipped_share(run: ModeRun) -> float:
-    updates = run.telemetry.updates[FIRST_UPDATE:]
-    num_skipped = sum(update.num_groups_skipped for update in updates)
-    return num_skipped / (num_skipped + sum(update.num_groups_trained for update in updates))
 
 
 def paused_share(run: ModeRun) -> float:
@@ -185,57 +212,12 @@ def accuracy_by_update(run: ModeRun) -> list[tuple[int, float]]:
     return [(point.update, point.reward) for point in run.telemetry.evaluations]
 
 
-def mode_breakdowns(name: str, run: ModeRun) -> list[Breakdown]:
-    """Breaks an update's time down by what it is spent on, on the trainer's core and on the producer's."""
-    start, end = _span(run)
-    num_updates = run.num_updates - FIRST_UPDATE
-    return [
-        break_down(
-            f"{name}: trainer",
-            trainer_parts(run),
-            (end - start) / num_updates,
-            "time per update",
-            rest="evaluation, checkpoint, bookkeeping",
-        ),
-        break_down(
-            f"{name}: producer's core",
-            {part: seconds / num_updates for part, seconds in producer_parts(run.snapshots, start, end).items()},
-            (end - start) / num_updates,
-            "time per update",
-            rest="nothing to do (waits for prompts, weights, Redis)",
-        ),
-    ]
-
-
 def trainer_parts(run: ModeRun, first_update: int = FIRST_UPDATE) -> dict[str, float]:
     """Returns the mean seconds per update by phase, from `first_update` on."""
     updates, phases = run.telemetry.updates[first_update:], run.phases_s[first_update : run.num_updates]
-    steps = mean(update.step_s or 0.0 for update in updates)
-    parts = {"wait for groups": mean(update.wait_s or 0.0 for update in updates)}
-    for phase in sorted({name for line in phases for name in line}):
-        parts[phase] = mean(line.get(phase, 0.0) for line in phases)
-    parts["pack"] = max(0.0, steps - sum(seconds for name, seconds in parts.items() if name != "wait for groups"))
-    parts["publish and release"] = mean(update.publish_s or 0.0 for update in updates)
-    return parts
-
-
-def producer_parts(snapshots: Sequence[CpuSnapshot], start: float, end: float) -> dict[str, float]:
-    """Returns the processor seconds between two wall-clock times: of the engine process, and the producer's own by
-    activity."""
-    within = [snapshot for snapshot in snapshots if start <= snapshot.time_s <= end]
-    if len(within) < 2:
-        return {}
-    # Neighbours, since the count of children's time falls when one of them ends.
-    pairs = list(pairwise(within))
-    scale = (end - start) / (within[-1].time_s - within[0].time_s)
-    parts = {
-        "engine process: scheduling and sampling": scale
-        * sum(max(0.0, b.children_cpu_s - a.children_cpu_s) for a, b in pairs)
+    names = sorted({name for line in phases for name in line})
+    return {
+        "wait for groups": mean(update.wait_s or 0.0 for update in updates),
+        **{name: mean(line.get(name, 0.0) for line in phases) for name in names},
+        "publish and release": mean(update.publish_s or 0.0 for update in updates),
     }
-    first, final = within[0], within[-1]
-    seen = {kind: count - first.samples.get(kind, 0) for kind, count in final.samples.items() if kind != IDLE}
-    busy = sum(seen.values())
-    for kind, count in seen.items():
-        if count:
-            parts[kind] = scale * (final.cpu_s - first.cpu_s) * count / busy
-    return parts

@@ -1,87 +1,136 @@
 """The processor time that saving the progress of rollouts takes from a producer: its own steps, timed one by one."""
 
 import asyncio
-import operator
+import os
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-from bench.machine import children_cpu_s
-from bench.pipeline.kills import Spell
-from penstock.producers.loop import Producer
-from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.producers.stream.timed_steps import TimedSteps
+import msgspec
 
-TICK_S = 0.01
+from bench.feeder import make_manifest
+from bench.machine import children_cpu_s
+from bench.result import Figure, Goal, compare
+from bench.running import open_producer
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import ReleasedTask
+from penstock.consumers.stream.scripts import Scripts
+from penstock.producers.interfaces import Completion
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.producers.rollout.run_environments import open_environments
+from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.keys import Keys
+from penstock.schemas.weights.stores import RedisChunks
+
+GROUPS = 4
+"""In flight."""
+MANY_GROUPS = 1000
+"""More than are sampled in the time."""
+TICK_S = 0.1
 LIMIT_S = 600.0
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Raises TimeoutError after `LIMIT_S`."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(TICK_S)
+class SavingJob(msgspec.Struct, frozen=True, kw_only=True):
+    run_file: str
+    runs: str
+    seconds: float
 
 
-class SocketClock:
-    """Counts in `cpu_s` the processor seconds that a loop takes to send what sockets did not take at once and to read
-    answers: of every stream of the process, an upper bound for the commands of one part. Streams that are already open
-    do not count."""
+class StepClock:
+    """Awaits a coroutine, once, and counts in `cpu_s` the processor seconds of its own steps, including coroutines that
+    it awaits. What runs while it waits does not count."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.cpu_s = 0.0
-        for name in ("_add_reader", "_add_writer"):
-            setattr(loop, name, partial(self._add, getattr(loop, name)))
+        self._coroutine = coroutine
 
-    def _add(self, add: Callable[..., Any], fd: int, callback: Callable[..., Any], *arguments: Any) -> Any:
-        if isinstance(getattr(callback, "__self__", None), asyncio.Transport):
-            callback = partial(self._timed, callback)
-        return add(fd, callback, *arguments)
+    def __await__(self) -> Generator[Any, Any, Any]:
+        resume, value = self._coroutine.send, None
+        while True:
+            began = time.thread_time()
+            try:
+                waits_for = resume(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.cpu_s += time.thread_time() - began
+            try:
+                resume, value = self._coroutine.send, (yield waits_for)
+            except BaseException as error:  # a cancellation, which the coroutine must see
+                resume, value = self._coroutine.throw, error
 
-    def _timed(self, callback: Callable[..., Any], *arguments: Any) -> None:
-        began = time.thread_time()
-        try:
-            callback(*arguments)
-        finally:
-            self.cpu_s += time.thread_time() - began
+
+async def measure_saving(job: SavingJob) -> Figure:
+    """Runs a producer on endless rollouts, and measures from its fifth saving on."""
+    from penstock.producers.engines.vllm import VllmEngine
+
+    class EndlessEngine(VllmEngine):
+        """No end of sequence ends a rollout."""
+
+        async def _run(self, ids: list[int], params: Any, *arguments: Any) -> list[Completion]:
+            params.ignore_eos = True
+            return await super()._run(ids, params, *arguments)
+
+    config, metrics = load_config(Path(job.run_file)), ProducerMetrics()
+    engine = await EndlessEngine.start(config, seed=1)
+    environments, tokenizer = open_environments(config), load_tokenizer(config)
+
+    def num_saves() -> float:
+        return metrics.registry.get_sample_value("penstock_progress_write_seconds_count") or 0.0
+
+    async def wait_for_save(number: float) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while num_saves() < number:  # noqa: ASYNC110 - a metric, that nothing announces
+                await asyncio.sleep(TICK_S)
+
+    try:
+        async with (
+            _released(config),
+            open_producer(config, Path(job.runs), engine, environments, tokenizer, metrics) as producer,
+            asyncio.TaskGroup() as serving,
+        ):
+            saving = StepClock(producer.progress.run())
+
+            async def run() -> None:
+                await saving
+
+            producer.progress.run = run  # type: ignore[method-assign]
+            await producer.open()
+            serving.create_task(producer.serve())
+            await wait_for_save(5)
+            before = saving.cpu_s, time.process_time() + children_cpu_s(), num_saves()
+            await asyncio.sleep(job.seconds)
+            await wait_for_save(num_saves() + 1)
+            after = saving.cpu_s, time.process_time() + children_cpu_s(), num_saves()
+            producer.stop.set()
+    finally:
+        await engine.close()
+    return compare(
+        f"processor seconds of saving progress, {GROUPS * config.group_size} rollouts of "
+        f"{config.sampling.max_tokens:,} tokens",
+        unit="s",
+        measured=after[0] - before[0],
+        reference=after[1] - before[1],
+        reference_is="all that the producer's processes take",
+        goal=Goal(at_most=0.01),
+        details={"num_saves": after[2] - before[2], "seconds": job.seconds},
+    )
 
 
-class SavingMeter:
-    """Measures the saving of a producer that does not serve yet."""
-
-    def __init__(self, producer: Producer, metrics: ProducerMetrics, sockets: SocketClock) -> None:
-        self._metrics = metrics
-        self._sockets = sockets
-        self._saving = TimedSteps(producer.progress.run())
-        producer.progress.run = self._run  # type: ignore[method-assign]
-
-    async def _run(self) -> None:
-        await self._saving
-
-    @property
-    def num_saves(self) -> float:
-        """Also those that found nothing new."""
-        return self._metrics.registry.get_sample_value("penstock_progress_write_seconds_count") or 0.0
-
-    async def spell(self, seconds: float) -> Spell:
-        """Lasts `seconds` and until it has saved once more: begun after a saving, it has as many as belong in it."""
-        before = self._count()
-        await asyncio.sleep(seconds)
-        num_saves = self.num_saves
-        await until(lambda: self.num_saves > num_saves)
-        return Spell(*map(operator.sub, self._count(), before))
-
-    def _count(self) -> tuple[float, ...]:
-        """The fields of `Spell`, since the start."""
-        num_bytes = self._metrics.registry.get_sample_value("penstock_progress_bytes_total") or 0.0
-        return (
-            time.monotonic(),
-            time.process_time() + children_cpu_s(),
-            self._saving.cpu_s,
-            self._sockets.cpu_s,
-            self.num_saves,
-            num_bytes,
-        )
+@asynccontextmanager
+async def _released(config: RunConfig) -> AsyncIterator[None]:
+    """Stands in for the trainer: announces policy 0 and releases prompts."""
+    connection, keys = TrainerConnection(os.environ["REDIS_URL"], outage_s=10.0), Keys(config.name)
+    scripts = Scripts(connection, keys)
+    try:
+        scripts.open_epoch(0)
+        manifest = make_manifest(Path(config.model.path) / "model.safetensors", RedisChunks(connection.call, keys))
+        scripts.announce(0, msgspec.json.encode(manifest), b"", 0)
+        (name,) = config.every_environment
+        scripts.release(0, [ReleasedTask(name, n) for n in range(1, MANY_GROUPS + 1)], 0)
+        yield
+    finally:
+        connection.close()

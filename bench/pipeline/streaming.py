@@ -3,9 +3,8 @@
 import asyncio
 import itertools
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,10 @@ import msgspec
 import redis
 
 from bench.pipeline.bare import BareEngine, Meter, tokens_between
-from bench.running import open_producer
+from bench.result import Figure, Goal, compare, compare_rounds
+from bench.running import open_producer, start_feeder
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import connect
-from penstock.deploy.launch.run_folder import resolved_toml
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
@@ -53,34 +52,15 @@ class StreamingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one window. The bare engine has neither updates nor appends."""
+    """The figures of one window. pauses_s: of the updates in it; the bare engine has none."""
 
     tokens_per_s: float
     paused_share: float = 0.0
-    num_updates: int = 0
-    pause_s: float | None = None
-    groups_appended_per_s: float | None = None
+    pauses_s: list[float] = []
+    groups_appended_per_s: float = 0.0
 
 
-class Streamed(msgspec.Struct, frozen=True, kw_only=True):
-    """One load at one rate of updates against the bare engine.
-
-    ratio: median over the rounds of window / mean of the bare windows before and after it.
-    """
-
-    load: str
-    updates_per_s: float
-    tokens_per_s: float
-    bare_tokens_per_s: float
-    ratio: float
-    ratio_by_round: tuple[float, ...]
-    paused_share: float
-    pause_s: float | None
-    groups_appended_per_s: float
-    num_updates: int
-
-
-async def measure_streaming(settings: StreamingSettings) -> list[Streamed]:
+async def measure_streaming(settings: StreamingSettings) -> list[Figure]:
     """Boots one engine and takes every load's windows in turn: bare, each rate of updates, bare, and so on."""
     from penstock.producers.engines.vllm import VllmEngine
 
@@ -88,7 +68,7 @@ async def measure_streaming(settings: StreamingSettings) -> list[Streamed]:
     engine = await VllmEngine.start(config, seed=1)
     try:
         return [
-            result for load in settings.loads for result in await _Windows(config, settings, load, engine).compare()
+            figure for load in settings.loads for figure in await _Windows(config, settings, load, engine).compare()
         ]
     finally:
         await engine.close()
@@ -110,7 +90,7 @@ class _Windows:
         self._run_folders = Path(settings.runs)
         self._numbers = itertools.count()
 
-    async def compare(self) -> list[Streamed]:
+    async def compare(self) -> list[Figure]:
         bare: list[Window] = []
         streaming: dict[float, list[Window]] = {rate: [] for rate in self._settings.updates_per_s}
         for _ in range(self._settings.rounds):
@@ -118,7 +98,12 @@ class _Windows:
             for rate, windows in streaming.items():
                 windows.append(await self._streaming_window(rate))
         bare.append(await self._bare_window())
-        return [summarize(self._load.name, rate, windows, bare) for rate, windows in streaming.items()]
+        goal_rate = self._settings.updates_per_s[0]
+        return [
+            figure
+            for rate, windows in streaming.items()
+            for figure in streaming_figures(f"{self._load.name}, {rate:g} updates/s", windows, bare, rate == goal_rate)
+        ]
 
     async def _bare_window(self) -> Window:
         stop = asyncio.Event()
@@ -133,7 +118,7 @@ class _Windows:
         """Measures a complete producer in a run of its own, from its first claim to its shutdown."""
         config = msgspec.structs.replace(self._config, name=f"bench-{self._load.max_tokens}-{next(self._numbers)}")
         meter = Meter(self._engine)
-        feeder = self._start_feeder(config, updates_per_s)
+        feeder = start_feeder(config, self._run_folders / config.name, updates_per_s)
         client = connect(os.environ["REDIS_URL"])
         opened = open_producer(config, self._run_folders, meter, self._environments, self._tokenizer, ProducerMetrics())
         try:
@@ -153,18 +138,9 @@ class _Windows:
         return Window(
             tokens_per_s=tokens_between(meter.requests, start, end) / (end - start),
             paused_share=sum(pauses) / (end - start),
-            num_updates=len(pauses),
-            pause_s=median(pauses) if pauses else None,
+            pauses_s=pauses,
             groups_appended_per_s=num_appended / (end - start),
         )
-
-    def _start_feeder(self, config: RunConfig, updates_per_s: float) -> Child:
-        folder = config.folder(self._run_folders)
-        folder.mkdir(parents=True)
-        run_file, weights = folder / "run.toml", Path(config.model.path) / "model.safetensors"
-        run_file.write_text(resolved_toml(config))
-        command = [sys.executable, "-m", "bench.feeder", str(run_file), "--weights", str(weights)]
-        return Child("feeder", [*command, "--updates-per-s", str(updates_per_s)], log=folder / "feeder.log")
 
     async def _wait_for_first_request(self, meter: Meter, serving: "asyncio.Task[None]", feeder: Child) -> None:
         while not meter.requests:
@@ -190,20 +166,21 @@ def _num_appended(client: "redis.Redis", stream: str) -> int:
     return info["entries-added"]
 
 
-def summarize(load: str, updates_per_s: float, windows: list[Window], bare: list[Window]) -> Streamed:
-    """Compares windows with the bare ones around them: `bare` holds one more than `windows`."""
+def streaming_figures(where: str, windows: list[Window], bare: list[Window], has_goal: bool) -> Iterator[Figure]:
+    """Compares tokens/s with the bare windows around each, of which there is one more; and the share of time paused."""
     references = [mean((before.tokens_per_s, after.tokens_per_s)) for before, after in itertools.pairwise(bare)]
-    ratios = [window.tokens_per_s / reference for window, reference in zip(windows, references, strict=True)]
-    pauses = [window.pause_s for window in windows if window.pause_s is not None]
-    return Streamed(
-        load=load,
-        updates_per_s=updates_per_s,
-        tokens_per_s=median(window.tokens_per_s for window in windows),
-        bare_tokens_per_s=median(references),
-        ratio=median(ratios),
-        ratio_by_round=tuple(ratios),
-        paused_share=mean(window.paused_share for window in windows),
-        pause_s=median(pauses) if pauses else None,
-        groups_appended_per_s=mean(window.groups_appended_per_s or 0.0 for window in windows),
-        num_updates=sum(window.num_updates for window in windows),
+    pauses_s = [pause_s for window in windows for pause_s in window.pauses_s]
+    yield compare_rounds(
+        f"producer tokens/s, {where}",
+        [window.tokens_per_s for window in windows],
+        references,
+        reference_is="bare AsyncLLM in the same process: no Redis, no updates",
+        goal=Goal(at_least=0.97) if has_goal else None,
+        details={
+            "num_updates": len(pauses_s),
+            "pause_s": median(pauses_s) if pauses_s else None,
+            "groups_appended_per_s": mean(window.groups_appended_per_s for window in windows),
+        },
     )
+    paused = 100 * mean(window.paused_share for window in windows)
+    yield compare(f"share of time paused, {where}", unit="%", measured=paused)

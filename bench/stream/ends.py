@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import redis
 
-from bench.pipeline.records import GROUP_SIZE, make_group
+from bench.stream.records import GROUP_SIZE, make_group
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.stream.connection import TrainerConnection
@@ -60,17 +60,6 @@ class ProducerEnd:
         while len(self.table) < num_groups:
             await self.claims.take()
 
-    def put(self, group: RolloutGroup) -> None:
-        """Gives the writer a group for every claim; it is encoded here."""
-        for claim in self.table:
-            self.writer.put(claim, msgspec.structs.replace(group, index=claim.index))
-
-    async def append(self) -> Span:
-        """Appends what was put, until the server has answered to the last of it."""
-        began = time.monotonic()
-        await self.until_done(self.writer.drain())
-        return began, time.monotonic()
-
     async def append_in_bursts(self, group: RolloutGroup, burst: int) -> Span:
         """Encodes and appends a group for every claim, `burst` at a time, each when the one before is in Redis."""
 
@@ -98,16 +87,12 @@ class ProducerEnd:
         await self.connection.close()
 
 
-async def append_groups(url: str, keys: Keys, group: RolloutGroup, num_groups: int, *, singly: bool = False) -> Span:
-    """Claims prompts, released before, and appends a copy of `group` for each: all that wait together, or `singly` each
-    when the one before is in Redis."""
+async def append_groups(url: str, keys: Keys, group: RolloutGroup, num_groups: int) -> Span:
+    """Claims prompts, released before, and appends a copy of `group` for each, all that wait together."""
     end = ProducerEnd(url, keys, "producer-0", num_groups)
     try:
         await end.claim(num_groups)
-        if singly:
-            return await end.append_in_bursts(group, 1)
-        end.put(group)
-        return await end.append()
+        return await end.append_in_bursts(group, num_groups)
     finally:
         await end.close()
 

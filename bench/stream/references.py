@@ -14,10 +14,10 @@ import redis
 
 from bench.result import BenchError
 from bench.stream.load import LoadProcess, Send
-from bench.stream.measuring import MEGABYTE
 from penstock.deploy.launch.server_binary import find_server
 from penstock.schemas.keys import Field, Kind
 
+MEGABYTE = 1_000_000
 RECEIVE_BYTES = 65536
 """The size of redis-py's reads from its socket."""
 USER = "benchmark"
@@ -35,12 +35,6 @@ def benchmark_xadd(socket_path: str, stream: str, payload_bytes: int, num_reques
     fields = [Field.INDEX.decode(), "1", Field.KIND.decode(), Kind.GROUP.decode(), Field.PAYLOAD.decode()]
     command = ["-n", str(num_requests), "-x", "XADD", stream, "*", *fields]
     return _requests_per_s(["-s", socket_path], command, b"x" * payload_bytes)
-
-
-def benchmark_xread(port: int, stream: str, entries_per_read: int, num_requests: int) -> float:
-    """Returns the entries per second that one client of redis-benchmark reads, the same ones each time."""
-    command = ["-n", str(num_requests), "XREAD", "COUNT", str(entries_per_read), "STREAMS", stream, "0"]
-    return entries_per_read * _requests_per_s(["-h", "127.0.0.1", "-p", str(port)], command, b"")
 
 
 def _requests_per_s(address: Sequence[str], command: Sequence[str], standard_input: bytes) -> float:

@@ -2,11 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
-
-from torch import Tensor
 
 from bench.study.cells import StudyCell, StudyResult, settings
 from bench.study.sampler import Sampled, StudySampler
@@ -104,28 +102,6 @@ class StudyRecorder:
         return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
-class StudyPolicies:
-    """The latest `lag + 1` policies. The oldest of them samples: it is `lag` optimizer steps behind, fewer at the
-    start.
-
-    weights: those of version 0.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor], lag: int) -> None:
-        self._kept = deque([(0, weights)], maxlen=lag + 1)
-
-    def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        self._kept.append((version, weights))
-
-    @property
-    def sampling(self) -> tuple[int, Mapping[str, Tensor]]:
-        return self._kept[0]
-
-    @property
-    def current(self) -> tuple[int, Mapping[str, Tensor]]:
-        return self._kept[-1]
-
-
 def run_cell(cell: StudyCell, config: RunConfig) -> StudyResult:
     """Trains `config.num_updates` batches at a forced lag of `cell.lag` optimizer steps.
 
@@ -143,19 +119,20 @@ def run_cell(cell: StudyCell, config: RunConfig) -> StudyResult:
     learner = Learner(config)
     sampler = StudySampler(config.model.path, tokenizer.eos_token_id)
     recorder = StudyRecorder(config, environment, tokenizer, sampler)
-    policies = StudyPolicies(learner.published_weights(), cell.lag)
+    # The latest lag + 1 policies, the oldest first: that one samples.
+    policies = deque([(0, learner.published_weights())], maxlen=cell.lag + 1)
     lag_of = LagTable(0, {}, {})
     began_s, num_skipped, ess = time.monotonic(), 0, []
     accuracy = [(0, recorder.held_out_accuracy())]
     for update in range(config.num_updates):
-        version, weights = policies.sampling
+        version, weights = policies[0]
         sampler.load(weights)
         first_index = 1 + update * config.groups_per_batch
         indexes = range(first_index, first_index + config.groups_per_batch)
         groups = recorder.groups(indexes, version, config.seed * _SEEDS_APART + update)
         report = learner.step(learner.pack(groups, lag_of))
         if report.skipped_reason is None:
-            policies.publish(learner.num_steps, learner.published_weights())
+            policies.append((learner.num_steps, learner.published_weights()))
             lag_of.advance(learner.num_steps)
         else:
             num_skipped += 1
@@ -163,7 +140,7 @@ def run_cell(cell: StudyCell, config: RunConfig) -> StudyResult:
             ess.append(report.metrics["ess_fraction"])
         done = update + 1
         if done % config.evaluation.every == 0 or done == config.num_updates:
-            sampler.load(policies.current[1])
+            sampler.load(policies[-1][1])
             accuracy.append((done, recorder.held_out_accuracy()))
     return StudyResult(
         cell=cell,

@@ -19,7 +19,6 @@ from penstock.consumers.learning.learner import Learner
 from penstock.schemas.config import ModelConfig, RunConfig
 
 LEARNING_RATE = 1e-4
-"""Ten steps move the weights by several percent, so that ranks which disagree come apart."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,23 +50,24 @@ class AgainstPlain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """By round, of all its steps. seconds: processor time on one thread, which other load hardly lengthens."""
+    """By round, of all its steps: processor seconds on one thread, which other load hardly lengthens.
 
-    seconds: dict[str, list[float]]
-    wall_seconds: dict[str, list[float]]
+    diagnostics_share: of the learner's last step. weights_apart: the largest relative difference of a parameter between
+        the two after the first step of each.
+    """
+
+    learner: list[float]
+    plain: list[float]
     diagnostics_share: float
-    """Of the learner's wall time in the last round."""
     weights_apart: float
-    """The largest relative difference of a parameter between the two after the first step of each."""
 
 
 class OnRanks(RankJob, frozen=True, kw_only=True):
-    """Batches trained on several ranks, after one that does not count. weights: the file for those at the end."""
+    """Batches trained on several ranks, after one that does not count."""
 
     model: str
     work: Work
     steps: int
-    weights: str | None = None
 
 
 def against_plain(job: AgainstPlain) -> Timed:
@@ -75,30 +75,20 @@ def against_plain(job: AgainstPlain) -> Timed:
     learner = Learner(replace(config, trainer=replace(config.trainer, compile=job.compiled)))
     other: Any = Learner(config) if job.compiled else PlainLoop(Path(job.model), config)
     batch = _batch(learner, job.work)
-    report = learner.step(batch)
+    learner.step(batch)
     other.step(batch)
     weights_apart = _weights_apart(learner.model.module, other.model.module if job.compiled else other.module)
-    wall: dict[str, list[float]] = {"learner": [], "plain": []}
 
-    def timed(name: str, step: Callable[[Batch], Any]) -> Callable[[], float]:
-        def seconds() -> float:
-            nonlocal report
-            began, wall_began = time.process_time(), time.perf_counter()
-            for _ in range(job.steps):
-                report = step(batch) or report
-            wall[name].append(time.perf_counter() - wall_began)
-            return time.process_time() - began
+    def seconds(step: Callable[[Batch], Any]) -> float:
+        began = time.process_time()
+        for _ in range(job.steps):
+            step(batch)
+        return time.process_time() - began
 
-        return seconds
-
-    seconds = in_turns(job.rounds, {"learner": timed("learner", learner.step), "plain": timed("plain", other.step)})
-    phases = report.phase_s
-    return Timed(
-        seconds=seconds,
-        wall_seconds=wall,
-        diagnostics_share=phases.get("diagnostics", 0.0) / sum(phases.values()),
-        weights_apart=weights_apart,
-    )
+    found = in_turns(job.rounds, {"learner": lambda: seconds(learner.step), "plain": lambda: seconds(other.step)})
+    phases = learner.step(batch).phase_s
+    share = phases.get("diagnostics", 0.0) / sum(phases.values())
+    return Timed(**found, diagnostics_share=share, weights_apart=weights_apart)
 
 
 def on_ranks(job: OnRanks) -> list[float]:
@@ -114,8 +104,6 @@ def on_ranks(job: OnRanks) -> list[float]:
         began = time.perf_counter()
         learner.step(batch)
         seconds.append(time.perf_counter() - began)
-    if job.weights is not None:
-        torch.save(learner.published_weights(), job.weights)
     ranks.order("end")
     return seconds
 
@@ -137,8 +125,4 @@ def _batch(learner: Learner, work: Work) -> Batch:
 
 def _weights_apart(first: torch.nn.Module, second: torch.nn.Module) -> float:
     others = dict(second.named_parameters())
-    return max(relative_difference(p.detach(), others[name].detach()) for name, p in first.named_parameters())
-
-
-def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    return max(float((weight - others[name]).norm() / weight.norm()) for name, weight in first.named_parameters())

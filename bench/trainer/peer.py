@@ -1,19 +1,17 @@
 """Penstock's pipeline and TRL's GRPOTrainer on one model, task and machine, one by one: the tokens of long and uneven
-answers, and the time that the run file's task takes.
+answers, and the time that the demo takes.
 
 TRL generates with transformers: with vLLM it can on GPUs alone.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 
-from bench.pipeline.modes import ACCURACY, ModeRun, accuracy_by_update, run_mode, trainer_parts
-from bench.pipeline.section import EVALUATE_EVERY, random_model, run_config, save
-from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare
-from bench.section import Bench, NoPeersError, make_model, measure_apart, peers_python, run_file_model
+from bench.pipeline.modes import ACCURACY, EVALUATE_EVERY, ModeRun, accuracy_by_update, run_mode, trainer_parts
+from bench.result import BenchError, Figure, Goal, compare
+from bench.running import demo_config, demo_model, random_model, save_config
+from bench.section import Bench, NoPeersError, measure_apart, peers_python
 from bench.trainer.peer_job import PeerUpdates, TrlJob, TrlUpdates
 from penstock.schemas.config import (
     EnvironmentConfig,
@@ -27,10 +25,7 @@ from penstock.schemas.config import (
 )
 
 LIMIT_S = 900.0
-"""Of Penstock's run with long answers."""
-OTHER_PARTS = "publish, evaluation, bookkeeping"
-HEAD_START = "-0.63"
-"""Ends the name of the model that already solves more of the run file's task, about 0.63."""
+"""For Penstock's run with long answers."""
 
 
 class LongAnswersSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +47,7 @@ class LongAnswersSettings(msgspec.Struct, frozen=True, kw_only=True):
     trl_threads: int = 2
 
 
-def measure_long_answers(bench: Bench) -> list[Figure | Breakdown]:
+def measure_long_answers(bench: Bench) -> list[Figure]:
     settings = bench.settings.long_answers
     model = random_model(
         bench,
@@ -79,31 +74,26 @@ def measure_long_answers(bench: Bench) -> list[Figure | Breakdown]:
         evaluation=EvaluationConfig(num_prompts=0),
         metrics=MetricsConfig(port=0),
     )
-    ours = updates_of(run_mode(config, bench.folder / "runs", limit_s=LIMIT_S), settings)
-    job = TrlJob(run_file=str(save(bench, config)), updates=settings.trl_updates, num_threads=settings.trl_threads)
-    return list(rate_figures(ours, _run_trl(bench, config.name, job)))
+    ours = updates_of(run_mode(config, bench.folder / "runs", limit_s=LIMIT_S), settings.first_update)
+    job = TrlJob(run_file=save_config(bench, config), updates=settings.trl_updates, num_threads=settings.trl_threads)
+    return long_answer_figures(ours, _run_trl(bench, config.name, job))
 
 
-def measure_accuracy(bench: Bench) -> list[Figure | Breakdown]:
-    """Measures the run file's task from two models: its own, and one that already solves more of it."""
-    settings, model = bench.settings, run_file_model(bench)
-    better = model.with_name(model.name + HEAD_START)
-    make_model(better, forgotten_carries=0.5, lowest_accuracy=0.58, highest_accuracy=0.68)
-    figures: list[Figure | Breakdown] = []
-    for start in (model, better):
-        config = run_config(bench, f"from-{start.name}", start, f"evaluation.every={EVALUATE_EVERY}")
-        limit_s = settings.accuracy_limit_s
-        ours = run_mode(config, bench.folder / "runs", limit_s=limit_s, accuracy=ACCURACY, pinned=False)
-        job = TrlJob(
-            run_file=str(save(bench, config)),
-            updates=settings.accuracy_updates,
-            num_threads=1,
-            goal=ACCURACY,
-            every=EVALUATE_EVERY,
-            limit_s=limit_s,
-        )
-        figures += accuracy_figures(start, ours, _run_trl(bench, config.name, job))
-    return figures
+def measure_demo(bench: Bench) -> list[Figure]:
+    """Measures the time to an accuracy of the demo."""
+    settings = bench.settings
+    config = demo_config("demo-and-trl", demo_model(), f"evaluation.every={EVALUATE_EVERY}")
+    limit_s = settings.accuracy_limit_s
+    ours = run_mode(config, bench.folder / "runs", limit_s=limit_s, accuracy=ACCURACY, pinned=False)
+    job = TrlJob(
+        run_file=save_config(bench, config),
+        updates=settings.accuracy_updates,
+        num_threads=1,
+        goal=ACCURACY,
+        every=EVALUATE_EVERY,
+        limit_s=limit_s,
+    )
+    return [demo_figure(ours, _run_trl(bench, config.name, job))]
 
 
 def _run_trl(bench: Bench, name: str, job: TrlJob) -> TrlUpdates | str:
@@ -125,63 +115,52 @@ def _run_trl(bench: Bench, name: str, job: TrlJob) -> TrlUpdates | str:
     return found
 
 
-def updates_of(run: ModeRun, settings: LongAnswersSettings) -> PeerUpdates:
+def updates_of(run: ModeRun, first_update: int) -> PeerUpdates:
     """Raises BenchError if the run did not get as far as the updates that count."""
-    updates, first = run.telemetry.updates, settings.first_update
-    if len(updates) <= first:
-        raise BenchError(f"{len(updates)} updates in {LIMIT_S:g} s, expected more than {first}")
+    updates = run.telemetry.updates
+    if len(updates) <= first_update:
+        raise BenchError(f"{len(updates)} updates in {LIMIT_S:g} s, expected more than {first_update}")
     return PeerUpdates(
         name="Penstock",
-        seconds=[after.time_s - before.time_s for before, after in pairwise(updates[first - 1 :])],
-        tokens=[update.num_tokens_trained for update in updates[first:]],
-        phases_s=trainer_parts(run, first),
+        seconds=[after.time_s - before.time_s for before, after in pairwise(updates[first_update - 1 :])],
+        tokens=[update.num_tokens_trained for update in updates[first_update:]],
+        phases_s=trainer_parts(run, first_update),
     )
 
 
-def rate_figures(ours: PeerUpdates, theirs: TrlUpdates | str) -> Iterator[Figure | Breakdown]:
+def long_answer_figures(ours: PeerUpdates, theirs: TrlUpdates | str) -> list[Figure]:
     """Compares updates with long answers. theirs: the reason if TRL did not run."""
     peer = None if isinstance(theirs, str) else theirs
     reference_is = f"{peer.name} with transformers' generate on both cores" if peer else "not measured"
-    yield compare(
-        "answers of up to 512 tokens, 98 on average: tokens trained per second",
-        unit="/s",
-        measured=ours.tokens_per_s,
-        reference=peer.tokens_per_s if peer else None,
-        reference_is=reference_is,
-        goal=Goal(at_least=8.0),
-        details={"penstock": msgspec.to_builtins(ours), "trl": _details(theirs)},
-    )
-    yield compare(
-        "the same: seconds per update",
-        unit="s",
-        measured=ours.s_per_update,
-        reference=peer.s_per_update if peer else None,
-        reference_is=reference_is,
-    )
-    yield break_down("Penstock's trainer", ours.phases_s, ours.s_per_update, "time per update", rest=OTHER_PARTS)
-    if peer:
-        yield break_down(peer.name, peer.phases_s, peer.s_per_update, "time per update")
+    return [
+        compare(
+            "answers of up to 512 tokens, 98 on average: tokens trained per second",
+            unit="/s",
+            measured=ours.tokens_per_s,
+            reference=peer.tokens_per_s if peer else None,
+            reference_is=reference_is,
+            goal=Goal(at_least=8.0),
+            details={"penstock": msgspec.to_builtins(ours), "trl": msgspec.to_builtins(theirs)},
+        ),
+        compare(
+            "the same: seconds per update",
+            unit="s",
+            measured=ours.s_per_update,
+            reference=peer.s_per_update if peer else None,
+            reference_is=reference_is,
+        ),
+    ]
 
 
-def accuracy_figures(start: Path, ours: ModeRun, theirs: TrlUpdates | str) -> Iterator[Figure | Breakdown]:
+def demo_figure(ours: ModeRun, theirs: TrlUpdates | str) -> Figure:
     """Compares the times to `ACCURACY`: Penstock's from the first admitted prompt on with evaluations, TRL's from the
     start of training without."""
     peer = None if isinstance(theirs, str) else theirs
-    yield compare(
-        f"seconds to {ACCURACY} held-out accuracy from {start.name}",
+    return compare(
+        f"seconds to {ACCURACY} held-out accuracy, the demo",
         unit="s",
         measured=ours.time_to_accuracy_s,
         reference=peer.seconds_to(ACCURACY) if peer else None,
         reference_is=f"{peer.name} with transformers' generate on one thread" if peer else "not measured",
-        details={
-            "num_updates": ours.num_updates,
-            "accuracy_by_update": accuracy_by_update(ours),
-            "trl": _details(theirs),
-        },
+        details={"accuracy_by_update": accuracy_by_update(ours), "trl": msgspec.to_builtins(theirs)},
     )
-    if peer:
-        yield break_down(f"{peer.name} from {start.name}", peer.phases_s, peer.s_per_update, "time per update")
-
-
-def _details(theirs: TrlUpdates | str) -> dict[str, object]:
-    return {"reason": theirs} if isinstance(theirs, str) else msgspec.to_builtins(theirs)

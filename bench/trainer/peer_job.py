@@ -38,15 +38,6 @@ class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float = 600.0
 
 
-class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out accuracy after `update` updates and `train_s` seconds. reward: mean since the last point."""
-
-    update: int
-    train_s: float
-    accuracy: float
-    reward: float | None
-
-
 class PeerUpdates(msgspec.Struct, frozen=True, kw_only=True):
     """seconds, tokens: of each update; tokens are sampled ones that it trains. phases_s: of the mean update."""
 
@@ -65,18 +56,16 @@ class PeerUpdates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrlUpdates(PeerUpdates, frozen=True, kw_only=True):
-    """All seconds are without evaluations, except `evaluation_s`.
+    """All seconds are without evaluations.
 
     phases_s: generate: transformers' generate. score: rewards, advantages and padding. forward: the loss. backward.
         rest: optimizer, clipping, data loading and the loop around them.
-    cpu_s: processor seconds of all updates; they differ from `seconds` if other work shares the machine.
+    curve: seconds of training and the held-out accuracy then.
     """
 
     packages: dict[str, str]
-    curve: list[CurvePoint]
-    cpu_s: float
-    evaluation_s: float
+    curve: list[tuple[float, float]]
 
     def seconds_to(self, goal: float) -> float | None:
         """Returns the seconds to the first accuracy at the goal; None if it was not reached."""
-        return next((point.train_s for point in self.curve if point.accuracy >= goal), None)
+        return next((train_s for train_s, accuracy in self.curve if accuracy >= goal), None)

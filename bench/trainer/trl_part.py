@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOTrainer
 
-from bench.part import tell
-from bench.trainer.peer_job import CurvePoint, TrlJob, TrlUpdates
+from bench.trainer.peer_job import TrlJob, TrlUpdates
 from bench.trainer.trl_settings import training_rows, trl_settings
 from penstock.producers.interfaces import Environment
 from penstock.schemas.config import RunConfig, load_config
@@ -75,46 +74,33 @@ class _Clock(TrainerCallback):
     """Takes the time of each update and, if there is a goal, the accuracy every few updates, while the clock stands
     still; training ends at the goal or the time limit.
 
-    ends_s: of the updates, after the time at which training began.
+    ends_s: of the updates, after the time at which training began. curve: by evaluation, such a time and the accuracy.
     """
-
-    trainer: _TimedTrainer
 
     def __init__(self, job: TrlJob, accuracy: Callable[[Any], float]) -> None:
         self.ends_s = [0.0]
-        self.curve: list[CurvePoint] = []
-        self.cpu_s = self.evaluation_s = 0.0
+        self.curve: list[tuple[float, float]] = []
         self._job = job
         self._accuracy = accuracy
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
+        self._began_s = time.perf_counter()
         if self._job.goal is not None:
-            self._evaluate(0, model)
+            self._evaluate(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.ends_s.append(time.perf_counter() - self._began_s)
-        self.cpu_s = time.process_time() - self._began_cpu_s
         if self._job.goal is None:
             return
         is_over = self.ends_s[-1] >= self._job.limit_s or state.global_step >= state.max_steps
         if is_over or state.global_step % self._job.every == 0:
-            self._evaluate(state.global_step, model)
-        control.should_training_stop = is_over or self.curve[-1].accuracy >= self._job.goal
+            self._evaluate(model)
+        control.should_training_stop = is_over or self.curve[-1][1] >= self._job.goal
 
-    def _evaluate(self, update: int, model: Any) -> None:
-        rewards = self.trainer._metrics["train"]["reward"]
-        reward = sum(rewards) / len(rewards) if rewards else None
-        # Nothing else empties these lists while logging is off.
-        self.trainer._metrics["train"].clear()
-        began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        accuracy = self._accuracy(model)
-        took_s = time.perf_counter() - began_s
-        self.evaluation_s += took_s
-        self._began_s += took_s
-        self._began_cpu_s += time.process_time() - began_cpu_s
-        self.curve.append(CurvePoint(update=update, train_s=self.ends_s[-1], accuracy=accuracy, reward=reward))
-        tell(f"TRL, update {update}, {self.ends_s[-1]:.1f} s: accuracy {accuracy:.4f}")
+    def _evaluate(self, model: Any) -> None:
+        began_s = time.perf_counter()
+        self.curve.append((self.ends_s[-1], self._accuracy(model)))
+        self._began_s += time.perf_counter() - began_s
 
 
 def measure(job: TrlJob) -> TrlUpdates:
@@ -148,7 +134,6 @@ def measure(job: TrlJob) -> TrlUpdates:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.seconds, trainer.tokens = {}, []
-        clock.trainer = trainer
         trainer.train()
     num_updates, phases_s = len(trainer.tokens), trainer.phases_s(clock.ends_s[-1])
     return TrlUpdates(
@@ -158,8 +143,6 @@ def measure(job: TrlJob) -> TrlUpdates:
         tokens=trainer.tokens,
         phases_s={name: seconds / num_updates for name, seconds in phases_s.items()},
         curve=clock.curve,
-        cpu_s=clock.cpu_s,
-        evaluation_s=clock.evaluation_s,
     )
 
 

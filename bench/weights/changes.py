@@ -6,10 +6,12 @@ element has one: rows of an embedding that no token meets would not change.
 
 import math
 from collections.abc import Iterator
+from statistics import median
 
 import msgspec
 import torch
 
+from bench.result import Figure, Goal, compare
 from penstock.schemas.weights.codec import changed, pack
 from penstock.schemas.weights.layout import as_bits
 
@@ -20,28 +22,19 @@ PARTS_PER_CHUNK = 2
 
 
 class ChangesJob(msgspec.Struct, frozen=True, kw_only=True):
-    """shapes: of the tensors, each of which is sampled: one row of `thinned` is drawn."""
+    """thinned: one row of so many is drawn. warm_steps: until the moments are in their steady state."""
 
-    shapes: tuple[tuple[int, int], ...]
     thinned: int
     learning_rate: float
+    goal: float
     warm_steps: int
-    """Until the moments are in their steady state."""
     steps: int
 
 
-class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """By step. dense_bytes: of the tensors."""
-
-    num_bytes: list[int]
-    changed_frac: list[float]
-    dense_bytes: int
-
-
-def measure_changes(job: ChangesJob) -> Changes:
+def measure_changes(job: ChangesJob) -> Figure:
     draw = torch.Generator().manual_seed(0)
     weights = [
-        torch.randn(math.ceil(rows / job.thinned), columns, generator=draw) * WIDTH for rows, columns in job.shapes
+        torch.randn(math.ceil(rows / job.thinned), columns, generator=draw) * WIDTH for rows, columns in qwen_508m()
     ]
     optimizer = torch.optim.AdamW(weights, lr=job.learning_rate, betas=BETAS, weight_decay=0.0)
     num_elements = sum(weight.numel() for weight in weights)
@@ -55,10 +48,14 @@ def measure_changes(job: ChangesJob) -> Changes:
         if step >= job.warm_steps:
             found.append(_change(before, after))
         before = after
-    return Changes(
-        num_bytes=[num_bytes for num_bytes, _ in found],
-        changed_frac=[num_changed / num_elements for _, num_changed in found],
-        dense_bytes=2 * num_elements,
+    return compare(
+        f"bytes per update, AdamW at a learning rate of {job.learning_rate:g}, shapes of a 508M model",
+        unit="MB",
+        measured=median(num_bytes for num_bytes, _ in found) / 1e6,
+        reference=2 * num_elements / 1e6,
+        reference_is="all elements in bfloat16; gradients are drawn at random, one row of each matrix in a few",
+        goal=Goal(at_most=job.goal),
+        details={"changed_frac": [num_changed / num_elements for _, num_changed in found]},
     )
 
 

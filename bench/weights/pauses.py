@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.pipeline.bare import BareEngine
+from bench.result import Figure, Goal, compare
 from penstock.producers.engines.weight_files import read_header
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.policy import WeightManifest
@@ -24,33 +25,17 @@ SETTLE_S = 1.0
 
 
 class PauseSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """blocks: of updates under traffic, each between two blocks of bare loads. spacing_s: between two updates."""
+
+    size: str
     run_file: str
     blocks: int
-    """Blocks of updates under traffic, each between two blocks of bare loads."""
     updates_per_block: int
     sequences_in_flight: int
     spacing_s: float
-    """Between two updates."""
 
 
-class Paused(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians in seconds.
-
-    pause_s: the time without sampling that the engine reports. token_gap_s: the longest time between two tokens around
-    an update as the caller sees it; step_s: that time without an update. bare_load_s: start, update and finish
-    of vLLM's update session without traffic.
-    """
-
-    weight_bytes: int
-    pause_s: float
-    pause_s_max: float
-    bare_load_s: float
-    token_gap_s: float
-    step_s: float
-    num_updates: int
-
-
-async def measure_pauses(settings: PauseSettings) -> Paused:
+async def measure_pauses(settings: PauseSettings) -> Figure:
     from penstock.producers.engines.vllm import VllmEngine
 
     config = load_config(Path(settings.run_file))
@@ -61,7 +46,7 @@ async def measure_pauses(settings: PauseSettings) -> Paused:
         await engine.close()
 
 
-async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngine") -> Paused:
+async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngine") -> Figure:
     sampling = msgspec.structs.replace(config.sampling, max_tokens=engine.max_model_len - 16)
     bare = BareEngine(engine, sampling, 1)
     path = str(Path(config.model.path) / "model.safetensors")
@@ -93,14 +78,23 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
         await load_under_traffic()
     await load_idle()
     gaps = [longest_gap(arrivals, began, ended) for began, ended, _ in pauses]
-    return Paused(
-        weight_bytes=manifest.total_bytes,
-        pause_s=median(pause_s for _, _, pause_s in pauses),
-        pause_s_max=max(pause_s for _, _, pause_s in pauses),
-        bare_load_s=median(bare_loads),
-        token_gap_s=median(gap for gap in gaps if gap is not None),
-        step_s=step_time(arrivals),
-        num_updates=len(pauses),
+    pause_s, bare_load_s = median(pause_s for _, _, pause_s in pauses), median(bare_loads)
+    token_gap_s, step_s = median(gap for gap in gaps if gap is not None), step_time(arrivals)
+    return compare(
+        f"pause per update, {settings.size} of weights",
+        unit="ms",
+        measured=pause_s * 1000,
+        reference=bare_load_s * 1000,
+        reference_is="vLLM's own load of the same file into the idle engine",
+        goal=Goal(at_most=1.05),
+        details={
+            "weight_bytes": manifest.total_bytes,
+            "pause_s_max": max(pause_s for _, _, pause_s in pauses),
+            "num_updates": len(pauses),
+            "token_gap_s": token_gap_s,
+            "step_s": step_s,
+            "ratio_of_token_gap": max(0.0, token_gap_s - step_s) / bare_load_s,
+        },
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from bench.compose_check import __main__ as entry
 from bench.compose_check import check as module
 from bench.compose_check.check import ENDLESS, LAST_UPDATES, LIMIT_S, STALL_S, Check, CheckError, wait_for
-from bench.compose_check.podman import CommandError, Podman
+from bench.compose_check.podman import Podman
 from penstock.schemas.config import load_config
 
 PODMAN = """#!/bin/sh
@@ -66,21 +66,6 @@ def test_a_podman_that_cannot_even_list_is_a_problem_and_no_exception(things: Pa
     assert "volume ls" in problem
 
 
-def test_a_name_server_that_has_ended_is_started_again_and_asked_once_more(things: Path) -> None:
-    (things / "podman").write_text(
-        """#!/bin/sh
-case $* in
-    "exec redis getent hosts prometheus") [ -e "$THINGS/answers" ] ;;
-    "network reload redis") touch "$THINGS/answers" ;;
-    *) exit 125 ;;
-esac
-"""
-    )
-    podman = Podman({})
-    assert not podman.finds("redis", "prometheus")
-    assert podman.finds("redis", "prometheus")
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Time passes by sleeping alone."""
@@ -90,19 +75,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_wait_goes_on_while_something_moves(clock: list[float]) -> None:
+def test_a_wait_goes_on_while_something_moves_and_ends_once_nothing_does(clock: list[float]) -> None:
     boots_s = 8 * STALL_S
     wait_for("two engines", lambda: clock[0] > boots_s, lambda: clock[0] // (STALL_S / 2))
     assert clock[0] > boots_s
-
-
-def test_a_wait_ends_once_nothing_moves_any_more(clock: list[float]) -> None:
+    began = clock[0]
     with pytest.raises(CheckError, match=r"waited 401 s for two engines; nothing has moved for the last 301 s"):
-        wait_for("two engines", lambda: False, lambda: min(clock[0], 100.0))
-
-
-def test_a_wait_for_what_moves_in_circles_ends_too(clock: list[float]) -> None:
-    with pytest.raises(CheckError, match=f"waited {LIMIT_S + 1:.0f} s"):
+        wait_for("two engines", lambda: False, lambda: min(clock[0] - began, 100.0))
+    with pytest.raises(CheckError, match=f"waited {LIMIT_S + 1:.0f} s"):  # it moves in circles
         wait_for("an engine", lambda: False, lambda: clock[0])
 
 
@@ -160,26 +140,6 @@ def test_a_trainer_that_does_not_stop_as_asked_fails_the_check(tmp_path: Path, m
     with pytest.raises(CheckError, match="trainer_1: ended with status 1 when it was asked to, expected 143"):
         check._end()
     assert not run.planned
-
-
-@pytest.mark.parametrize("problems", [[], ["a volume is in use"]])
-def test_the_first_error_is_said_last_whatever_goes_wrong_while_cleaning_up(
-    problems: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(check: Check) -> None:
-        raise CheckError("waited 300 s for 3 producers")
-
-    def cannot_ask(podman: Podman, service: str) -> dict[str, str]:
-        raise CommandError("podman ps: status 125")
-
-    monkeypatch.setattr("sys.argv", ["compose_check", "run"])
-    monkeypatch.setattr(Check, "run", fail)
-    monkeypatch.setattr(Check, "stop", lambda check: problems)
-    monkeypatch.setattr(Podman, "containers", cannot_ask)
-    assert entry.main() == 1
-    shown = capsys.readouterr()
-    assert shown.err.splitlines()[-1] == "compose-check: waited 300 s for 3 producers"
-    assert all(problem in shown.err for problem in problems)
 
 
 def test_a_check_that_passes_and_leaves_something_behind_has_not_passed(
