@@ -31,7 +31,7 @@ CHANGED = 0.01
 
 
 class GpuSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one update: `num_rows` rows of `row_tokens` tokens. weights_bytes: of a policy in bfloat16 that is moved."""
+    """An update has `num_rows` rows of `row_tokens` tokens; a policy of `weights_bytes` in bfloat16 is moved."""
 
     device: str = "cuda"
     rounds: int = 10
