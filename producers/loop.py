@@ -17,6 +17,7 @@ from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
+from penstock.producers.stream.progress_store import ProgressStore
 from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
@@ -105,9 +106,8 @@ class Producer:
             teacher=context.teacher,
         )
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id, context.instance)
-        self.progress = RolloutProgress(
-            connection, keys, self.table, context.metrics, config.producers, context.instance, context.producer_id
-        )
+        self._store = ProgressStore(connection, keys, self.table, context.metrics, config.producers)
+        self.progress = RolloutProgress(self._store, context.instance)
         self.heartbeat = HeartbeatSender(
             connection, keys, context.producer_id, self._describe, self._on_finished, self._on_quarantined
         )
@@ -127,7 +127,7 @@ class Producer:
                 table=self.table,
                 weights=self.weights,
                 writer=self.writer,
-                progress=self.progress,
+                progress=self._store,
                 engine=engine,
                 environments=environments,
                 tokenizer=tokenizer,
@@ -205,7 +205,7 @@ class Producer:
         await self._quarantined.wait()
         await cancel_and_wait(claiming)
         await cancel_and_wait([*self._running])
-        await self.progress.end()
+        await self._store.end()
         if self.endpoint is not None:
             await self._hand_back_all_but_open(await self.endpoint.agents.leave_idle())
             await self.endpoint.agents.drain()
@@ -227,7 +227,12 @@ class Producer:
         """Saves what is sampled for the producers that take the claims over; drops it if the run is finished."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_SAVE_S):
-                await (self.progress.end() if self._run_is_finished else self.progress.save())
+                if self._run_is_finished:
+                    await self._store.end()
+                    return
+                if self.endpoint is not None:
+                    await self.endpoint.agents.save_all()
+                await self.progress.save()
 
     async def _serve_agents(self) -> None:
         """Serves the run's agents, if it has an endpoint for them; runs until cancelled."""
@@ -300,12 +305,14 @@ class Producer:
             self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result", group=found))
             return
         await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
-        claim.found = await self.progress.find(claim)
-        run = self._episodes.run
-        if self.endpoint is not None and self._environments.converses(claim.environment):
-            run = self.endpoint.conversations.evaluate  # agents claim training prompts of conversations themselves
+        found = await self.progress.find(claim)
         try:
-            self.writer.put(claim, await run(claim))
+            if self.endpoint is not None and self._environments.converses(claim.environment):
+                # Agents claim training prompts of conversations themselves.
+                outcome = await self.endpoint.conversations.evaluate(claim)
+            else:
+                outcome = await self._episodes.run(claim, found)
+            self.writer.put(claim, outcome)
         except EngineError:
             raise
         except Exception as error:  # the isolation boundary of this loop: one group never ends the others

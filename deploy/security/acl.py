@@ -38,7 +38,7 @@ _PRODUCER = (
     Right("parity", "hmget", read_only=True),
     Right("producers:* progress:*", "get set del"),
     # Progress of conversations.
-    Right("progress:*", "hset hget hgetall hdel expire"),
+    Right("progress:*", "rpush lindex lrange expire"),
 )
 
 _READING = "hget hgetall hmget hkeys hlen hexists xlen xrange xrevrange xread xpending get mget exists type ttl pttl"

@@ -3,6 +3,6 @@
 Imported through `server.AgentEndpoint` and `access.api_key`; an evaluation without a run uses `calls.Calls` and
 `inside.Conversations`. A call passes `server` (HTTP), `calls` (rendered, sampled, parsed) and `call_ledger` (what the
 server knows of a rollout); `agents` and `groups` make groups of what is finished, `inside` runs environments that hold
-their conversations themselves. What a rollout leaves to the producer that continues it is in `recording`, how that one
-takes it over in `adoption`.
+their conversations themselves. What a rollout enters in its journal is in `recording`, how another producer takes it
+over in `adoption`, and how requests find the producer that has it in `holders`.
 """

@@ -1,22 +1,87 @@
 """Taking over the rollouts of an earlier holder of a prompt; see penstock.producers.rollout.adoption."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
-from penstock.producers.endpoint.recording import KeptCall, KeptRollout
+from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, Unread, decode
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
 from penstock.producers.rollout.episode import UNSCORED, rollout_of
-from penstock.schemas.rollout import Rollout, decode_group, encode_group, one_line
+from penstock.producers.rollout.sampling import join
+from penstock.schemas.rollout import Rollout, RolloutGroup, decode_group, encode_group, one_line
 from penstock.schemas.segments import segments
 
-_rollouts = msgspec.msgpack.Decoder(KeptRollout)
-_calls = msgspec.msgpack.Decoder(KeptCall)
+
+@dataclass
+class _KeptRollout:
+    """One rollout as its journal has it.
+
+    calls: by number; one that replaces another is in its place, with all that both have sampled.
+    answered: the answered calls by number.
+    places: the number under which each call is in `calls`.
+    """
+
+    id: str
+    calls: dict[int, KeptCall] = field(default_factory=dict)
+    answered: dict[int, KeptCall] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
+    unread: set[int] = field(default_factory=set)
+    ended: Ended | None = None
+
+    def take(self, entry: KeptCall) -> None:
+        place = self.places.get(entry.number, self.places.get(entry.replaces, entry.number))
+        if entry.start:
+            before = self.calls[place].completion
+            if before.num_tokens < entry.start:
+                raise UnusableProgressError(f"call {entry.number} lacks tokens {before.num_tokens} to {entry.start}")
+            entry = replace(entry, completion=join([before.part(0, entry.start), entry.completion]))
+        self.calls[place] = entry
+        self.places[entry.number] = place
+        if entry.is_answered:
+            self.answered[entry.number] = entry
+
+    def restored(self, group: AgentGroup, *, replay: bool) -> AgentRollout:
+        rollout = AgentRollout(self.id, group, group.new_ledger())
+        kept = self.answered if self.ended is None else {number: self.answered[number] for number in self.ended.calls}
+        calls: dict[int, Call] = {}
+        for number, call in kept.items():
+            calls[number] = Call(
+                number=number,
+                base=None if call.base < 0 else calls[call.base],
+                context=call.context,
+                completion=call.completion,
+                rendered=None,
+                request=call.request,
+                chain=call.chain,
+                reply=call.reply,
+            )
+        if self.ended is None and replay:
+            rollout.is_waiting, rollout.earlier = True, list(self.calls.values())
+            rollout.ledger.num_begun = 1 + max(self.places, default=-1)
+        elif self.ended is None or self.ended.reward is not None:
+            rollout.ledger.restore(list(calls.values()), self.unread)
+            # The newest answer to a request counts.
+            rollout.earlier = list({call.request: call for call in self.calls.values()}.values())
+        if self.ended is not None:
+            for call in rollout.ledger.calls:
+                call.delivered = call.number in self.ended.read
+            rollout.restore_end(self.ended)
+        return rollout
+
+    def sampled(self, rollout: AgentRollout) -> list[Rollout]:
+        """Returns all that was sampled as rollouts of a record, each of which must be valid."""
+        if rollout.finished is not None:
+            return [rollout.finished]
+        sampled = [rollout_of(b"", call.completion, UNSCORED) for call in self.calls.values()]
+        if chains := segments(rollout.ledger.recorded())[0]:
+            sampled.append(Rollout(segments=tuple(chain.segment for chain in chains), reward=UNSCORED))
+        return sampled
 
 
-def adopt(group: AgentGroup, parts: Mapping[str, bytes], *, held: int, lag_bound: int, replay: bool) -> int:
+def adopt(group: AgentGroup, entries: Sequence[bytes], *, held: int, lag_bound: int, replay: bool) -> int:
     """Puts the rollouts of an earlier holder into a group; returns the number of their tokens.
 
     Finished ones are complete. The calls of one whose agent is outside are in its ledger again; its last request, if it
@@ -24,7 +89,7 @@ def adopt(group: AgentGroup, parts: Mapping[str, bytes], *, held: int, lag_bound
 
     Args:
         group: to be sampled here, without rollouts.
-        parts: as `AgentGroup.parts` makes them.
+        entries: of the journal.
         held: version of the policy that the engine holds.
         replay: conversations are held inside the producer and start again; the calls that they repeat get their
             recorded answers, and only those are in the ledger.
@@ -35,76 +100,55 @@ def adopt(group: AgentGroup, parts: Mapping[str, bytes], *, held: int, lag_bound
     """
     here = group.record()
     try:
-        found = decode_group(parts["group"], dead=True)
+        found, kept_rollouts = _read(entries)
         group.claim.num_lost_before = found.num_tries_lost + 1
         if (found.index, found.prompt) != (here.index, here.prompt):
             raise UnusableProgressError(f"index {found.index} and its prompt, expected this one of index {here.index}")
         check_origin(found, here)
-        num_rollouts = max((int(name.split(".")[1]) + 1 for name in parts if "." in name), default=0)
-        if num_rollouts > group.size:
-            raise UnusableProgressError(f"{num_rollouts} siblings, expected at most {group.size}")
-        rollouts, checked, versions, num_tokens = [], list[Rollout](), set[int](), 0
-        for n in range(num_rollouts):
-            kept = _rollouts.decode(parts[f"rollouts.{n}"])
-            calls, left = _calls_in(parts, f"calls.{n}."), _calls_in(parts, f"left.{n}.")
-            rollout = _restored(group, kept, calls, left, replay=replay)
-            rollouts.append(rollout)
-            sampled = [] if kept.finished is None else [kept.finished]
-            sampled += [rollout_of(b"", call.completion, UNSCORED) for call in (*calls, *left)]
-            num_tokens += sum(one.num_sampled_tokens for one in sampled)
-            versions |= {span.version for one in sampled for part in one.segments for span in part.version_spans}
-            if chains := segments(rollout.ledger.recorded())[0]:
-                sampled.append(Rollout(segments=tuple(chain.segment for chain in chains), reward=UNSCORED))
-            checked += sampled
-        for one in checked:  # one by one: together, every call twice, they may exceed an entry
-            whole = msgspec.structs.replace(here, rollouts=(one,))
-            decode_group(encode_group(whole, dead=True), dead=True)
+        if len(kept_rollouts) > group.size:
+            raise UnusableProgressError(f"{len(kept_rollouts)} siblings, expected at most {group.size}")
+        rollouts, versions, num_tokens = [], set[int](), 0
+        for kept in kept_rollouts:
+            rollouts.append(rollout := kept.restored(group, replay=replay))
+            if rollout.reason:
+                continue
+            num_tokens += (
+                sum(call.completion.num_tokens for call in kept.calls.values())
+                if rollout.finished is None
+                else rollout.finished.num_sampled_tokens
+            )
+            for one in kept.sampled(rollout):  # one by one: together, every call twice, they may exceed an entry
+                versions |= {span.version for part in one.segments for span in part.version_spans}
+                decode_group(encode_group(replace(here, rollouts=(one,)), dead=True), dead=True)
     except UnusableProgressError:
         raise
     except Exception as error:  # another process's record: whatever is in it must not end this producer
-        why = f"part {error} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        is_call = isinstance(error, KeyError) and isinstance(error.args[0], int)
+        why = f"call {error} is missing" if is_call else f"{type(error).__name__}: {error}"
         raise UnusableProgressError(one_line(why)) from error
     check_versions(versions, held, lag_bound)
-    for rollout in rollouts:
-        rollout.is_waiting = replay and rollout.is_open
-        if rollout.is_waiting:
-            rollout.ledger = group.new_ledger()
-    group.rollouts = rollouts
-    if rollouts:
-        group.begin()
     group.claim.num_lost_before, group.claim.sampled_by = found.num_tries_lost, found.samplers
+    if rollouts:
+        group.continue_with(rollouts, entries[1:], num_tokens)
     return num_tokens
 
 
-def _calls_in(parts: Mapping[str, bytes], prefix: str) -> list[KeptCall]:
-    """Returns the calls whose parts have this prefix, in the order of the numbers after it."""
-    names = sorted((name for name in parts if name.startswith(prefix)), key=lambda name: int(name[len(prefix) :]))
-    return [_calls.decode(parts[name]) for name in names]
-
-
-def _restored(
-    group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], left: list[KeptCall], *, replay: bool
-) -> AgentRollout:
-    rollout = AgentRollout(kept.id, group, group.new_ledger())
-    rollout.finished, rollout.reason, rollout.is_abandoned = kept.finished, kept.reason, kept.is_abandoned
-    if not rollout.is_open:
-        return rollout
-    answered: dict[int, Call] = {}
-    for call in calls:
-        if call.is_answered:
-            answered[call.number] = Call(
-                number=call.number,
-                base=None if call.base < 0 else answered[call.base],
-                context=call.context,
-                completion=call.completion,
-                rendered=None,
-                request=call.request,
-                chain=call.chain,
-                reply=call.reply,
-            )
-    rollout.ledger.restore(list(answered.values()), kept.unread)
-    # In a replay, calls that the last holder has answered again come before those left; else the newest answer counts.
-    again = [*calls, *left] if replay else {call.request: call for call in (*left, *calls)}.values()
-    for call in again:
-        rollout.recorded.add(call, in_ledger=not replay and call.is_answered)
-    return rollout
+def _read(entries: Sequence[bytes]) -> tuple[RolloutGroup, list[_KeptRollout]]:
+    """Returns the group, without rollouts, and its rollouts."""
+    first = decode(entries[0])
+    if not isinstance(first, Begun):
+        raise UnusableProgressError("its beginning is missing")
+    rollouts: list[_KeptRollout] = []
+    for data in entries[1:]:
+        match decode(data):
+            case Opened(id):
+                rollouts.append(_KeptRollout(id))
+            case KeptCall() as call:
+                rollouts[call.rollout].take(call)
+            case Unread(n, number):
+                rollouts[n].unread.add(number)
+            case Ended() as ended:
+                rollouts[ended.rollout].ended = ended
+            case Begun():
+                raise UnusableProgressError("it begins twice")
+    return decode_group(first.group, dead=True), rollouts

@@ -19,7 +19,8 @@ from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext, Teacher
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
-from penstock.producers.stream.rollout_progress import RolloutProgress
+from penstock.producers.stream.journals import JournalHolder, Journals
+from penstock.producers.stream.progress_store import ProgressStore
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
@@ -60,7 +61,7 @@ class Agents:
         table: InFlightTable,
         weights: WeightFollower,
         writer: Writer,
-        progress: RolloutProgress,
+        progress: ProgressStore,
         engine: Engine,
         pass_on: Callable[[Claim], None],
     ) -> None:
@@ -85,6 +86,7 @@ class Agents:
         self._weights = weights
         self._writer = writer
         self._progress = progress
+        self.journals = Journals(progress, JournalHolder(context.instance, context.producer_id))
         self._with_teacher: set[asyncio.Task[None]] = set()
         """Each adds the teacher's logprobs to a group and appends it."""
         self._engine = engine
@@ -148,30 +150,43 @@ class Agents:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SAVE_S):
-                await self._progress.save_parts(group.claim, running=False)
+                await self.journals.append(group.journal)
         self._check_held(group)
+
+    async def save_all(self) -> None:
+        """Saves what has changed in every group, with what running calls have sampled."""
+        for group in list(self._groups):
+            for rollout in group.rollouts:
+                rollout.enter_running()
+            await self.journals.append(group.journal)
+
+    async def keep_saved(self) -> None:
+        """Waits half of `progress_s` and saves; runs until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.producers.progress_s / 2)
+            await self.save_all()
 
     async def check_held(self, group: AgentGroup) -> None:
         """Raises ApiError 503 if another producer continues the group."""
-        await self._progress.find_moved([group.claim])
+        await self.journals.find_moved([group.journal])
         self._check_held(group)
 
     def _check_held(self, group: AgentGroup) -> None:
         self._leave_moved()
-        if group.claim.has_moved:
+        if group.journal.has_moved:
             raise is_moving(f"of {group.claim}")
 
     def _leave_moved(self) -> None:
         """Lets go of the groups that others go on with, while this producer was taken for dead."""
         for group in list(self._groups):
-            if group.claim.has_moved:
+            if group.journal.has_moved:
                 log.warning("%s continues on another producer, which took this one for dead", group.claim)
                 self._leave(group)
                 self._table.remove(group.claim)
 
     def _leave(self, group: AgentGroup) -> None:
         """Ends what runs here for a group that another producer continues."""
-        group.claim.parts, group.claim.has_moved = None, True  # what would be saved now lacks the calls that end here
+        group.journal.has_moved = True  # what would be saved now lacks the calls that end here
         for rollout in group.rollouts:
             self._open.pop(rollout.id, None)
             self._ended.pop(rollout.id, None)
@@ -185,11 +200,11 @@ class Agents:
         Returns the problem; empty if it is finished.
         """
         num_sampled = rollout.ledger.num_sampled
-        if wrong := rollout.finish(reward):
-            log.warning("rollout %s of %s cannot be finished: %s", rollout.id, rollout.group.claim, wrong)
+        if problem := rollout.finish(reward):
+            log.warning("rollout %s of %s cannot be finished: %s", rollout.id, rollout.group.claim, problem)
         self._metrics.agent_tokens.inc(num_sampled)
         self._end(rollout)
-        return wrong
+        return problem
 
     def is_finished_with(self, rollout_id: str, reward: Reward) -> bool:
         """Returns whether the rollout has ended with this reward: a client repeats a finish whose answer was lost."""
@@ -202,7 +217,7 @@ class Agents:
         while True:
             await asyncio.sleep(pause_s)
             now = time.monotonic()  # first: a producer that is suspended below must not find its agents idle
-            await self._progress.find_moved()
+            await self.journals.find_moved([group.journal for group in self._groups])
             self._leave_moved()
             self.end_overdue(now)
             await self._hand_back_unopened(now)
@@ -329,13 +344,13 @@ class Agents:
             fingerprint=self._engine.fingerprint,
             instance=self._context.instance,
             rollout_bytes=rollout_bytes,
+            is_kept=self._config.producers.progress_s > 0,
         )
         claim.converses = True
-        if parts := await self._progress.find_parts(claim):
-            await self._adopt(group, parts, replay=source.converses)
+        if entries := await self.journals.read(claim):
+            await self._adopt(group, entries, replay=source.converses)
         if claim.has_progress and not group.rollouts:
             await self._progress.forget(claim)
-        claim.parts = group.parts
         self._groups.append(group)
         for rollout in group.rollouts:
             if not rollout.is_open:
@@ -347,11 +362,11 @@ class Agents:
         else:
             await self.save(group)
 
-    async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, replay: bool) -> None:
+    async def _adopt(self, group: AgentGroup, entries: list[bytes], *, replay: bool) -> None:
         claim = group.claim
         try:
             num_tokens = adopt(
-                group, parts, held=self._engine.policy_version, lag_bound=self._config.lag_bound, replay=replay
+                group, entries, held=self._engine.policy_version, lag_bound=self._config.lag_bound, replay=replay
             )
         except UnusableProgressError as error:
             self._metrics.progress_failures.labels("record").inc()

@@ -4,9 +4,9 @@ import asyncio
 import hashlib
 import struct
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request
 from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, extend_chain, text_of
@@ -31,7 +31,7 @@ class Call:
     context: int32 bytes: the prompt without the prompt and completion of `base`.
     rendered: the template's rendering of the request, until a call continues this one.
     delivered: whether the answer was sent to its client.
-    connection: a weak reference to the one that took the answer.
+    connection: the one that took the answer; None if it is not of this process.
     request: what identifies the request; empty if nothing does.
     chain: identifies the conversation with this answer, set by `record` like what follows.
     reply: the answer's message without the token fields.
@@ -46,7 +46,7 @@ class Call:
     completion: Completion
     rendered: Encoded | None
     delivered: bool = False
-    connection: Callable[[], asyncio.BaseTransport | None] | None = None
+    connection: asyncio.BaseTransport | None = None
     request: bytes = b""
     chain: bytes = b""
     reply: Json = field(default_factory=dict)
@@ -89,20 +89,6 @@ class Call:
         return self.completion.num_tokens
 
 
-class SpelledOut(NamedTuple):
-    """What remains of an answer whose agent writes its calls into the text, as smolagents does.
-
-    words: the ids and names of all of its calls.
-    """
-
-    answer: bytes
-    content: str
-    words: list[str]
-
-    def is_in(self, text: str) -> bool:
-        return text.startswith(self.content) and all(word in text for word in self.words)
-
-
 @dataclass(slots=True, eq=False)
 class CallLedger:
     """The calls of one rollout, found by the conversation that each has led to.
@@ -125,7 +111,7 @@ class CallLedger:
     unread: set[int] = field(default_factory=set)
     _latest: dict[bytes, int] = field(default_factory=dict)
     _by_chain: dict[bytes, Call] = field(default_factory=dict)
-    _by_call_id: dict[str, SpelledOut] = field(default_factory=dict)
+    _by_call_id: dict[str, Call] = field(default_factory=dict)
     _by_answer: dict[tuple[int, bytes], Call] = field(default_factory=dict)
 
     @property
@@ -181,7 +167,7 @@ class CallLedger:
             ApiError: 400, there is no room for them.
         """
         for call in calls:
-            call.delivered, call.connection = True, lambda: None
+            call.delivered = True
             self._add(call)
             self.num_begun = max(self.num_begun, call.number + 1)
             if call.request:
@@ -201,10 +187,7 @@ class CallLedger:
         call.answer = canonical_form(call.reply)
         call.digest = digest(prompt + call.completion.token_ids)
         self._by_answer[len(prompt) // 4, call.completion.token_ids] = call
-        if calls := call.reply.get("tool_calls"):
-            words = [word for each in calls for word in (each["id"], each["function"]["name"])]
-            spelled_out = SpelledOut(call.answer, text_of(call.reply["content"]).strip(), words)
-            self._by_call_id |= {each["id"]: spelled_out for each in calls}
+        self._by_call_id |= {made["id"]: call for made in call.reply.get("tool_calls") or ()}
         self._by_chain[call.chain] = call
 
     def parent(self, messages: Sequence[Json]) -> tuple[Call, int] | None:
@@ -248,9 +231,8 @@ class CallLedger:
 
     def _is_closed(self, number: int) -> bool:
         """Returns whether the answer of this number was sent over a connection that is closed now."""
-        connection = next((call.connection for call in self.calls if call.number == number and call.delivered), None)
-        transport = connection() if connection is not None else None
-        return connection is not None and (transport is None or transport.is_closing())
+        call = next((call for call in self.calls if call.number == number and call.delivered), None)
+        return call is not None and (call.connection is None or call.connection.is_closing())
 
     def _num_context(self, base: Call | None, num_prompt: int) -> int:
         """Returns the tokens of a prompt that no segment holds yet: the first call that continues another extends its
@@ -287,7 +269,7 @@ class CallLedger:
             return said
         text = text_of(message.get("content")).strip()
         found = next((self._by_call_id[word] for word in CALL_ID.findall(text) if word in self._by_call_id), None)
-        return found.answer if found is not None and found.is_in(text) else said
+        return found.answer if found is not None and _spells_out(text, found.reply) else said
 
     def _check_token_fields(self, messages: Sequence[Json]) -> None:
         """Checks that the newest token fields are those of an answer."""
@@ -303,6 +285,13 @@ class CallLedger:
                 code="unknown_token_ids",
                 param="messages",
             )
+
+
+def _spells_out(text: str, reply: Mapping[str, Any]) -> bool:
+    """Returns whether a text is the answer `reply` of an agent that writes its calls into the text, as smolagents does:
+    it begins with the answer's and holds the ids and names of all of its calls."""
+    words = [word for made in reply["tool_calls"] for word in (made["id"], made["function"]["name"])]
+    return text.startswith(text_of(reply["content"]).strip()) and all(word in text for word in words)
 
 
 def digest(data: bytes) -> bytes:

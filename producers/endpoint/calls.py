@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from redis.exceptions import RedisError
 
-from penstock.producers.endpoint.call_ledger import Call
+from penstock.producers.endpoint.call_ledger import Call, digest
 from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
 from penstock.producers.endpoint.chat.requests import ChatRequest
@@ -114,7 +114,7 @@ class Calls:
                 this request; 503, another producer continues the rollout.
             EngineError: the engine serves no longer.
         """
-        if not rollout.is_open or rollout.group.claim.has_moved:
+        if not rollout.is_open or rollout.group.journal.has_moved:
             raise _has_ended(rollout)
         self._count_ignored(request.ignored)
         task = asyncio.create_task(self._answer(rollout, request, number, identity))
@@ -151,18 +151,15 @@ class Calls:
         with self._metrics.agent_calls_running.track_inprogress():
             run = asyncio.get_running_loop().run_in_executor
             prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
-            before = rollout.recorded.take(identity, prompt.token_ids)
+            before = rollout.take_earlier(identity, prompt.token_ids)
             try:
-                answered = await self._sample(rollout, request, number, identity, prompt, before)
+                return await self._sample(rollout, request, number, identity, prompt, before)
             except BaseException:
                 if before is not None:
-                    rollout.recorded.put_back(before)
+                    rollout.earlier.insert(0, before)
                 raise
             finally:
                 rollout.calls.pop(number, None)
-            if before is not None:
-                rollout.recorded.answered(before)
-            return answered
 
     async def _sample(
         self,
@@ -177,12 +174,12 @@ class Calls:
         group = rollout.group
         sampling = msgspec.structs.replace(group.sampling, max_tokens=self._room(request, prompt, rollout))
         await self._weights.wait_for(group.claim.version, self._config.lag_bound)
-        sibling = group.rollouts.index(rollout)
-        seed = request_seed(self._config, group.claim.index, group.claim.attempt, sibling, number)
+        seed = request_seed(self._config, group.claim.index, group.claim.attempt, rollout.place, number)
         adopted = [] if before is None else [before.completion]
         request_id = f"{rollout.id}-{number}-{next(self._request_numbers)}"  # a rollout may come back from elsewhere
         siblings = Siblings(self._engine, prompt.token_ids, sampling, 1, request_id, request.stop, seed, adopted)
-        rollout.calls[number] = RunningCall(number, prompt.token_ids, identity, siblings)
+        running = RunningCall(number, digest(pack_ids(prompt.token_ids)), identity, siblings, before)
+        rollout.calls[number] = running
         try:
             (completion,) = await siblings.sample()
         except ValueError as error:
@@ -207,7 +204,7 @@ class Calls:
             rendered=prompt.rendered,
             request=identity,
         )
-        rollout.ledger.record(call, request.messages, message)
+        rollout.record(running, call, request.messages, message)
         if prompt.parent is not None:
             prompt.parent.rendered = None  # calls mostly continue the newest one; branches are encoded in full
         self._metrics.agent_calls.labels(prompt.kind).inc()

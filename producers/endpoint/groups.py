@@ -1,27 +1,22 @@
 """Agents' rollouts and their groups, from the opening to the outcome."""
 
 import asyncio
+import logging
 import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
 
-from penstock.producers.endpoint.call_ledger import CallLedger
-from penstock.producers.endpoint.recording import (
-    KeptRollout,
-    Recorded,
-    RunningCall,
-    answered_part,
-    encode,
-    running_part,
-)
-from penstock.producers.stream.in_flight import Claim, Dead, ProgressPart
+from penstock.producers.endpoint.call_ledger import Call, CallLedger, digest
+from penstock.producers.endpoint.recording import Begun, Ended, Entry, KeptCall, Opened, RunningCall, Unread, encode
+from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.producers.stream.journals import Journal
 from penstock.schemas.keys import number_in
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
@@ -35,8 +30,13 @@ from penstock.schemas.rollout import (
     Timings,
     encode_group,
     one_line,
+    pack_ids,
 )
 from penstock.schemas.segments import CallError, segments
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
 
 NO_TOKEN = "nothing_sampled"
 NO_RECORD = "invalid_record"
@@ -44,12 +44,14 @@ NO_RECORD = "invalid_record"
 
 @dataclass(slots=True, eq=False)
 class AgentRollout:
-    """An agent's conversations about one task, from the opening to the end.
+    """An agent's conversations about one task, from the opening to the end. Whatever changes its state is entered in
+    its group's journal.
 
     reason: why it died; empty while it is open and once it is finished. error: the environment's, if it died of one.
     running: the tasks that answer its calls, and of a conversation inside the producer the one that holds it.
     calls: those being answered, by their number.
-    recorded: the calls that an earlier holder had begun, for repeated requests.
+    earlier: the calls that an earlier holder had begun and no request has repeated yet, the oldest first. Each is
+        answered once as it was answered before, and one that was running is continued.
     is_waiting: True until its conversation, held inside the producer, starts again here.
     finished: its trained segments and its reward; None unless it is finished.
     is_abandoned: it died because its agent fell silent.
@@ -60,7 +62,7 @@ class AgentRollout:
     ledger: CallLedger = field(default_factory=CallLedger)
     running: set[asyncio.Task] = field(default_factory=set)
     calls: dict[int, RunningCall] = field(default_factory=dict)
-    recorded: Recorded = field(default_factory=Recorded)
+    earlier: list[KeptCall] = field(default_factory=list)
     is_waiting: bool = False
     last_seen: float = field(default_factory=time.monotonic)
     finished: Rollout | None = None
@@ -80,37 +82,78 @@ class AgentRollout:
     def num_sampled(self) -> int:
         return self.ledger.num_sampled if self.finished is None else self.finished.num_sampled_tokens
 
+    @property
+    def place(self) -> int:
+        """Its place in the group."""
+        return self.group.rollouts.index(self)
+
     def is_idle(self, now: float, timeout_s: float) -> bool:
         return not self.running and now - self.last_seen > timeout_s
+
+    def begin_call(self, request: bytes = b"", *, is_retry: bool = False) -> int:
+        """See `CallLedger.begin`."""
+        known = set(self.ledger.unread)
+        number = self.ledger.begin(request, is_retry=is_retry)
+        for unread in self.ledger.unread - known:
+            self.group.enter(Unread(self.place, unread))
+        return number
+
+    def take_earlier(self, request: bytes, prompt_ids: Sequence[int]) -> KeptCall | None:
+        """Removes and returns the oldest earlier call of this request, if the engine was given the same ids for it."""
+        found = next((call for call in self.earlier if call.request == request), None) if request else None
+        if found is None or found.prompt != digest(pack_ids(prompt_ids)):
+            return None
+        self.earlier.remove(found)
+        return found
+
+    def record(self, running: RunningCall, call: Call, messages: Sequence[Json], reply: Mapping[str, Any]) -> None:
+        """Adds a call that is answered now; see `CallLedger.record`."""
+        self.ledger.record(call, messages, reply)
+        entry = running.entry(
+            self.place,
+            call.completion,
+            is_answered=True,
+            base=-1 if call.base is None else call.base.number,
+            context=call.context,
+            chain=call.chain,
+            reply=call.reply,
+        )
+        self.group.enter(entry, entry.completion.num_tokens)
+
+    def enter_running(self) -> None:
+        """Enters what its running calls have sampled since the last time."""
+        for call in self.calls.values():
+            found = call.siblings.so_far()
+            if found and found[0].num_tokens > call.num_entered:
+                entry = call.entry(self.place, found[0])
+                self.group.enter(entry, entry.completion.num_tokens)
 
     def finish(self, reward: Reward) -> str:
         """Freezes it with its reward; one that cannot be trained dies, and its siblings live on.
 
         Returns the problem; empty if it is finished.
         """
-        try:
-            chains, _ = segments(self.ledger.recorded())
-            finished = Rollout(segments=tuple(chain.segment for chain in chains), reward=reward)
-            num_bytes = len(msgspec.msgpack.encode(finished))
-            msgspec.convert(msgspec.to_builtins(reward), Reward)
-        except CallError as error:
-            self.die(error.code)
-            return str(error)
-        except Exception as error:  # an environment's reward may hold values that cannot be encoded
-            self.die(NO_RECORD)
-            return one_line(f"{type(error).__name__}: {error}")
-        if not finished.segments:
-            self.die(NO_TOKEN)
-            return "no sampled token to train"
-        if num_bytes > self.group.rollout_bytes:
-            self.die(TOO_LARGE)
-            return f"{num_bytes:,} bytes, expected at most {self.group.rollout_bytes:,}, its share of a stream entry"
-        self.finished = finished
+        reason, problem = self._freeze(reward)
+        if reason:
+            self.die(reason)
+            return problem
+        calls = self.ledger.calls
+        read = tuple(call.number for call in calls if call.delivered and call.number not in self.ledger.unread)
+        numbers = tuple(call.number for call in calls)
+        self.group.enter(Ended(rollout=self.place, reward=reward, calls=numbers, read=read))
         self._end()
         return ""
 
     def die(self, reason: str) -> None:
         self.reason = reason
+        self.group.enter(Ended(rollout=self.place, reason=reason, is_abandoned=self.is_abandoned))
+        self._end()
+
+    def restore_end(self, ended: Ended) -> None:
+        """Ends it as its journal says. Raises ValueError if it cannot be finished again."""
+        self.reason, self.is_abandoned = ended.reason, ended.is_abandoned
+        if ended.reward is not None and (problem := self._freeze(ended.reward)[1]):
+            raise ValueError(problem)
         self._end()
 
     def let_go(self) -> None:
@@ -118,29 +161,28 @@ class AgentRollout:
         for task in self.running:
             task.cancel()
 
-    def parts(self, n: int, running: bool) -> Iterator[ProgressPart]:
-        """See `Claim.parts`; of the `n`-th rollout of its group."""
-        kept = KeptRollout(
-            id=self.id,
-            unread=tuple(sorted(self.ledger.unread)),
-            reason=self.reason,
-            is_abandoned=self.is_abandoned,
-            finished=self.finished,
-        )
-        num_tokens = 0 if self.finished is None else self.finished.num_sampled_tokens
-        yield ProgressPart(f"rollouts.{n}", (self.is_open, kept.unread), num_tokens, partial(encode, kept))
-        if not self.is_open:
-            return  # calls may be ending still
-        for place, left in self.recorded.left.items():
-            yield ProgressPart(f"left.{n}.{place}", None, left.completion.num_tokens, partial(encode, left))
-        for call in self.ledger.calls:
-            yield answered_part(f"calls.{n}.{call.number}", call)
-        for number, one in self.calls.items():
-            yield running_part(f"calls.{n}.{number}", one, grows=running)
+    def _freeze(self, reward: Reward) -> tuple[str, str]:
+        """Makes it finished; returns a reason and a problem if it cannot be trained, else two empty strings."""
+        try:
+            chains, _ = segments(self.ledger.recorded())
+            finished = Rollout(segments=tuple(chain.segment for chain in chains), reward=reward)
+            num_bytes = len(msgspec.msgpack.encode(finished))
+            msgspec.convert(msgspec.to_builtins(reward), Reward)
+        except CallError as error:
+            return error.code, str(error)
+        except Exception as error:  # an environment's reward may hold values that cannot be encoded
+            return NO_RECORD, one_line(f"{type(error).__name__}: {error}")
+        if not finished.segments:
+            return NO_TOKEN, "no sampled token to train"
+        if num_bytes > self.group.rollout_bytes:
+            limit = self.group.rollout_bytes
+            return TOO_LARGE, f"{num_bytes:,} bytes, expected at most {limit:,}, its share of a stream entry"
+        self.finished = finished
+        return "", ""
 
     def _end(self) -> None:
         self.let_go()
-        self.ledger, self.recorded, self.is_waiting = CallLedger(), Recorded(), False
+        self.ledger, self.earlier, self.is_waiting = CallLedger(), [], False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -151,6 +193,7 @@ class AgentGroup:
     sampling: the settings of its calls.
     producer_id, instance, fingerprint: of the producer that holds it.
     rollout_bytes: the largest encoded size of one rollout.
+    is_kept: whether other producers may continue it from its journal.
     claimed_at: monotonic seconds, like `deadline`.
     """
 
@@ -166,6 +209,11 @@ class AgentGroup:
     claimed_at: float = field(default_factory=time.monotonic)
     deadline: float = math.inf
     rollouts: list[AgentRollout] = field(default_factory=list)
+    is_kept: bool = False
+    journal: Journal = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(claim=self.claim, is_given_up=not self.is_kept)
 
     @property
     def has_place(self) -> bool:
@@ -187,33 +235,51 @@ class AgentGroup:
                 rollout.is_waiting, rollout.last_seen = False, time.monotonic()
                 return rollout
         if not self.rollouts:
-            self.begin()
+            self._begin()
         rollout = AgentRollout(rollout_id(self.producer_id, self.claim.index), self, self.new_ledger())
         self.rollouts.append(rollout)
+        self.enter(Opened(rollout.id))
         return rollout
 
-    def begin(self) -> None:
-        """Starts the time until the deadline."""
+    def _begin(self) -> None:
+        """Starts the time until the deadline, and the journal."""
         self.deadline = time.monotonic() + self.deadline_s
         self.claim.has_begun = True
+        if not self.journal.is_given_up:
+            try:
+                self.enter(Begun(encode_group(self.record().finished_by(self.instance), dead=True)))
+            except (TypeError, ValueError, OverflowError) as error:  # a prompt's values are the user's
+                self._give_up_journal(error)
+
+    def continue_with(self, rollouts: list[AgentRollout], entries: Sequence[bytes], num_tokens: int) -> None:
+        """Takes the rollouts of an earlier holder. entries: of its journal after the first, with so many tokens."""
+        self.rollouts = rollouts
+        self._begin()
+        for entry in entries:
+            self.journal.add(entry)
+        self.journal.num_entered = num_tokens
+
+    def enter(self, entry: Entry, num_tokens: int = 0) -> None:
+        """Adds an entry to the journal, which is given up if it cannot be encoded. num_tokens: sampled tokens in it."""
+        if not self.journal.is_given_up:
+            try:
+                self.journal.add(encode(entry), num_tokens)
+            except (TypeError, ValueError, OverflowError) as error:  # a reward's values are the user's
+                self._give_up_journal(error)
+
+    def _give_up_journal(self, error: Exception) -> None:
+        log.warning("progress of %s is not kept: %s", self.claim, error)
+        self.journal.give_up()
 
     def restart(self) -> None:
         """Forgets its rollouts and counts them as a lost try."""
         self.rollouts, self.deadline, self.claimed_at = [], math.inf, time.monotonic()
         self.claim.num_lost_before, self.claim.sampled_by = self.claim.num_tries_lost + 1, ()
+        self.journal.restart()
 
     def new_ledger(self) -> CallLedger:
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
         return CallLedger(calls_bytes, self.sampling.token_bytes)
-
-    def parts(self, running: bool) -> Iterator[ProgressPart]:
-        """See `Claim.parts`; none before its first rollout."""
-        if self.rollouts:
-            yield ProgressPart(
-                "group", encode=lambda: encode_group(self.record().finished_by(self.instance), dead=True)
-            )
-        for n, rollout in enumerate(self.rollouts):
-            yield from rollout.parts(n, running)
 
     def missing(self) -> str:
         """Returns why siblings are missing; empty for a whole group."""
@@ -253,7 +319,7 @@ class AgentGroup:
 
 
 def rollout_id(producer_id: str, index: int) -> str:
-    """Returns a new id that names the producer and the index and needs no escaping in a URL's path."""
+    """Returns a rollout's id, which names its producer and its index and needs no escaping in a URL's path."""
     safe = quote(producer_id, safe="").replace("~", "%7E").replace("%", "~")
     return f"{safe}.{index}.{secrets.token_hex(8)}"
 

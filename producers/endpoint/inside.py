@@ -39,7 +39,7 @@ class RolloutConversation:
         """See `Conversation.chat`."""
         document = {"messages": messages, **fields}
         request = parse_chat(document, self._sampling, ignore=self._ignore)
-        number = self._rollout.ledger.begin()
+        number = self._rollout.begin_call()
         answered = await self._calls.answer(self._rollout, request, number, _identity(document))
         answered.call.delivered = True
         return answered.message
@@ -163,9 +163,9 @@ class Conversations:
     async def _converse(self, agents: Agents, rollout: AgentRollout) -> None:
         outcome = await self.hold(rollout)
         # An environment may ignore its cancellation: at a deadline, or when another producer continues the rollout.
-        if rollout.is_open and not rollout.group.claim.has_moved:
+        if rollout.is_open and not rollout.group.journal.has_moved:
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
-            if rollout.recorded.waiting:
+            if rollout.earlier:
                 agents.restart(rollout.group)
             elif isinstance(outcome, Reward):
                 agents.finish(rollout, outcome)

@@ -1,37 +1,54 @@
-"""What a rollout leaves to the producer that continues it: its calls, finished and running, and its end."""
+"""What agents' rollouts enter in their group's journal, for the producer that continues them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from penstock.producers.endpoint.call_ledger import Call, digest
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.sampling import Siblings
-from penstock.producers.stream.in_flight import ProgressPart
-from penstock.schemas.rollout import Rollout, pack_ids
+from penstock.schemas.prompt import Reward
 
 Json = dict[str, Any]
 
-encode = msgspec.msgpack.Encoder().encode
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The first entry. group: encoded, without rollouts."""
+
+    group: bytes
 
 
-class KeptCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call, for another producer.
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The next rollout of the group."""
 
-    number: its place in the order in which the rollout's calls began.
+    id: str
+
+
+class Unread(msgspec.Struct, frozen=True, tag=True):
+    """The answer of the call `number` counts as unread. rollout: its place in the group, as in all entries."""
+
+    rollout: int
+    number: int
+
+
+class KeptCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One call: what it has sampled since its last entry, and with `is_answered` its answer.
+
+    number: its place in the order in which the rollout's calls began, at whichever producer.
     prompt: digest of the ids that the engine was given.
-    request, context, chain, reply: see `Call`; only of an answered one.
+    completion: the tokens from `start` on; those before are in earlier entries.
+    replaces: number of the call of an earlier holder whose answer it gives again, or goes on with; -1 without one.
     base: number of the call that it continues; -1 without one.
-    is_answered: False for one that was running: `completion` is what it had sampled.
+    request, context, chain, reply: see `Call`; all but the first only of an answered one.
     """
 
+    rollout: int
     number: int
     prompt: bytes
     completion: Completion
     request: bytes
+    start: int = 0
+    replaces: int = -1
     is_answered: bool = False
     base: int = -1
     context: bytes = b""
@@ -39,92 +56,57 @@ class KeptCall(msgspec.Struct, frozen=True, kw_only=True):
     reply: Json = {}
 
 
-class KeptRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout without its calls.
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The end of a rollout.
 
-    unread: see `CallLedger`. reason: why it died.
-    finished: with its reward.
+    reward: of a finished one; None for one that died of `reason`.
+    calls, read: numbers of the calls in a finished one's ledger, and of those whose answers were read.
     """
 
-    id: str
-    unread: tuple[int, ...] = ()
+    rollout: int
+    reward: Reward | None = None
+    calls: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
     reason: str = ""
     is_abandoned: bool = False
-    finished: Rollout | None = None
+
+
+Entry = Begun | Opened | Unread | KeptCall | Ended
+decode = msgspec.msgpack.Decoder(Entry).decode
+encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """A call between its rendering and its record."""
+    """A call between its rendering and its record.
 
-    number: int
-    prompt_ids: list[int]
-    request: bytes
-    siblings: Siblings
-
-
-@dataclass(slots=True, eq=False)
-class Recorded:
-    """The calls of an earlier holder, for repeated requests: each is answered once as it was answered before, and one
-    that was running is continued.
-
-    left: those that are in no ledger, by their number among them, until they are answered here.
-    waiting: those that no request has taken yet, the oldest first.
+    request: what identifies it; empty if nothing does.
+    earlier: the call of an earlier holder that it goes on with.
     """
 
-    left: dict[int, KeptCall] = field(default_factory=dict)
-    waiting: list[KeptCall] = field(default_factory=list)
+    number: int
+    prompt: bytes
+    """Digest of the ids that the engine was given."""
+    request: bytes
+    siblings: Siblings
+    earlier: KeptCall | None = None
+    num_entered: int = field(init=False)
+    """Tokens of it in the journal."""
 
-    def add(self, call: KeptCall, *, in_ledger: bool) -> None:
-        self.waiting.append(call)
-        if not in_ledger:
-            self.left[len(self.left)] = call
+    def __post_init__(self) -> None:
+        self.num_entered = 0 if self.earlier is None else self.earlier.completion.num_tokens
 
-    def take(self, request: bytes, prompt_ids: Sequence[int]) -> KeptCall | None:
-        """Removes and returns the oldest call of this request, if the engine was given the same ids for it."""
-        found = next((call for call in self.waiting if call.request == request), None) if request else None
-        if found is None or found.prompt != digest(pack_ids(prompt_ids)):
-            return None
-        self.waiting.remove(found)
-        return found
-
-    def put_back(self, call: KeptCall) -> None:
-        """Puts back one that was taken and not answered."""
-        self.waiting.insert(0, call)
-
-    def answered(self, call: KeptCall) -> None:
-        """Forgets one that was taken and is in the ledger now."""
-        self.left = {place: one for place, one in self.left.items() if one is not call}
-
-
-def answered_part(name: str, call: Call) -> ProgressPart:
-    return ProgressPart(name, None, call.num_sampled, partial(_answered, call))
-
-
-def running_part(name: str, call: RunningCall, *, grows: bool) -> ProgressPart:
-    """grows: False leaves it as it was last written, as does a call without a token."""
-    found = call.siblings.so_far() if grows else None
-    if not found or not (num_tokens := found[0].num_tokens):
-        return ProgressPart(name)
-    return ProgressPart(name, num_tokens, num_tokens, partial(_running, call, found[0]))
-
-
-def _answered(call: Call) -> bytes:
-    return encode(
-        KeptCall(
-            number=call.number,
-            prompt=digest(call.prompt),
-            completion=call.completion,
-            request=call.request,
-            is_answered=True,
-            base=-1 if call.base is None else call.base.number,
-            context=call.context,
-            chain=call.chain,
-            reply=call.reply,
+    def entry(self, rollout: int, completion: Completion, **answer: Any) -> KeptCall:
+        """Returns what the call has sampled since its last entry. answer: further fields of an answered one."""
+        start = min(self.num_entered, completion.num_tokens)  # it may have ended at an earlier stop string
+        self.num_entered = completion.num_tokens
+        return KeptCall(
+            rollout=rollout,
+            number=self.number,
+            prompt=self.prompt,
+            completion=completion.part(start, completion.num_tokens),
+            request=self.request,
+            start=start,
+            replaces=-1 if self.earlier is None else self.earlier.number,
+            **answer,
         )
-    )
-
-
-def _running(call: RunningCall, completion: Completion) -> bytes:
-    prompt = digest(pack_ids(call.prompt_ids))
-    return encode(KeptCall(number=call.number, prompt=prompt, completion=completion, request=call.request))

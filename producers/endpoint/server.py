@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 import time
-import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from redis.exceptions import RedisError
 
 from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.agents import Agents
@@ -25,17 +23,16 @@ from penstock.producers.endpoint.chat.answers import AnswerParser, chunks, finis
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from penstock.producers.endpoint.connections import Connections
-from penstock.producers.endpoint.groups import AgentRollout, origin_of
+from penstock.producers.endpoint.groups import AgentRollout
+from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, SESSION, Holders
 from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.interfaces import Engine
 from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, InFlightTable
-from penstock.producers.stream.rollout_progress import RolloutProgress
+from penstock.producers.stream.progress_store import ProgressStore
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
-from penstock.schemas.heartbeat import decode_heartbeat
-from penstock.schemas.keys import Field
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.ports import EVERYWHERE, on_free_port
 
@@ -58,18 +55,6 @@ LINGER_S = 2.0
 """How long the rest of a body is received after its answer, before the connection is closed."""
 SHUTDOWN_S = 1.0
 """How long answers in progress may take to reach their clients once everything has ended."""
-LOOK_UP_S = 2.0
-RETRY_COUNT = "x-stainless-retry-count"
-"""The header in which OpenAI's clients say how often they have sent a request before."""
-SESSION = "X-Session-ID"
-"""The header that names a rollout where the path does not."""
-FORWARDED = "X-Penstock-Forwarded"
-"""The header of a request that another producer has forwarded; it is not forwarded again."""
-PASSED_ON = ("Authorization", "Content-Type", RETRY_COUNT, SESSION)
-CONNECT_S = 5.0
-"""How long another producer may take to accept a connection."""
-HOLDER_S = 2.0
-"""How often a request that waits for another producer looks up whether that one still holds the rollout."""
 
 
 class Elsewhere(Exception):
@@ -95,7 +80,7 @@ class AgentEndpoint:
         table: InFlightTable,
         weights: WeightFollower,
         writer: Writer,
-        progress: RolloutProgress,
+        progress: ProgressStore,
         engine: Engine,
         environments: RunEnvironments,
         tokenizer: Any,
@@ -132,8 +117,7 @@ class AgentEndpoint:
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.max_model_len
         self._answering: set[asyncio.Protocol] = set()
         self._accepting: asyncio.Task[None] | None = None
-        self._others: aiohttp.ClientSession | None = None
-        """Connections to other producers' endpoints."""
+        self._holders: Holders | None = None
         self._closing = AsyncExitStack()
         self.url = ""
         """Where agents reach this producer; empty before `start`."""
@@ -152,9 +136,8 @@ class AgentEndpoint:
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_get(f"{base}/models/{{model:.+}}", self._models)
         app.router.add_post("/r/{rollout}/finish", self._finish)
-        unlimited, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        self._others = aiohttp.ClientSession(connector=unlimited, timeout=timeout, auto_decompress=False)
-        self._closing.push_async_callback(self._others.close)
+        self._holders = Holders(self._context, self.agents.journals, self.agents.holds)
+        self._closing.push_async_callback(self._holders.close)
         # A client that disconnects cancels its handler, so that no tokens are sampled for an answer that nobody reads.
         runner = web.AppRunner(
             app,
@@ -191,8 +174,10 @@ class AgentEndpoint:
             EngineError, RedisGoneError: from a request; the error ends this producer.
         """
         assert self._accepting is not None  # since `start`
-        watching = asyncio.create_task(self.agents.watch())
-        parts = (self.calls.failed, self._accepting, watching)
+        watching = [asyncio.create_task(self.agents.watch())]
+        if self._context.config.producers.progress_s:
+            watching.append(asyncio.create_task(self.agents.keep_saved()))
+        parts = (self.calls.failed, self._accepting, *watching)
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.conversations.environments.any_converse:
@@ -200,7 +185,8 @@ class AgentEndpoint:
                 await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
                 await next(part for part in parts if part.done())
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
 
     async def close(self, *, append: bool) -> None:
         """Ends what is open and closes every connection. append: see `Agents.close`."""
@@ -214,15 +200,10 @@ class AgentEndpoint:
             check_access(request.headers, self._key)
             await _receive_body(request)
             self._answering.add(request.protocol)
-            return await handler(request)
-        except Elsewhere as where:
             try:
+                return await handler(request)
+            except Elsewhere as where:
                 return await self._forwarded(request, where.url)
-            except ApiError as error:
-                answer = error
-            except (aiohttp.ClientError, OSError) as error:
-                log.info("%s does not answer for a rollout that it holds: %s", where.url, error)
-                answer = is_moving(f"rollout {_rollout_id(request)}")
         except ApiError as error:
             answer = error
         except web.HTTPRequestEntityTooLarge:
@@ -274,8 +255,8 @@ class AgentEndpoint:
         if not self.agents.is_finished_with(rollout_id, reward):
             rollout = await self._rollout(request)
             await self.agents.check_held(rollout.group)
-            if wrong := self.agents.finish(rollout, reward):
-                raise ApiError(400, f"rollout {rollout_id} cannot be finished: {wrong}", code=rollout.reason)
+            if problem := self.agents.finish(rollout, reward):
+                raise ApiError(400, f"rollout {rollout_id} cannot be finished: {problem}", code=rollout.reason)
             await self.agents.save(rollout.group)
         return _json({"id": rollout_id, "status": "finished"})
 
@@ -291,7 +272,7 @@ class AgentEndpoint:
         document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
         rollout = await self._rollout(request)
         identity = digest(request.path.encode() + b"\0" + data)
-        number = rollout.ledger.begin(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
+        number = rollout.begin_call(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
         answered = await self.calls.answer(rollout, asked, number, identity)
         await self.agents.save(rollout.group)
         finished = response(
@@ -316,7 +297,7 @@ class AgentEndpoint:
         await answer.write_eof()
         if request.transport is not None:
             answered.call.delivered = True
-            answered.call.connection = weakref.ref(request.transport)
+            answered.call.connection = request.transport
         return answer
 
     async def _rollout(self, request: web.Request) -> AgentRollout:
@@ -332,67 +313,30 @@ class AgentEndpoint:
         if rollout is not None:
             rollout.last_seen = time.monotonic()
             return rollout
-        url = await self._url_of_holder(rollout_id)
+        assert self._holders is not None  # since `start`
+        url = await self._holders.url_of(rollout_id)
         if url is None:
             raise ApiError(404, f"rollout {rollout_id}: no such rollout, or no longer", code="no_such_rollout")
         if not url or FORWARDED in request.headers:
             raise is_moving(f"rollout {rollout_id}")
         raise Elsewhere(url)
 
-    async def _url_of_holder(self, rollout_id: str) -> str | None:
-        """Returns the address of the producer that holds a rollout; empty while none does, or if it is not known; None
-        if none ever will."""
-        if (origin := origin_of(rollout_id)) is None or self._is_here(rollout_id):
-            return None
-        opener, index = origin
-        commands, keys = self._context.connection.commands, self._context.keys
-        try:
-            async with asyncio.timeout(LOOK_UP_S):
-                holder: Any = await commands.hget(keys.progress(index), Field.PRODUCER)
-                producer_id = opener if holder is None else holder.decode()
-                data: Any = None
-                if producer_id != self._context.producer_id:
-                    data = await commands.get(keys.producer(producer_id))
-            if data is None:
-                return None if holder is None else ""
-            return decode_heartbeat(data).endpoint
-        except (TimeoutError, RedisError, ValueError):
-            return ""
-
-    def _is_here(self, rollout_id: str) -> bool:
-        """Returns whether this producer holds the group in which a rollout was opened."""
-        origin = origin_of(rollout_id)
-        return origin is not None and self.agents.holds(origin[1])
-
     async def _forwarded(self, request: web.Request, url: str) -> web.Response:
-        """Forwards a request for as long as that producer holds the rollout: a suspended one still accepts requests.
+        """Returns the answer of the producer that holds the rollout.
 
         Raises:
-            ApiError: 503, it no longer holds it.
+            ApiError: 503, it does not answer, or no longer holds it.
         """
+        assert self._holders is not None  # since `start`
         rollout_id = _rollout_id(request)
-        forwarding = asyncio.create_task(self._forward(request, url))
         try:
-            while not (await asyncio.wait({forwarding}, timeout=HOLDER_S))[0]:
-                if self._is_here(rollout_id) or await self._url_of_holder(rollout_id) not in (url, "", None):
-                    raise is_moving(f"rollout {rollout_id}")
-            return forwarding.result()
-        finally:
-            await cancel_and_wait([forwarding])
-
-    async def _forward(self, request: web.Request, url: str) -> web.Response:
-        """Returns the answer of another producer. A client that hangs up here hangs up there.
-
-        Raises:
-            aiohttp.ClientError, OSError: it does not answer.
-        """
-        assert self._others is not None  # since `start`
-        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        headers[FORWARDED] = self._context.producer_id
-        where = url + request.raw_path
-        async with self._others.request(request.method, where, data=await request.read(), headers=headers) as reply:
-            kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
-            return web.Response(status=reply.status, body=await reply.read(), headers=kept)
+            answer = await self._holders.forwarded(request, rollout_id, url)
+        except (aiohttp.ClientError, OSError) as error:
+            log.info("%s does not answer for a rollout that it holds: %s", url, error)
+            answer = None
+        if answer is None:
+            raise is_moving(f"rollout {rollout_id}")
+        return answer
 
 
 def _rollout_id(request: web.Request) -> str:

@@ -54,6 +54,19 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
 
+    def part(self, start: int, end: int) -> "Completion":
+        """Returns the tokens from `start` to before `end`."""
+        inside = (span for span in self.version_spans if span.start < end and span.end > start)
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[4 * start : 4 * end],
+            behavior_logprobs=self.behavior_logprobs[4 * start : 4 * end],
+            version_spans=tuple(
+                VersionSpan(span.version, max(span.start, start) - start, min(span.end, end) - start) for span in inside
+            ),
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask[start:end],
+        )
+
 
 class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a rollout apart from its text, for a reward with a parameter `facts`."""

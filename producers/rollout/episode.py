@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,23 @@ log = logging.getLogger(__name__)
 UNSCORED = Reward(value=math.nan)
 
 
+@dataclass(frozen=True, eq=False)
+class _GroupInFlight:
+    """A group whose siblings are being sampled. context: the prompt's packed ids."""
+
+    group: RolloutGroup
+    context: bytes
+    siblings: Siblings
+
+    def so_far(self) -> RolloutGroup | None:
+        """See `GroupInFlight.so_far`."""
+        found = self.siblings.so_far()
+        if found is None or not any(completion.token_ids for completion in found):
+            return None
+        rollouts = tuple(rollout_of(self.context, completion, UNSCORED) for completion in found)
+        return replace(self.group, rollouts=rollouts)
+
+
 class Episodes:
     """Runs claims, many concurrently: they share nothing but the engine, the tokenizer and the scorers.
 
@@ -71,8 +89,10 @@ class Episodes:
         self.num_tokens = 0
         """Tokens sampled since the start."""
 
-    async def run(self, claim: Claim) -> RolloutGroup | Dead:
+    async def run(self, claim: Claim, found: RolloutGroup | None = None) -> RolloutGroup | Dead:
         """Samples and scores the siblings of one claim; for an evaluation with the settings of held-out prompts.
+
+        found: the group as far as an earlier holder of the prompt sampled it.
 
         Returns the group, or the reason for having none.
 
@@ -108,7 +128,7 @@ class Episodes:
                     return Dead(f"prompt: {num_tokens or 'no'} tokens, expected {expected}", None, group)
                 try:
                     num_siblings = source.num_samples if evaluation else self._group_size
-                    completions = await self._sample(claim, group, prompt_ids, num_siblings)
+                    completions = await self._sample(claim, group, prompt_ids, num_siblings, found)
                 except EngineError:
                     raise
                 except Exception as error:  # the engine refuses this request and serves on
@@ -140,52 +160,50 @@ class Episodes:
             reason = f"{OVERDUE}: {NOT_FINISHED} {self._deadline_s:g} s (producers.generation_deadline_s)"
             return Dead(reason, None, group)
         finally:
-            claim.generating_since, claim.so_far = None, lambda: None
+            claim.generating_since, claim.in_flight = None, None
 
     def close(self) -> None:
         for scorer in self._scorers.values():
             scorer.close()
 
     async def _sample(
-        self, claim: Claim, group: RolloutGroup, prompt_ids: list[int], num_siblings: int
+        self,
+        claim: Claim,
+        group: RolloutGroup,
+        prompt_ids: list[int],
+        num_siblings: int,
+        found: RolloutGroup | None,
     ) -> list[Completion]:
         # The number of requests is part of it because an emptied Redis may reuse an entry id.
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         seed, context = request_seed(self._config, claim.index, claim.attempt), pack_ids(prompt_ids)
-        before = self._adopted(claim, group, context, num_siblings)
+        before = [] if found is None else self._adopted(claim, found, group, context, num_siblings)
         siblings = Siblings(
             self._engine, prompt_ids, group.sampling, num_siblings, request_id, seed=seed, adopted=before
         )
-        found = claim.found if before else None
-        claim.num_lost_before = None if found is None else found.num_tries_lost
-        claim.sampled_by = () if found is None else found.samplers
+        if found is None or not before:
+            claim.num_lost_before, claim.sampled_by = None, ()
+        else:
+            claim.num_lost_before, claim.sampled_by = found.num_tries_lost, found.samplers
         group = replace(group, num_tries_lost=claim.num_tries_lost, sampled_by=claim.sampled_by)
-
-        def so_far() -> RolloutGroup | None:
-            found = siblings.so_far()
-            if found is None or not any(one.token_ids for one in found):
-                return None
-            return replace(group, rollouts=tuple(rollout_of(context, one, UNSCORED) for one in found))
-
-        claim.so_far = so_far
+        claim.in_flight = _GroupInFlight(group, context, siblings)
         try:
             completions = await siblings.sample()
         except ValueError as error:
             if not before:
                 raise
             log.warning("%s starts again, the engine refuses to continue its progress: %s", claim, error)
-            claim.found = None
-            return await self._sample(claim, group, prompt_ids, num_siblings)
+            return await self._sample(claim, group, prompt_ids, num_siblings, None)
         num_tokens = _num_tokens(completions) - _num_tokens(before)
         self.num_tokens += num_tokens
         self._metrics.tokens_generated.inc(num_tokens)
         return completions
 
-    def _adopted(self, claim: Claim, group: RolloutGroup, context: bytes, num_siblings: int) -> list[Completion]:
+    def _adopted(
+        self, claim: Claim, found: RolloutGroup, group: RolloutGroup, context: bytes, num_siblings: int
+    ) -> list[Completion]:
         """Returns what an earlier holder of the prompt has sampled, if it can be used here."""
-        if (found := claim.found) is None:
-            return []
         num_tokens = sum(rollout.num_sampled_tokens for rollout in found.rollouts)
         held, lag_bound = self._engine.policy_version, self._config.lag_bound
         try:

@@ -3,9 +3,9 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from penstock.schemas.rollout import RolloutGroup
 
@@ -13,18 +13,11 @@ SHARE = 4
 """A read claims at most one in `SHARE` of the free groups, so that several idle producers share the prompts."""
 
 
-class ProgressPart(NamedTuple):
-    """A part of a conversation group's progress.
+class GroupInFlight(Protocol):
+    """The group that this producer samples for a claim."""
 
-    mark: of its state; it is written again once this differs. None for a part that never changes.
-    num_tokens: sampled tokens in it.
-    encode: None for a part that stays as it was last written.
-    """
-
-    name: str
-    mark: object = None
-    num_tokens: int = 0
-    encode: Callable[[], bytes] | None = None
+    def so_far(self) -> RolloutGroup | None:
+        """Returns the group as far as its siblings are sampled; None while nothing is, or it is unknown."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -55,15 +48,10 @@ class Claim:
     claimed_s: float = field(default_factory=time.time)
     generating_since: float | None = None
     """Monotonic seconds; None while it waits for its turn or for weights."""
-    found: RolloutGroup | None = None
-    """The group as far as an earlier holder of this prompt sampled it."""
-    so_far: Callable[[], RolloutGroup | None] = lambda: None
-    """Returns the group as far as its siblings are sampled; None while nothing is, or it is unknown."""
+    in_flight: GroupInFlight | None = None
+    """The group that is sampled for it in one turn; None while none is."""
     converses: bool = False
-    """Its siblings are conversations; their progress is kept in parts."""
-    parts: Callable[[bool], Iterable[ProgressPart]] | None = None
-    """Returns the parts of its progress, with False those of running calls as they were last written; None if it has no
-    parts."""
+    """Its siblings are conversations, which keep a journal."""
     has_progress: bool = False
     """Redis may hold its progress, which is dropped with the claim."""
     num_lost_before: int | None = None
@@ -74,8 +62,6 @@ class Claim:
     """Its progress has grown for so long that it cannot be what kills producers: no attempt so far counts any more."""
     has_begun: bool = False
     """Something may have been sampled for it."""
-    has_moved: bool = False
-    """Of conversations: another producer continues it, or will."""
 
     def __post_init__(self) -> None:
         self.task = self.task or self.index
@@ -168,7 +154,7 @@ class InFlightTable:
         self._sequences_free -= self._sequences(claim)
 
     def remove(self, claim: Claim) -> None:
-        claim.parts = None  # a claim that is kept must not keep its conversations alive
+        claim.in_flight = None  # a claim that is kept must not keep its group alive
         if self._claims.pop((claim.stream, claim.entry_id), None) is not None:
             self._sequences_free += self._sequences(claim)
             self._changed.set()

@@ -276,7 +276,7 @@ def saved(one, index: int = 1) -> list[list[int]]:
 
 def so_far(producer) -> list[list[int]]:
     """The tokens of each sibling that the engine of a producer has sampled of its one group."""
-    groups = [group for claim in producer.table if (group := claim.so_far()) is not None]
+    groups = [group for claim in producer.table if claim.in_flight and (group := claim.in_flight.so_far()) is not None]
     return [sampled(rollout) for group in groups for rollout in group.rollouts]
 
 

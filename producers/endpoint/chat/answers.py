@@ -16,7 +16,7 @@ from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 from penstock.producers.endpoint.splice.turn_boundary import special_token_ids
 from penstock.producers.interfaces import Completion
-from penstock.schemas.rollout import VersionSpan, unpack_floats, unpack_ids
+from penstock.schemas.rollout import unpack_floats, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +76,7 @@ class Answers:
         if not is_stopped(len(token_ids)):
             return completion, False
         num = bisect_left(range(len(token_ids)), True, key=is_stopped)
-        spans = completion.version_spans
-        return replace(
-            completion,
-            token_ids=completion.token_ids[: 4 * num],
-            behavior_logprobs=completion.behavior_logprobs[: 4 * num],
-            version_spans=tuple(VersionSpan(s.version, s.start, min(s.end, num)) for s in spans if s.start < num),
-            finish_reason="stop",
-            sampling_mask=completion.sampling_mask and completion.sampling_mask[:num],
-        ), True
+        return replace(completion.part(0, num), finish_reason="stop"), True
 
     def message(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> Json:
         """Returns the assistant's message, with prompt ids, sampled ids and logprobs under NeMo Gym's field names."""

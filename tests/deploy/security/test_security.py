@@ -5,6 +5,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import msgspec
@@ -22,7 +23,9 @@ from penstock.deploy.security import __main__ as command
 from penstock.deploy.security.acl import ADMIN, ROLES, acl_file, user_name, user_names
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable, ProgressPart
+from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable
+from penstock.producers.stream.journals import Journal, JournalHolder, Journals
+from penstock.producers.stream.progress_store import ProgressStore
 from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
@@ -195,21 +198,23 @@ async def test_a_producer_keeps_the_progress_of_its_rollouts(guarded: RealServer
     admin, metrics = client_of(ADMIN), ProducerMetrics()
     connection = ProducerConnection.open(url_of(guarded, user_name("test", role)), outage_s=5, metrics=metrics)
     table = InFlightTable(num_groups=1, group_size=3)
-    progress = RolloutProgress(connection, KEYS, table, metrics, ProducersConfig(), "i1", "a")
-    claim = Claim(stream=KEYS.prompts, entry_id=b"1-0", index=41, version=0, so_far=wire_examples.group_in_flight)
+    store = ProgressStore(connection, KEYS, table, metrics, ProducersConfig())
+    progress, journals = RolloutProgress(store, "i1"), Journals(store, JournalHolder("i1", "a"))
+    claim = Claim(stream=KEYS.prompts, entry_id=b"1-0", index=41, version=0)
+    claim.in_flight = SimpleNamespace(so_far=wire_examples.group_in_flight)
     table.add(claim)
     await progress.save()
     assert admin.exists(KEYS.progress(41)) and await progress.find(
         claim
     ) == wire_examples.group_in_flight().finished_by("i1")
-    parts = [ProgressPart("group", None, 0, lambda: b"g"), ProgressPart("calls.0.0", 1, 1, lambda: b"c")]
-    claim.converses, claim.parts = True, lambda running: parts
-    await progress.save()
-    del parts[1]
-    await progress.save()
-    assert await progress.find_parts(claim) == {"group": b"g"}
-    assert admin.hget(KEYS.progress(41), Field.PRODUCER) == b"a" and admin.ttl(KEYS.progress(41)) > 0
-    await progress.end()
+    journal = Journal(claim=claim)
+    for said in (b"one", b"two"):
+        journal.add(said)
+        await journals.append(journal)
+    await journals.find_moved([journal])
+    assert await journals.read(claim) == [b"one", b"two"] and not journal.has_moved
+    assert await journals.holder_of(41) == JournalHolder("i1", "a") and admin.ttl(KEYS.progress(41)) > 0
+    await store.end()
     await connection.close()
     assert not admin.exists(KEYS.progress(41))
 

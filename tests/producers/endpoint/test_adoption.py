@@ -3,25 +3,26 @@
 import asyncio
 import itertools
 
-import msgspec
 import openai
 import pytest
 from msgspec.structs import replace
 
 from agent_client import ADD, ANSWER, CALL, AgentClient, as_plain_client, spelled, tool_user
-from chat_templates import decode
+from chat_templates import decode as text_of
 from penstock.producers.endpoint.access import KEY
 from penstock.producers.endpoint.adoption import adopt
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.groups import AgentGroup, origin_of, rollout_id
-from penstock.producers.endpoint.server import FORWARDED
+from penstock.producers.endpoint.holders import FORWARDED
+from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, RunningCall, decode, encode
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.stream.claims import FREE_AT_ONCE_MS
 from penstock.producers.stream.in_flight import Claim
+from penstock.producers.stream.journals import Journal, JournalHolder
 from penstock.schemas.config import EndpointConfig
-from penstock.schemas.keys import PRODUCERS_GROUP, Field
-from penstock.schemas.prompt import Prompt
+from penstock.schemas.keys import PRODUCERS_GROUP
+from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     EngineFingerprint,
     RolloutGroup,
@@ -82,12 +83,16 @@ async def take_for_dead(one) -> None:
 
 
 async def taken_over_by(two, index: int = 1) -> None:
-    instance = two.producer.context.instance.encode()
-    await until(lambda: two.server.client.hget(KEYS.progress(index), Field.INSTANCE) == instance)
+    holder = JournalHolder(two.producer.context.instance, two.producer_id)
+    await until(lambda: JournalHolder.of(two.server.client.lindex(KEYS.progress(index), 0)) == holder)
 
 
-async def asked_nothing(claims: object = None) -> None:
-    """In place of `RolloutProgress.find_moved`: a producer that has not asked yet."""
+async def asked_nothing(journals: object) -> None:
+    """In place of `Journals.find_moved`: a producer that has not asked yet."""
+
+
+def journals_of(one):
+    return one.producer.endpoint.agents.journals
 
 
 async def stop(one) -> None:
@@ -111,7 +116,7 @@ def resumable(prompt_ids: list[int], sibling: int) -> list[int]:
     script = tool_user()
     for num in range(len(spelled(CALL)), 0, -1):
         before, begun = prompt_ids[:-num], prompt_ids[-num:]
-        opened = decode("chatml", before).count("<|im_start|>") > 1
+        opened = text_of("chatml", before).count("<|im_start|>") > 1
         if opened and (whole := script(before, sibling))[:num] == begun:
             return whole[num:]
     return script(prompt_ids, sibling)
@@ -209,7 +214,7 @@ async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve, between
     rollout = await one.client.open()
     asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
     await until(lambda: one.engine.requests and len(one.engine.sampled(one.engine.requests[0])[0].token_ids) >= 48)
-    await one.producer.progress.save()
+    await one.producer.endpoint.agents.save_all()
     saved = unpack_ids(one.engine.sampled(one.engine.requests[0])[0].token_ids).tolist()[:12]
     await kill(one)
     await asyncio.gather(asking, return_exceptions=True)
@@ -352,8 +357,7 @@ async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, caplog
     await one.client.chat(rollout, ASKED)
     await kill(one)
     key = KEYS.progress(1)
-    (name,) = (name for name in one.server.client.hgetall(key) if name.endswith(b"/calls.0.0"))
-    one.server.client.hset(key, name, one.server.client.hget(key, name)[:-3])
+    one.server.client.rpush(key, one.server.client.rpop(key)[:-3])
     two = await serve(producer_id="b", beside=one, group_size=1)
     status = 503
     while status == 503:
@@ -378,36 +382,32 @@ def new_group(answer: str = "", fingerprint: EngineFingerprint = FINGERPRINT) ->
         sampling=SamplingSettings(max_tokens=9),
         producer_id="a",
         fingerprint=fingerprint,
+        is_kept=True,
     )
 
 
-def all_parts(group: AgentGroup) -> dict[str, bytes]:
-    return {part.name: part.encode() for part in group.parts(True)}
-
-
-def left(version: int = 0) -> dict[str, bytes]:
-    """What a rollout of two calls leaves: an answer, and a continuation of it."""
+def left(version: int = 0, logprob: float = -0.5, **reply: object) -> list[bytes]:
+    """What a rollout of two calls leaves: an answer, and a continuation of it. reply: fields of the first answer."""
     group = new_group()
-    rollout = group.open()
-    base = None
+    rollout, base = group.open(), None
     for n, context in enumerate(([1, 2], [5])):
         completion = Completion(
             token_ids=pack_ids([3, 4]),
-            behavior_logprobs=pack_floats([-0.5, -0.25]),
+            behavior_logprobs=pack_floats([logprob, -0.25]),
             version_spans=(VersionSpan(version, 0, 2),),
             finish_reason="stop",
         )
-        number = rollout.ledger.begin(b"%d" % n)
-        call = Call(
-            number=number, base=base, context=pack_ids(context), completion=completion, rendered=None, request=b"%d" % n
-        )
-        rollout.ledger.record(call, [*ASKED] * (n + 1), {"role": "assistant", "content": f"said {n}"})
+        identity = b"%d" % n
+        number, ids = rollout.begin_call(identity), pack_ids(context)
+        call = Call(number=number, base=base, context=ids, completion=completion, rendered=None, request=identity)
+        message = {"role": "assistant", "content": f"said {n}"} | (reply if n == 0 else {})
+        rollout.record(RunningCall(number, b"prompt", identity, None), call, [*ASKED] * (n + 1), message)
         base = call
-    return all_parts(group)
+    return group.journal.entries
 
 
-def taken(group: AgentGroup, parts: dict[str, bytes]) -> int:
-    return adopt(group, parts, held=0, lag_bound=2, replay=False)
+def taken(group: AgentGroup, entries: list[bytes]) -> int:
+    return adopt(group, entries, held=0, lag_bound=2, replay=False)
 
 
 def test_a_rollout_is_taken_over_call_by_call() -> None:
@@ -419,74 +419,67 @@ def test_a_rollout_is_taken_over_call_by_call() -> None:
     assert unpack_ids(first.prompt_token_ids).tolist() == [1, 2] and first.delivered and second.delivered
     assert rollout.ledger.begin(b"0") == 2 and [one.number for one in rollout.ledger.calls] == [0, 1]
     assert rollout.id.startswith("a.1.") and not group.has_place
-    again = all_parts(group)
-    assert again.keys() == left(2).keys() and again["calls.0.1"] == left(2)["calls.0.1"]
+    assert group.journal.entries[1:] == [encode(Opened(rollout.id)), *left(2)[2:]]
 
 
-def spoiled(name: str, data: bytes | None) -> dict[str, bytes]:
-    parts = left()
-    return {key: part for key, part in {**parts, name: data}.items() if part is not None}
+def test_what_was_sampled_in_several_pieces_by_several_holders_is_one_call() -> None:
+    """A stop string may end an answer before what was entered while it was sampled."""
+
+    def piece(number: int, ids: list[int], **fields: object) -> bytes:
+        completion = Completion(
+            token_ids=pack_ids(ids),
+            behavior_logprobs=pack_floats([-0.5] * len(ids)),
+            version_spans=(VersionSpan(number, 0, len(ids)),) if ids else (),
+            finish_reason="abort",
+        )
+        return encode(KeptCall(rollout=0, number=number, prompt=b"p", completion=completion, request=b"r", **fields))
+
+    pieces = [piece(0, [3, 4]), piece(0, [5], start=2), piece(1, [6], start=3, replaces=0), piece(1, [7], start=2)]
+    for num, ids, spans in [
+        (2, [3, 4, 5], (VersionSpan(0, 0, 3),)),
+        (3, [3, 4, 5, 6], (VersionSpan(0, 0, 3), VersionSpan(1, 3, 4))),
+        (4, [3, 4, 7], (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3))),
+    ]:
+        group = new_group()
+        assert taken(group, [*left()[:2], *pieces[:num]]) == len(ids)
+        (call,) = group.rollouts[0].earlier
+        assert unpack_ids(call.completion.token_ids).tolist() == ids and call.completion.version_spans == spans
 
 
-def reply_of(**fields: object) -> dict[str, bytes]:
-    """As `left`, with these fields in the first answer's message."""
-    parts = left()
-    call = msgspec.msgpack.decode(parts["calls.0.0"])
-    call["reply"] |= fields
-    return parts | {"calls.0.0": msgspec.msgpack.encode(call)}
-
-
-@pytest.mark.parametrize(
-    ("group", "parts", "message"),
-    [
-        (new_group(), spoiled("calls.0.0", left()["calls.0.0"][:-3]), "truncated"),
-        (new_group(), spoiled("group", b"\xc1"), "not a rollout group"),
-        (new_group(), spoiled("group", None), "part 'group' is missing"),
-        (new_group(), spoiled("rollouts.0", None), "part 'rollouts.0' is missing"),
-        (new_group(), spoiled("calls.0.0", None), "part 0 is missing"),
-        (new_group(), spoiled("rollouts.1", left()["rollouts.0"]), "2 siblings, expected at most 1"),
-        (
-            new_group(),
-            spoiled("calls.0.0", left()["calls.0.0"].replace(pack_floats([-0.5]), pack_floats([7]))),
-            "at mo",
-        ),
-        (
-            new_group(),
-            spoiled("group", left()["group"].replace(b"schema_version\x01", b"schema_version\x02")),
-            "knows 1",
-        ),
+def test_progress_that_breaks_the_rules_is_refused_whole() -> None:
+    begun, opened, first, second = left()
+    other = replace(FINGERPRINT, version="2")
+    newer = encode(Begun(decode(begun).group.replace(b"schema_version\x01", b"schema_version\x02")))
+    for group, entries, message in [
+        (new_group(), [begun, opened, first[:-3], second], "truncated"),
+        (new_group(), [encode(Begun(b"\xc1")), opened], "not a rollout group"),
+        (new_group(), [opened, first], "its beginning is missing"),
+        (new_group(), [begun, opened, begun], "it begins twice"),
+        (new_group(), [begun, first], "IndexError"),
+        (new_group(), [begun, opened, second], "call 0 is missing"),
+        (new_group(), [begun, opened, encode(replace(decode(first), start=1))], "call 0 is missing"),
+        (new_group(), [begun, opened, first, encode(replace(decode(first), start=3))], "call 0 lacks tokens 2 to 3"),
+        (new_group(), [begun, opened, opened], "2 siblings, expected at most 1"),
+        (new_group(), left(logprob=7.0), "at most"),
+        (new_group(), [newer, opened], "knows 1"),
         (new_group(answer="another"), left(), "index 1 and its prompt, expected this one of index 1"),
-        (new_group(), reply_of(tool_calls=5), "TypeError: 'int' object is not iterable"),
+        (
+            new_group(),
+            [begun, opened, encode(replace(decode(first), reply={"role": "assistant", "tool_calls": 5}))],
+            "TypeError",
+        ),
+        (new_group(), [*left(), encode(Ended(rollout=0, reward=Reward(value=1.0)))], "no sampled token to train"),
         (new_group(), left(version=3), "newest token of policy 3, expected 0 or up to 2 steps from it"),
-    ],
-    ids=[
-        "torn",
-        "garbage",
-        "no group",
-        "no rollout",
-        "no call",
-        "siblings",
-        "logprob",
-        "newer",
-        "prompt",
-        "reply",
-        "policy",
-    ],
-)
-def test_progress_that_breaks_the_rules_is_refused_whole(group: AgentGroup, parts: dict[str, bytes], message) -> None:
-    with pytest.raises(UnusableProgressError, match=message):
-        taken(group, parts)
-    assert group.rollouts == []
-
-
-def test_progress_of_another_engine_is_refused() -> None:
-    with pytest.raises(UnusableProgressError, match=r"fingerprint\.version = '1', expected '2'"):
-        taken(new_group(fingerprint=replace(FINGERPRINT, version="2")), left())
+        (new_group(fingerprint=other), left(), r"fingerprint\.version = '1', expected '2'"),
+    ]:
+        with pytest.raises(UnusableProgressError, match=message):
+            taken(group, entries)
+        assert group.rollouts == [], message
 
 
 async def test_without_room_for_it_a_conversation_has_no_progress(serve, caplog, monkeypatch) -> None:
     one = await serve(group_size=1)
-    monkeypatch.setattr(one.producer.progress, "_room", lambda claim: 1500)
+    monkeypatch.setattr(one.producer._store, "config", replace(QUICK_PRODUCERS, progress_mb=0.0015))
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     assert one.server.client.exists(KEYS.progress(1))
@@ -536,7 +529,7 @@ async def test_an_environment_s_conversation_that_repeats_its_calls_gets_the_ans
     one = await serve(environment=first, group_size=3)
     one.trainer.release(1, 1)
     await until(lambda: first.num_at_end == 3 and len(first.replies) == 7)
-    await one.producer.progress.save()
+    await one.producer.endpoint.agents.save_all()
     one.trainer.announce(1)
     await kill(one)
     if between:
@@ -557,7 +550,7 @@ async def test_a_conversation_that_takes_another_course_begins_its_group_anew(se
     one = await serve(environment=first, group_size=3)
     one.trainer.release(1, 1)
     await until(lambda: first.num_at_end == 3 and len(first.replies) == 7)
-    await one.producer.progress.save()
+    await one.producer.endpoint.agents.save_all()
     one.trainer.announce(1)
     await kill(one)
     two = await serve(producer_id="b", beside=one, environment=second, group_size=3)
@@ -574,7 +567,7 @@ async def two_holders(serve, monkeypatch):
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     first = await one.client.chat(rollout, ASKED, tools=[ADD])
-    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
+    monkeypatch.setattr(journals_of(one), "find_moved", asked_nothing)
     two = await serve(producer_id="b", beside=one, group_size=1)
     await take_for_dead(one)
     await taken_over_by(two)
@@ -619,18 +612,17 @@ async def test_a_reward_is_for_the_holder_of_the_whole_conversation(serve, monke
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     await one.client.chat(rollout, ASKED, tools=[ADD])
-    asks, asked = one.producer.progress.find_moved, asyncio.Event()
-    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
+    asks, asked = journals_of(one).find_moved, asyncio.Event()
+    monkeypatch.setattr(journals_of(one), "find_moved", asked_nothing)
     two = await serve(producer_id="b", beside=one, group_size=1)
     await take_for_dead(one)
     await taken_over_by(two)
 
-    async def late(claims: object = None) -> None:
-        if claims is not None:
-            asked.set()
-            await asks(claims)
+    async def late(journals: list[Journal]) -> None:
+        asked.set()
+        await asks(journals)
 
-    monkeypatch.setattr(one.producer.progress, "find_moved", late)
+    monkeypatch.setattr(journals_of(one), "find_moved", late)
     status, body = await one.client.request("POST", path_of(rollout, "finish"), 1.0)
     assert (status, body["error"]["code"]) == (503, "rollout_moving") and asked.is_set()
     assert one.server.client.xlen(KEYS.rollouts) == 0
@@ -642,13 +634,13 @@ async def test_agents_that_went_elsewhere_are_not_idle_here(serve, monkeypatch) 
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     await one.client.chat(rollout, ASKED, tools=[ADD])
-    asks = one.producer.progress.find_moved
-    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
+    asks = journals_of(one).find_moved
+    monkeypatch.setattr(journals_of(one), "find_moved", asked_nothing)
     two = await serve(producer_id="b", beside=one, group_size=1)
     await take_for_dead(one)
     await taken_over_by(two)
     one.producer.endpoint.agents.find(rollout["id"]).last_seen = -1e9
-    monkeypatch.setattr(one.producer.progress, "find_moved", asks)
+    monkeypatch.setattr(journals_of(one), "find_moved", asks)
     await until(lambda: len(one.producer.table) == 0)
     assert one.server.client.xlen(KEYS.rollouts) == 0 and one.dead_rollouts() == []
     reply = await asked_again(two, rollout, {"messages": ASKED})
@@ -659,11 +651,11 @@ async def test_agents_that_went_elsewhere_are_not_idle_here(serve, monkeypatch) 
 
 async def test_a_request_does_not_wait_for_a_producer_that_holds_its_rollout_no_longer(serve, monkeypatch) -> None:
     """It was passed on to one that takes connections and answers nothing."""
-    monkeypatch.setattr("penstock.producers.endpoint.server.HOLDER_S", 0.05)
+    monkeypatch.setattr("penstock.producers.endpoint.holders.HOLDER_S", 0.05)
     one = await serve(ScriptedEngine(script=tool_user(), token_s=600.0, max_model_len=4096), group_size=1)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
-    monkeypatch.setattr(one.producer.progress, "find_moved", asked_nothing)
+    monkeypatch.setattr(journals_of(one), "find_moved", asked_nothing)
     full = replace(QUICK_PRODUCERS, groups_in_flight=1)
     one.trainer.release(2, 2)
     two = await serve(producer_id="b", beside=one, group_size=1, producers=full)
@@ -684,15 +676,14 @@ async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     await until(lambda: next(iter(one.producer.table)).has_progress)
-    save, reached, stopped = one.producer.progress.save_parts, asyncio.Event(), asyncio.Event()
+    append, reached, stopped = journals_of(one).append, asyncio.Event(), asyncio.Event()
 
-    async def late(claim: Claim, *, running: bool = True) -> None:
-        if not running:
-            reached.set()
-            await stopped.wait()
-        await save(claim, running=running)
+    async def late(journal: Journal) -> None:
+        reached.set()
+        await stopped.wait()
+        await append(journal)
 
-    monkeypatch.setattr(one.producer.progress, "save_parts", late)
+    monkeypatch.setattr(journals_of(one), "append", late)
     asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
     await reached.wait()
     await one.producer.endpoint.agents.close(append=True)
@@ -706,10 +697,10 @@ async def test_an_agent_does_not_wait_for_a_redis_that_is_slow(serve, monkeypatc
     one = await serve(group_size=1)
     one.trainer.release(1, 1)
 
-    async def hangs(claim: Claim, *, running: bool = True) -> None:
+    async def hangs(journal: Journal) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(one.producer.progress, "save_parts", hangs)
+    monkeypatch.setattr(journals_of(one), "append", hangs)
     rollout = await one.client.open()
     await one.client.converse(rollout)
     await one.client.finish(rollout, 1.0)

@@ -388,7 +388,7 @@ async def ask_and_hang_up(one, rollout: dict, body: dict) -> None:
     await until(lambda: len(calls) > num_before and calls[-1].delivered)
     writer.close()
     await writer.wait_closed()
-    await until(lambda: calls[-1].connection() is None or calls[-1].connection().is_closing())
+    await until(lambda: calls[-1].connection.is_closing())
 
 
 async def trained_lengths(one, rollout: dict) -> list[int]:

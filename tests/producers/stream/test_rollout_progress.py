@@ -10,10 +10,12 @@ from msgspec.structs import replace
 from redis.exceptions import ConnectionError
 
 from penstock.producers.rollout.episode import UNSCORED
+from penstock.producers.stream import journals, progress_store
 from penstock.producers.stream import rollout_progress as module
-from penstock.producers.stream import timed_steps
 from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable, ProgressPart
+from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
+from penstock.producers.stream.journals import Journal, JournalHolder, Journals
+from penstock.producers.stream.progress_store import SHORTEST_TTL_S, ProgressStore
 from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
@@ -54,6 +56,16 @@ def so_far(index: int, num_tokens: int) -> RolloutGroup:
     )
 
 
+class SoFar:
+    """A group of which so many tokens are sampled."""
+
+    def __init__(self, index: int, num_tokens: int) -> None:
+        self.index, self.num_tokens = index, num_tokens
+
+    def so_far(self) -> RolloutGroup:
+        return so_far(self.index, self.num_tokens)
+
+
 async def appended(desk: "ProgressDesk") -> None:
     """Runs the writer of `desk` until Redis has all that was put."""
     running = asyncio.create_task(desk.writer.run())
@@ -71,26 +83,26 @@ class ProgressDesk:
         self.connection = connection
         self.instance = settings.pop("instance", "i1")
         config = ProducersConfig(**settings)
-        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, config, self.instance, "a")
+        self.store = ProgressStore(connection, KEYS, self.table, metrics, config)
+        self.progress = RolloutProgress(self.store, self.instance)
+        self.journals = Journals(self.store, JournalHolder(self.instance, "a"))
         self.writer = Writer(connection, KEYS, self.table, metrics, "a", self.instance)
 
     def claim(self, index: int, num_tokens: int | None = None, attempt: int = 1) -> Claim:
         claim = Claim(stream=KEYS.prompts, entry_id=b"%d-1" % index, index=index, version=0, attempt=attempt)
         if num_tokens is not None:
-            claim.so_far = lambda: so_far(index, num_tokens)
+            claim.in_flight = SoFar(index, num_tokens)
         self.table.add(claim)
         return claim
 
-    def talk(self, index: int, calls: dict[str, bytes]) -> Claim:
-        """A claim that converses; its calls by name, which may be changed."""
+    async def talk(self, index: int, *entries: bytes) -> Journal:
+        """The journal of a claim that converses, saved with these entries."""
         claim = self.claim(index)
-        claim.converses = True
-
-        def parts(running: bool) -> list[ProgressPart]:
-            return [ProgressPart(name, data, 1, lambda data=data: data) for name, data in calls.items()]
-
-        claim.parts = parts
-        return claim
+        claim.converses, journal = True, Journal(claim=claim)
+        for entry in entries:
+            journal.add(entry, 1)
+        await self.journals.append(journal)
+        return journal
 
     def saved(self) -> list[int]:
         """The indexes whose progress Redis has."""
@@ -113,13 +125,13 @@ async def test_what_one_producer_has_saved_is_found_by_the_next(desk) -> None:
     claim = one.claim(3, 5)
     one.claim(4)  # nothing sampled yet
     await one.progress.save()
-    claim.so_far = lambda: so_far(3, 9)
+    claim.in_flight = SoFar(3, 9)
     await one.progress.save()
     assert one.saved() == [3] and one.tokens("saved") == 9
     found = await other.progress.find(other.claim(3, attempt=2))
     assert encode_group(found, dead=True) == encode_group(so_far(3, 9).finished_by("i1"), dead=True)
     assert await other.progress.find(other.claim(4)) is None
-    assert 0 < one.client.ttl(KEYS.progress(3)) <= module.SHORTEST_TTL_S
+    assert 0 < one.client.ttl(KEYS.progress(3)) <= SHORTEST_TTL_S
 
 
 async def test_only_what_has_grown_is_written_again(desk) -> None:
@@ -201,18 +213,18 @@ async def test_progress_of_an_index_settled_meanwhile_goes_with_the_late_append_
     await appended(other)
     assert frozen.saved() == []
     for n in (1, 2):
-        claims[n - 1].so_far = lambda n=n: so_far(n, 9)
+        claims[n - 1].in_flight = SoFar(n, 9)
     await frozen.progress.save()
     frozen.writer.put(claims[0], so_far(1, 9))
     await appended(frozen)
-    assert frozen.saved() == [2] and 0 < frozen.client.ttl(KEYS.progress(2)) <= module.SHORTEST_TTL_S
+    assert frozen.saved() == [2] and 0 < frozen.client.ttl(KEYS.progress(2)) <= SHORTEST_TTL_S
 
 
 async def test_a_finished_run_leaves_no_progress(desk) -> None:
     one = desk()
     one.claim(1, 5), one.claim(2, 5)
     await one.progress.save()
-    await one.progress.end()
+    await one.store.end()
     assert one.saved() == []
     one.claim(3, 5)
     await one.progress.save()
@@ -233,7 +245,7 @@ async def test_progress_on_its_way_when_the_run_ends_does_not_stay(desk, streams
     intercept(streams.connection, late)
     saving = asyncio.create_task(one.progress.save())
     await begun.wait()
-    await one.progress.end()
+    await one.store.end()
     ended.set()
     await saving
     assert one.saved() == []
@@ -285,14 +297,20 @@ async def test_progress_that_has_grown_for_long_says_that_the_group_ends_no_prod
 ) -> None:
     """Not one that another producer has left, nor one that grows and stops."""
     now = [1000.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    one, calls = desk(claim_idle_s=30.0), {"0/1": b"one"}
-    claim = one.talk(1, calls) if converses else one.claim(1, 5)
+    for each in (module, progress_store):
+        monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0))
+    one = desk(claim_idle_s=30.0)
+    journal = await one.talk(1, *[b"said"] * 5) if converses else None
+    claim = one.claim(1, 5) if journal is None else journal.claim
     proved = []
     for num_tokens, passed_s in [(5, 40.0), (5, 40.0), (9, 40.0), (9, 20.0), (12, 29.0), (20, 2.0)]:
-        claim.so_far = lambda num_tokens=num_tokens: so_far(1, num_tokens)
-        calls |= {f"0/{n}": b"more" for n in range(5, num_tokens)}
-        await one.progress.save()
+        if journal is None:
+            claim.in_flight = SoFar(1, num_tokens)
+            await one.progress.save()
+        else:
+            for _ in range(journal.num_entered, num_tokens):
+                journal.add(b"more", 1)
+            await one.journals.append(journal)
         proved.append(claim.has_proved)
         now[0] += passed_s
     assert proved == [False, False, False, False, True, True]
@@ -304,7 +322,7 @@ async def test_evaluations_have_no_progress_and_with_an_interval_of_0_nothing_ha
     await one.progress.save()
     evaluation = Claim(stream=KEYS.evaluations, entry_id=b"0-1", index=1, version=0, evaluation_id="0-1")
     assert await one.progress.find(evaluation) is None
-    evaluation.so_far = lambda: so_far(1, 7)
+    evaluation.in_flight = SoFar(1, 7)
     one.table.add(evaluation)
     await one.progress.save()
     found = await one.progress.find(one.claim(1, attempt=2))
@@ -345,125 +363,151 @@ async def test_a_redis_that_is_away_costs_a_log_line_and_no_more(metrics, caplog
     await connection.close()
 
 
-@pytest.mark.parametrize("converse", [False, True])
 @pytest.mark.redis
 async def test_at_the_memory_limit_progress_is_the_first_to_go(
-    redis_server, connect, metrics, caplog, monkeypatch, converse
+    redis_server, connect, metrics, caplog, monkeypatch
 ) -> None:
     caplog.set_level(logging.WARNING)
     server = redis_server()
     one = ProgressDesk(connect(server), server.client, metrics)
-
-    def claim(index: int) -> None:
-        one.talk(index, {"calls.0.0": b"said"}) if converse else one.claim(index, 5)
-
-    claim(1)
+    one.claim(1, 5)
+    journal = await one.talk(2, b"said")
     await one.progress.save()
-    assert one.saved() == [1]
-    used = server.client.info("memory")["used_memory"]
-    server.client.config_set("maxmemory", used - 1)
-    claim(2)
+    assert one.saved() == [1, 2]
+    server.client.config_set("maxmemory", server.client.info("memory")["used_memory"] - 1)
+    one.claim(3, 5)
     await one.progress.save()
     assert one.saved() == [] and one.failures("memory") == 1
     server.client.config_set("maxmemory", 0)
     await one.progress.save()
+    await one.journals.append(journal)
     assert one.saved() == []  # what is free now is the groups'
-    monkeypatch.setattr(one.progress, "_full_until", 0.0)
+    monkeypatch.setattr(one.store, "_full_until", 0.0)
     await one.progress.save()
-    assert one.saved() == [1, 2]
+    await one.journals.append(journal)
+    assert one.saved() == [1, 2, 3] and await one.journals.read(journal.claim) == [b"said"]
     (warning,) = caplog.messages
     assert warning.startswith("progress of rollouts is not kept: Redis is at its memory limit: ")
 
 
-@pytest.mark.parametrize("converses", [False, True])
-async def test_progress_in_redis_is_gone_on_with_though_redis_fails_once(desk, monkeypatch, converses) -> None:
+async def test_progress_in_redis_is_gone_on_with_though_redis_fails_once(desk, monkeypatch) -> None:
     one, other = desk(), desk(instance="i2")
-    if converses:
-        one.talk(1, {"calls.0.0": b"said"})
-    else:
-        one.claim(1, 5)
+    one.claim(1, 5)
     await one.progress.save()
-    command = "hgetall" if converses else "get"
-    read, errors = getattr(one.connection.commands, command), [ConnectionError("reset"), TimeoutError()]
+    await one.talk(2, b"said")
+    errors = []
+    for command in ("get", "lrange"):
+        read = getattr(one.connection.commands, command)
 
-    async def fails(key: str) -> object:
-        if errors:
-            raise errors.pop()
-        return await read(key)
+        async def fails(*arguments: object, read=read) -> object:
+            if errors:
+                raise errors.pop()
+            return await read(*arguments)
 
-    monkeypatch.setattr(one.connection.commands, command, fails)
-    claim = other.claim(1, attempt=2)
-    if converses:
-        assert await other.progress.find_parts(claim) == {"calls.0.0": b"said"}
-    else:
-        assert (await other.progress.find(claim)).rollouts[0].num_sampled_tokens == 5
-    assert not errors
+        monkeypatch.setattr(one.connection.commands, command, fails)
+    errors += [ConnectionError("reset"), TimeoutError()]
+    assert (await other.progress.find(other.claim(1, attempt=2))).rollouts[0].num_sampled_tokens == 5 and not errors
+    errors += [ConnectionError("reset"), TimeoutError()]
+    assert await other.journals.read(other.claim(2, attempt=2)) == [b"said"] and not errors
 
 
-async def test_progress_of_a_conversation_is_no_group_and_goes_with_its_claim(desk, caplog) -> None:
+async def test_a_journal_is_appended_to_and_read_as_it_was_written(desk) -> None:
     one, other = desk(), desk(instance="i2")
-    one.talk(1, {"calls.0.0": b"said"})
-    await one.progress.save()
+    journal = await one.talk(1, b"one", b"two")
+    journal.add(b"three", 1)
+    sent = one.metrics.registry.get_sample_value("penstock_progress_bytes_total")
+    await one.journals.append(journal)
+    await one.journals.append(journal)
+    sent = one.metrics.registry.get_sample_value("penstock_progress_bytes_total") - sent
+    assert sent == len(b"i1/three") and one.tokens("saved") == 3
     claim = other.claim(1, attempt=2)
-    assert await other.progress.find(claim) is None
-    assert claim.has_progress and "group 1 starts again, its progress cannot be read: WRONGTYPE" in caplog.text
+    assert await other.journals.read(claim) == [b"one", b"two", b"three"] and claim.has_progress
+    assert await one.journals.holder_of(1) == JournalHolder("i1", "a") and await one.journals.holder_of(2) is None
+    assert 0 < one.client.ttl(KEYS.progress(1)) <= SHORTEST_TTL_S
+    other.writer.put(claim, Dead("why"))
+    await appended(other)
+    assert one.saved() == []
 
 
-async def test_parts_that_are_too_much_or_no_parts_are_not_read(desk, monkeypatch, caplog) -> None:
-    one, other = desk(), desk()
-    one.talk(1, {"calls.0.0": b"said", "calls.0.1": b"said"})
-    await one.progress.save()
-    monkeypatch.setattr(module, "LARGEST_PARTS", 7)
+async def test_what_is_no_journal_or_too_much_or_of_the_other_kind_is_not_read(desk, monkeypatch, caplog) -> None:
+    one, other = desk(), desk(instance="i2")
+    await one.talk(1, b"said", b"said")
     one.client.set(KEYS.progress(2), b"of a single turn")
-    claims = [other.claim(n, attempt=2) for n in (1, 2)]
-    assert [await other.progress.find_parts(claim) for claim in claims] == [{}, {}]
-    assert one.failures("record") == 2 and all(claim.has_progress for claim in claims)
+    one.client.rpush(KEYS.progress(3), b"i1/said")
+    monkeypatch.setattr(journals, "LARGEST_JOURNAL", 7)
+    claims = [other.claim(n, attempt=2) for n in (1, 2, 3)]
+    assert [await other.journals.read(claim) for claim in claims] == [[], [], []]
+    assert await other.progress.find(claims[0]) is None
+    assert one.failures("record") == 3 and all(claim.has_progress for claim in claims)
     assert "group 1 starts again, its progress cannot be read: 8 bytes, expected at most 7" in caplog.text
-    assert "group 2 starts again, its progress cannot be read: WRONGTYPE" in caplog.text
+    assert caplog.text.count("starts again, its progress cannot be read: WRONGTYPE") == 2
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["suspended", "cut off"])
-async def test_of_two_that_keep_one_conversation_the_last_to_begin_counts(desk, away) -> None:
+async def test_of_two_that_keep_one_journal_the_last_to_begin_counts(desk, away) -> None:
     """Whatever the first one does: it was suspended, or Redis was out of its reach, and it has the same id perhaps."""
     one, other = desk(), desk(instance="i2")
-    calls = {"calls.0.0": b"said"}
-    first = one.talk(1, calls)
-    await one.progress.save()
-    assert await other.progress.find_parts(second := other.talk(1, {"calls.0.0": b"said", "calls.0.1": b"new"}))
-    await other.progress.save()
+    first = await one.talk(1, b"said")
+    second = await other.talk(1, *await other.journals.read(other.claim(1)), b"new")
     if away:
         one.connection._outage.num_ended += 1
-    calls["calls.0.1"] = b"late"
-    await one.progress.save()
+    first.add(b"late")
+    await one.journals.append(first)
     assert first.has_moved and not second.has_moved
-    await other.progress.find_moved()
+    second.add(b"newer")
+    await other.journals.append(second)
+    await other.journals.find_moved([second])
     assert not second.has_moved
-    found = await desk().progress.find_parts(desk().claim(1, attempt=2))
-    assert found == {"calls.0.0": b"said", "calls.0.1": b"new"}
+    assert await desk().journals.read(desk().claim(1, attempt=2)) == [b"said", b"new", b"newer"]
 
 
 async def test_who_only_asks_finds_that_another_goes_on(desk) -> None:
     one, other = desk(), desk(instance="i2")
-    claims = [one.talk(n, {"calls.0.0": b"said"}) for n in (1, 2)]
-    await one.progress.save()
-    other.talk(2, {"calls.0.0": b"said"})
-    await other.progress.save()
+    kept = [await one.talk(n, b"said") for n in (1, 2)]
+    await other.talk(2, b"said")
     one.client.expire(KEYS.progress(1), 9)
-    await one.progress.find_moved()
+    await one.journals.find_moved(kept)
     assert one.client.ttl(KEYS.progress(1)) > 9  # agents may be silent for longer than it lives
-    assert [claim.has_moved for claim in claims] == [False, True]
+    assert [journal.has_moved for journal in kept] == [False, True]
 
 
-async def test_a_conversation_that_redis_has_lost_is_written_again_as_a_whole(desk) -> None:
-    """It was emptied between two calls, which no command has noticed."""
-    one, calls = desk(), {"calls.0.0": b"said"}
-    claim = one.talk(1, calls)
-    await one.progress.save()
+async def test_a_journal_that_redis_has_lost_or_may_have_is_written_again_as_a_whole(desk, streams) -> None:
+    """It was emptied between two calls, which no command has noticed; or an answer was lost on its way."""
+    one, cuts = desk(), []
+
+    async def cut_off(execute) -> object:
+        answers = await execute()
+        if cuts:
+            raise cuts.pop()
+        return answers
+
+    journal = await one.talk(1, b"said")
     one.client.flushall()
-    calls["calls.0.1"] = b"more"
-    await one.progress.save()
-    await one.progress.save()
-    assert await one.progress.find_parts(claim) == calls and not claim.has_moved
+    journal.add(b"more")
+    await one.journals.append(journal)
+    assert await one.journals.read(journal.claim) == [b"said", b"more"] and not journal.has_moved
+    intercept(streams.connection, cut_off)
+    cuts.append(ConnectionError("reset"))
+    for entry in (b"lost", b"last"):
+        journal.add(entry)
+        await one.journals.append(journal)
+    assert await one.journals.read(journal.claim) == [b"said", b"more", b"lost", b"last"] and not cuts
+    journal.restart()
+    journal.add(b"anew")
+    await one.journals.append(journal)
+    assert await one.journals.read(journal.claim) == [b"anew"]
+
+
+async def test_a_journal_without_room_is_given_up_as_a_whole(desk, caplog) -> None:
+    one = desk(progress_mb=1)
+    journal = await one.talk(1, b"said")
+    journal.add(bytes(1_000_001))
+    await one.journals.append(journal)
+    assert one.saved() == [] and not journal.claim.has_progress and one.failures("size") == 1
+    journal.add(b"more")
+    await one.journals.append(journal)
+    assert one.saved() == [] and journal.entries == []
+    assert caplog.messages == ["progress of rollouts is not kept: group 1: no room left (producers.progress_mb = 1)"]
 
 
 async def test_appends_that_the_server_refuses_drop_the_progress_too(desk, monkeypatch) -> None:
@@ -495,29 +539,21 @@ async def test_groups_that_may_be_done_before_the_next_time_are_left_out_unless_
     assert one.saved() == [1, 2]
 
 
-async def test_the_next_saving_waits_until_the_last_was_a_small_share_of_the_time(desk, streams, monkeypatch) -> None:
-    """What the client of Redis takes is part of it, the wait for its answer and what others do meanwhile are not."""
+async def test_the_next_saving_waits_until_the_last_was_a_small_share_of_the_time(desk, monkeypatch) -> None:
+    """What others do meanwhile is no part of it."""
     one, waits, clock = desk(progress_s=10.0), [], [0.0]
     took = iter([0.01, 0.2, 0.0])
     claim = one.claim(1)
     claim.generating_since = time.monotonic() - 60
-    monkeypatch.setattr(timed_steps.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(module.time, "thread_time", lambda: clock[0])
 
-    def takes(seconds: float) -> None:
-        clock[0] += seconds
+    class Slow:
+        def so_far(self) -> RolloutGroup:
+            clock[0] += next(took)
+            asyncio.get_running_loop().call_soon(lambda: clock.append(clock.pop() + 100.0))
+            return so_far(1, len(waits))
 
-    async def write(execute) -> object:
-        takes(next(took))
-        asyncio.get_running_loop().call_soon(takes, 100.0)
-        return await execute()
-
-    intercept(streams.connection, write)
-
-    def encoded() -> RolloutGroup:
-        takes(0.3)
-        return so_far(1, len(waits))
-
-    claim.so_far = encoded
+    claim.in_flight = Slow()
     sleep = asyncio.sleep
 
     async def waited(seconds: float) -> None:
@@ -531,5 +567,5 @@ async def test_the_next_saving_waits_until_the_last_was_a_small_share_of_the_tim
     monkeypatch.setattr(module.asyncio, "sleep", waited)
     with pytest.raises(asyncio.CancelledError):
         await one.progress.run()
-    averages = 0.31 / 2, 0.31 / 4 + 0.5 / 2, 0.31 / 8 + 0.5 / 4 + 0.3 / 2
-    assert waits == pytest.approx([5.0, *(average / module.LARGEST_SHARE for average in averages)])
+    averages = 0.0, 0.01 / 2, 0.01 / 4 + 0.2 / 2, 0.01 / 8 + 0.2 / 4
+    assert waits == pytest.approx([max(5.0, average / module.LARGEST_SHARE) for average in averages])

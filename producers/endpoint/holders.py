@@ -1,0 +1,92 @@
+"""Which producer holds a rollout, and requests that are forwarded to it: every producer serves every rollout."""
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+from aiohttp import web
+from redis.exceptions import RedisError
+
+from penstock.producers.endpoint.groups import origin_of
+from penstock.producers.stream.context import ProducerContext
+from penstock.producers.stream.journals import Journals
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.process.cancellation import cancel_and_wait
+
+LOOK_UP_S = 2.0
+CONNECT_S = 5.0
+"""How long another producer may take to accept a connection."""
+HOLDER_S = 2.0
+"""How often a request that waits for another producer looks up whether that one still holds the rollout."""
+RETRY_COUNT = "x-stainless-retry-count"
+"""The header in which OpenAI's clients say how often they have sent a request before."""
+SESSION = "X-Session-ID"
+"""The header that names a rollout where the path does not."""
+FORWARDED = "X-Penstock-Forwarded"
+"""The header of a request that another producer has forwarded; it is not forwarded again."""
+PASSED_ON = ("Authorization", "Content-Type", RETRY_COUNT, SESSION)
+
+
+class Holders:
+    """Finds the holder of a rollout by its journal, else by its id, and forwards requests to it.
+
+    is_here: says whether this producer holds the group of an index.
+    """
+
+    def __init__(self, context: ProducerContext, journals: Journals, is_here: Callable[[int], bool]) -> None:
+        self._context = context
+        self._is_here = is_here
+        self._journals = journals
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def url_of(self, rollout_id: str) -> str | None:
+        """Returns the address of the other producer that holds a rollout; empty while none does, or if it is not known;
+        None if none ever will."""
+        if (origin := origin_of(rollout_id)) is None or self._is_here(origin[1]):
+            return None
+        opener, index = origin
+        context, data = self._context, None
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                holder = await self._journals.holder_of(index)
+                producer_id = opener if holder is None else holder.producer_id
+                if producer_id != context.producer_id:
+                    data = await context.connection.commands.get(context.keys.producer(producer_id))
+            if data is None:
+                return None if holder is None else ""
+            return decode_heartbeat(data).endpoint
+        except (TimeoutError, RedisError, ValueError):
+            return ""
+
+    async def forwarded(self, request: web.Request, rollout_id: str, url: str) -> web.Response | None:
+        """Returns the answer of the producer at `url`; None if it no longer holds the rollout: a suspended one still
+        accepts requests.
+
+        Raises:
+            aiohttp.ClientError, OSError: it does not answer.
+        """
+        forwarding = asyncio.create_task(self._forward(request, url))
+        try:
+            while not (await asyncio.wait({forwarding}, timeout=HOLDER_S))[0]:
+                origin = origin_of(rollout_id)
+                is_here = origin is not None and self._is_here(origin[1])
+                if is_here or await self.url_of(rollout_id) not in (url, "", None):
+                    return None
+            return forwarding.result()
+        finally:
+            await cancel_and_wait([forwarding])
+
+    async def _forward(self, request: web.Request, url: str) -> web.Response:
+        # A client that hangs up here hangs up there.
+        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+        headers[FORWARDED] = self._context.producer_id
+        where, data = url + request.raw_path, await request.read()
+        async with self._session.request(request.method, where, data=data, headers=headers) as reply:
+            kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
+            return web.Response(status=reply.status, body=await reply.read(), headers=kept)
