@@ -1,6 +1,7 @@
 """A minimal agent, and a scripted policy that answers it."""
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class AgentClient:
 
     async def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Sends a request; returns the status and the decoded body. body: bytes are sent as they are."""
-        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        data = body if isinstance(body, bytes | io.BytesIO | None) else json.dumps(body).encode()
         async with self.session.request(method, path, data=data) as reply:
             return reply.status, await reply.json()
 

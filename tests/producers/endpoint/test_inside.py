@@ -77,25 +77,42 @@ async def test_calls_of_a_synchronous_run_are_seeded_by_their_place_in_the_run(s
     assert sorted(one.engine.seeds) == sorted(request_seed(config, *place) for place in places)
 
 
-async def test_a_conversation_that_raises_ends_alone(serve) -> None:
+async def test_a_conversation_that_fails_ends_alone(serve) -> None:
+    async def cancelled() -> None:
+        background = asyncio.create_task(asyncio.Event().wait())
+        background.cancel()
+        await background
+
     class Fragile(ToolCaller):
         num_begun = 0
 
         async def converse(self, prompt, conversation):
             self.num_begun += 1
-            if prompt.text == "2" or self.num_begun == 1:
+            n = self.num_begun if prompt.text == "1" else 1
+            if n == 1:
                 raise LookupError("no such tool")
-            if self.num_begun == 2:
+            if n == 2:
+                await cancelled()
+            reward = await super().converse(prompt, conversation)
+            if n == 3:
                 return float("nan")
-            return await super().converse(prompt, conversation)
+            return Reward(
+                value=0.5, parts={4: {str(n): 0.0 for n in range(33)}, 5: {"\ud800": 1.0}}.get(n, reward.parts)
+            )
 
-    one = await serve(environment=Fragile(), group_size=4)
+    one = await serve(environment=Fragile(), group_size=6)
     one.trainer.release(1, 2)
     entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
     assert entries[1][Field.KIND] == Kind.GROUP and entries[2][Field.KIND] == Kind.DEAD
-    assert b"4 environment: LookupError: no such tool" in entries[2][Field.REASON]
-    assert one.count("penstock_agent_rollouts_total", outcome="finished") == 2
-    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 6
+    assert b"6 environment: LookupError: no such tool" in entries[2][Field.REASON]
+    missing = decode_group(entries[1][Field.PAYLOAD]).missing
+    for reason in (
+        "CancelledError", "LookupError: no such tool", "RewardError: nan for a conversation",
+        "RewardError: parts has 33 names, expected at most 32, in the reward of a conversation",
+    ):  # fmt: skip
+        assert f"1 environment: {reason}" in missing
+    assert one.count("penstock_agent_rollouts_total", outcome="finished") == 1
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 11 and not one.task.done()
 
 
 async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(serve) -> None:
@@ -112,7 +129,7 @@ async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(
     assert len((await one.groups(1))[0].rollouts) == 2
 
 
-async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
+async def test_a_held_out_prompt_has_as_many_conversations_as_samples(serve) -> None:
     limits = []
 
     class Evaluated(ToolCaller):
@@ -130,45 +147,23 @@ async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
             limits.append(conversation.facts.max_tokens)
             return reward
 
-    one = await serve(environment=Evaluated(), group_size=4, evaluation=EvaluationConfig(max_tokens=190))
+    how = EvaluationConfig(max_tokens=190, num_samples=2, temperature=0.5)
+    one = await serve(environment=Evaluated(), group_size=4, evaluation=how)
     one.trainer.evaluate(0, 3)
     await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
     results = {fields[Field.EVALUATION]: fields for _, fields in one.server.client.xrange(KEYS.evaluation_results)}
     group = decode_group(results[b"0-1"][Field.PAYLOAD])
     assert (group.evaluation_id, group.index, group.prompt.text) == ("0-1", 0, "e1")
-    assert (group.sampling.temperature, group.sampling.max_tokens) == (0.0, 190)
-    (rollout,) = group.rollouts
-    assert len(rollout.segments[0].loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
-    assert {(sampling.temperature, sampling.max_tokens) for sampling in one.engine.samplings} == {(0.0, 190)}
-    assert limits == [190]
+    assert (group.sampling.temperature, group.sampling.max_tokens) == (0.5, 190)
+    for rollout in group.rollouts:
+        assert len(rollout.segments[0].loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
+    assert {(sampling.temperature, sampling.max_tokens) for sampling in one.engine.samplings} == {(0.5, 190)}
+    assert limits == [190, 190]
     assert b"environment: LookupError: no such tool" in results[b"0-2"][Field.REASON]
     assert b"prompt: LookupError: no task 3" in results[b"0-3"][Field.REASON]
     one.trainer.release(1, 1)
     assert (await one.groups(1))[0].sampling.temperature == 1.0
     assert one.count("penstock_agent_rollouts_total", outcome="finished") == 4
-
-
-async def test_a_held_out_prompt_has_as_many_conversations_as_samples(serve) -> None:
-    class Evaluated(ToolCaller):
-        num_evaluation_prompts, num_held = 1, 0
-
-        def evaluation_prompt(self, n: int) -> Prompt:
-            return Prompt(text="e")
-
-        async def converse(self, prompt, conversation):
-            self.num_held += 1
-            if self.num_held == 2:
-                raise LookupError("no such tool")
-            return await super().converse(prompt, conversation)
-
-    how = EvaluationConfig(max_tokens=190, num_samples=3, temperature=0.5)
-    one = await serve(environment=Evaluated(), group_size=4, evaluation=how)
-    one.trainer.evaluate(0, 1)
-    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
-    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
-    group = decode_group(fields[Field.PAYLOAD])
-    assert len(group.rollouts) == 2 and "no such tool" in group.missing
-    assert {sampling.temperature for sampling in one.engine.samplings} == {0.5}
 
 
 class ParallelCalls(ToolCaller):
@@ -191,8 +186,7 @@ class Careless(ToolCaller):
             return Reward(value=0.0)
 
 
-@pytest.mark.parametrize("environment", [ParallelCalls, Careless])
-@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize(("environment", "held_out"), [(ParallelCalls, False), (Careless, True)])
 async def test_an_engine_that_dies_ends_the_producer_whatever_the_environment_makes_of_it(
     serve, environment, held_out: bool
 ) -> None:
@@ -206,26 +200,6 @@ async def test_an_engine_that_dies_ends_the_producer_whatever_the_environment_ma
         await asyncio.wait_for(one.task, 60)
     assert caught.group_contains(EngineError)
     assert one.server.client.xlen(KEYS.rollouts) == one.server.client.xlen(KEYS.evaluation_results) == 0
-
-
-class CancelsItself(ToolCaller):
-    async def converse(self, prompt, conversation):
-        background = asyncio.create_task(asyncio.Event().wait())
-        background.cancel()
-        await background
-
-
-async def test_a_cancellation_that_the_environment_let_out_is_its_failure_alone(serve) -> None:
-    one = await serve(environment=CancelsItself(), group_size=2)
-    one.trainer.release(1, 1)
-    one.trainer.evaluate(0, 1)
-    (dead,) = await one.entries(1)
-    assert dead[Field.KIND] == Kind.DEAD and b"2 environment: CancelledError" in dead[Field.REASON]
-    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
-    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
-    assert b"1 environment: CancelledError" in fields[Field.REASON]
-    await until(lambda: not one.producer.table)
-    assert not one.task.done()
 
 
 async def test_a_held_out_conversation_that_makes_nothing_of_its_deadline_gets_no_more_answers(serve) -> None:
@@ -268,86 +242,36 @@ async def test_a_call_that_nobody_waits_for_ends_with_its_rollout(serve) -> None
     await until(lambda: one.engine.num_active == 0)
 
 
-async def test_a_held_out_conversation_that_hangs_fails_at_the_deadline(serve) -> None:
-    class Slow(ToolCaller):
-        async def converse(self, prompt, conversation):
-            await asyncio.Event().wait()
+async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(serve, caplog) -> None:
+    """Each sibling of a group past its deadline in another way."""
 
-    one = await serve(environment=Slow(), endpoint=EndpointConfig(port=0, idle_timeout_s=0.5, group_deadline_s=1.0))
-    one.trainer.evaluate(0, 1)
-    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
-    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
-    assert b"not finished after 1 s (endpoint.group_deadline_s)" in fields[Field.REASON]
-    await until(lambda: not one.producer.table)
-
-
-async def test_a_reward_that_no_record_holds_ends_its_rollout_alone(serve) -> None:
-    class Wordy(ToolCaller):
-        num_begun = 0
-
-        async def converse(self, prompt, conversation):
-            self.num_begun += 1
-            parts = {str(n): 0.0 for n in range(33 if self.num_begun == 1 else 32)}
-            reward = await super().converse(prompt, conversation)
-            return Reward(value=reward.value, parts=parts)
-
-    one = await serve(environment=Wordy(), group_size=2)
-    one.trainer.release(1, 1)
-    (group,) = await one.groups(1)
-    assert len(group.rollouts) == 1
-    reason = "parts has 33 names, expected at most 32, in the reward of a conversation"
-    assert group.missing == f"1 environment: RewardError: {reason}"
-
-
-async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(serve) -> None:
-    class Slow(ToolCaller):
-        cancelled = 0
-
-        async def converse(self, prompt, conversation):
-            if prompt.text == "1":
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    self.cancelled += 1
-                    raise
-            return await super().converse(prompt, conversation)
-
-    environment = Slow()
-    one = await serve(environment=environment, group_size=2)
-    one.trainer.release(1, 2)
-    (other,) = await one.groups(1)
-    assert other.index == 2
-    one.producer.endpoint.agents.end_overdue(math.inf)
-    kinds = {int(fields[Field.INDEX]): fields[Field.KIND] for fields in await one.entries(1)}
-    assert kinds == {1: Kind.DEAD}
-    await until(lambda: environment.cancelled == 2)
-
-
-@pytest.mark.parametrize("makes", ["an error", "a reward", "another call"])
-async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(serve, caplog, makes: str) -> None:
     class Stubborn(ToolCaller):
-        num_waiting = 0
+        num_begun = num_waiting = 0
 
         async def converse(self, prompt, conversation):
             if prompt.text == "2":
                 return await super().converse(prompt, conversation)
+            self.num_begun += 1
+            n = self.num_begun
             try:
                 self.num_waiting += 1
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 self.num_waiting -= 1
-                if makes == "an error":
+                if n == 1:
+                    raise
+                if n == 2:
                     raise ValueError("was cancelled") from None
-                if makes == "another call":
+                if n == 3:
                     with pytest.raises(ApiError) as caught:
                         await conversation.chat([{"role": "user", "content": "x"}])
                     assert caught.value.status == 410
             return Reward(value=1.0)
 
     environment = Stubborn()
-    one = await serve(environment=environment, group_size=2)
+    one = await serve(environment=environment, group_size=4)
     one.trainer.release(1, 1)
-    await until(lambda: environment.num_waiting == 2)
+    await until(lambda: environment.num_waiting == 4)
     one.producer.endpoint.agents.end_overdue(math.inf)
     await until(lambda: environment.num_waiting == 0)
     one.trainer.release(2, 2)
@@ -355,23 +279,6 @@ async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(se
     assert (dead[Field.INDEX], dead[Field.KIND]) == (b"1", Kind.DEAD)
     assert (group[Field.INDEX], group[Field.KIND]) == (b"2", Kind.GROUP)
     assert "cannot be finished" not in caplog.text and not one.task.done()
-
-
-async def test_a_reward_that_no_record_can_hold_costs_its_own_rollout_alone(serve) -> None:
-    class Odd(ToolCaller):
-        num_begun = 0
-
-        async def converse(self, prompt, conversation):
-            self.num_begun += 1
-            parts = {"\ud800": 1.0} if self.num_begun == 1 else {}
-            await super().converse(prompt, conversation)
-            return Reward(value=0.5, parts=parts)
-
-    one = await serve(environment=Odd(), group_size=2)
-    one.trainer.release(1, 1)
-    (group,) = await one.groups(1)
-    assert len(group.rollouts) == 1
-    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 1
 
 
 async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeypatch) -> None:
@@ -384,14 +291,6 @@ async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeyp
     await asyncio.wait_for(one.task, 60)
     assert sorted(fields[Field.INDEX] for _, fields in one.server.client.xrange(KEYS.prompts)) == [b"1", b"2"]
     assert engine.num_active == 0
-
-
-async def test_an_engine_that_dies_under_a_conversation_ends_the_producer(serve) -> None:
-    one = await serve(ScriptedEngine(die_after=0, max_model_len=4096), environment=ToolCaller())
-    one.trainer.release(1, 1)
-    with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(one.task, 60)
-    assert caught.group_contains(EngineError)
 
 
 async def test_an_environment_of_prompts_is_answered_in_one_turn_beside_one_that_converses(serve) -> None:

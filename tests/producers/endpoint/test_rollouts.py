@@ -15,14 +15,11 @@ from agent_client import ADD, ANSWER, AgentClient, tool_user
 from chat_templates import decode, render
 from penstock.deploy.report.telemetry import ProducerEvent, ShortGroup, read_lines
 from penstock.producers.endpoint.agents import GROUP_BYTES, Agents
-from penstock.producers.endpoint.groups import AgentGroup
 from penstock.producers.interfaces import EngineError
-from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import EndpointConfig, SamplingConfig
-from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
+from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import (
-    SamplingSettings,
     Segment,
     decode_group,
     died_of_length,
@@ -32,7 +29,7 @@ from penstock.schemas.rollout import (
 )
 from penstock.schemas.segments import CallError
 from producer_run import KEYS, QUICK, Numbers
-from scripted_engine import FINGERPRINT, ScriptedEngine
+from scripted_engine import ScriptedEngine
 from waiting import until
 
 pytestmark = pytest.mark.redis
@@ -156,21 +153,16 @@ async def test_one_agent_s_calls_side_by_side_are_all_kept(serve) -> None:
     assert one.count("penstock_agent_tokens_total") == one.count("penstock_agent_tokens_delivered_total")
 
 
-async def test_a_rollout_joins_the_oldest_open_group_before_an_index_is_claimed(serve) -> None:
+async def test_a_rollout_joins_the_oldest_open_group_before_an_index_is_claimed_on_credit(serve) -> None:
     one = await serve(group_size=2)
-    one.trainer.release(1, 3)
-    indexes = [(await one.client.open())["index"] for _ in range(5)]
-    assert indexes == [1, 1, 2, 2, 3]
-
-
-async def test_without_credit_an_agent_is_told_to_come_again(serve) -> None:
-    one = await serve()
+    one.trainer.release(1, 2)
+    assert [(await one.client.open())["index"] for _ in range(4)] == [1, 1, 2, 2]
     status, body = await one.client.request("POST", "/r")
     assert status == 429 and body["error"]["code"] == "no_credit"
     async with one.client.session.post("/r") as reply:
         assert int(reply.headers["Retry-After"]) > 0
-    one.trainer.release(1, 1)
-    assert (await one.client.open())["index"] == 1
+    one.trainer.release(3, 3)
+    assert (await one.client.open())["index"] == 3
 
 
 async def test_a_prompt_that_cannot_be_posed_is_dead_and_the_next_is_taken(serve) -> None:
@@ -451,15 +443,6 @@ async def test_answers_to_one_request_that_are_all_read_are_all_trained(serve) -
     assert await trained_lengths(one, rollout) == [1, 2, 3, 4]
 
 
-async def test_evaluations_are_answered_beside_the_agents(serve) -> None:
-    one = await serve(sampling=SamplingConfig(max_tokens=4))
-    one.trainer.evaluate(0, 3)
-    one.trainer.release(1, 1)
-    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
-    assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
-    assert (await one.client.open())["index"] == 1
-
-
 async def test_a_producer_that_stops_leaves_its_agents_groups_to_the_stream_or_to_others(serve, monkeypatch) -> None:
     """Where they have no progress that others could go on from."""
     monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.2)
@@ -523,34 +506,35 @@ async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None
     assert (short.index, short.finished, short.missing) == (1, 1, "1 never opened")
 
 
-@pytest.mark.parametrize("value", [object(), 2**70, "\ud800", 5])
-async def test_a_prompt_that_no_record_can_hold_is_dead_before_an_agent_works_on_it(serve, value) -> None:
+async def test_a_prompt_that_no_record_can_hold_is_dead_before_an_agent_works_on_it(serve) -> None:
+    values = [object(), 2**70, "\ud800", 5]
+
     class Odd(Numbers):
         def prompt(self, index: int) -> Prompt:
-            return Prompt(text="x", metadata={"value": value} if index == 1 else {})
+            return Prompt(text="x", metadata={"value": values[index - 1]} if index <= len(values) else {})
 
     one = await serve(environment=Odd())
-    one.trainer.release(1, 2)
-    assert (await one.client.open())["index"] == 2
-    (fields,) = await one.entries(1)
-    assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"prompt: ")
+    one.trainer.release(1, 5)
+    assert (await one.client.open())["index"] == 5
+    for fields in await one.entries(4):
+        assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"prompt: ")
 
 
-@pytest.mark.parametrize("how", ["finish", "deadline"])
-async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve, how: str) -> None:
+async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve) -> None:
+    """Whether its last rollout finishes or its deadline comes."""
     one = await serve(group_size=2)
     agents = agents_of(one)
-    one.trainer.release(1, 1)
-    rollouts = [await one.client.open(), await one.client.open()]
-    group = agents.find(rollouts[0]["id"]).group
-    group.fingerprint = msgspec.structs.replace(group.fingerprint, other={"value": object()})
-    for rollout in rollouts[: 2 if how == "finish" else 1]:
+    one.trainer.release(1, 2)
+    rollouts = [await one.client.open() for _ in range(4)]
+    for rollout in rollouts[::2]:
+        group = agents.find(rollout["id"]).group
+        group.fingerprint = msgspec.structs.replace(group.fingerprint, other={"value": object()})
+    for rollout in rollouts[:3]:
         await one.client.converse(rollout, 1)
         await one.client.finish(rollout, 1.0)
-    if how == "deadline":
-        agents.end_overdue(math.inf)
-    (fields,) = await one.entries(1)
-    assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"producer: TypeError")
+    agents.end_overdue(math.inf)
+    for fields in await one.entries(2):
+        assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"producer: TypeError")
     await until(lambda: not one.producer.table)
     assert one.count("penstock_agent_tokens_total") > 0 == one.count("penstock_agent_tokens_delivered_total")
     assert not one.task.done()
@@ -591,54 +575,28 @@ async def test_an_answer_ends_where_its_rollout_s_share_does(serve, monkeypatch)
     await one.client.finish(rollout, 1.0)
 
 
-async def test_a_reward_too_large_for_a_record_costs_its_own_rollout_alone(serve, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 2500)
-    one = await serve(group_size=2)
-    one.trainer.release(1, 1)
-    rollouts = [await one.client.open(), await one.client.open()]
-    for rollout in rollouts:
-        await one.client.converse(rollout, 1)
-    body = {"reward": 1.0, "metrics": {f"{n:064}": 1.0 for n in range(32)}}
-    status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", body)
-    assert (status, answer["error"]["code"]) == (400, "rollout_too_large")
-    await one.client.finish(rollouts[1], 0.5)
-    (group,) = await one.groups(1)
-    assert [rollout.reward.value for rollout in group.rollouts] == [0.5]
+async def test_what_no_record_can_hold_costs_its_own_rollout_alone(serve, monkeypatch) -> None:
+    """A reward that is too large, and calls that contradict themselves."""
 
-
-async def test_calls_that_contradict_themselves_cost_their_own_rollout_alone(serve, monkeypatch) -> None:
     def refuse(calls):
         raise CallError("logprob_length_mismatch", "call '0': 1 behavior_logprobs for 2")
 
-    one = await serve(group_size=2)
+    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 3 * 2500)
+    one = await serve(group_size=3)
     one.trainer.release(1, 1)
-    rollouts = [await one.client.open(), await one.client.open()]
-    for rollout in rollouts:
+    large, torn, sound = [await one.client.open() for _ in range(3)]
+    for rollout in (large, torn, sound):
         await one.client.converse(rollout, 1)
+    body = {"reward": 1.0, "metrics": {f"{n:064}": 1.0 for n in range(32)}}
+    status, answer = await one.client.request("POST", f"/r/{large['id']}/finish", body)
+    assert (status, answer["error"]["code"]) == (400, "rollout_too_large")
     with monkeypatch.context() as patch:
         patch.setattr("penstock.producers.endpoint.groups.segments", refuse)
-        status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", 1.0)
+        status, answer = await one.client.request("POST", f"/r/{torn['id']}/finish", 1.0)
     assert (status, answer["error"]["code"]) == (400, "logprob_length_mismatch")
-    await one.client.finish(rollouts[1], 0.5)
-    assert len((await one.groups(1))[0].rollouts) == 1
-
-
-def test_a_group_s_deadline_starts_with_its_first_rollout() -> None:
-    group = AgentGroup(
-        claim=Claim(stream="", entry_id=b"", index=1, version=0),
-        prompt=Prompt(text="x"),
-        size=2,
-        deadline_s=50.0,
-        sampling=SamplingSettings(),
-        producer_id="a",
-        fingerprint=FINGERPRINT,
-    )
-    assert group.deadline == math.inf
-    group.open()
-    deadline = group.deadline
-    assert 0 < deadline - time.monotonic() <= 50
-    group.open()
-    assert group.deadline == deadline
+    await one.client.finish(sound, 0.5)
+    (group,) = await one.groups(1)
+    assert [rollout.reward.value for rollout in group.rollouts] == [0.5]
 
 
 async def test_a_group_that_nobody_opens_is_handed_back(serve) -> None:
@@ -701,25 +659,6 @@ async def test_agents_leave_evaluations_a_place(serve) -> None:
     assert (status, body["error"]["code"]) == (429, "no_room")
     one.trainer.evaluate(0, 3)
     await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
-
-
-async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> None:
-    taking = asyncio.Event()
-
-    async def take():
-        taking.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.Event().wait()
-
-    one = await serve()
-    agents = agents_of(one)
-    agents.claims.take = take
-    opening = asyncio.create_task(one.client.request("POST", "/r"))
-    await taking.wait()
-    await asyncio.wait_for(agents.close(append=False), 60)
-    assert (await opening)[0] in (429, 503)
 
 
 async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(serve) -> None:

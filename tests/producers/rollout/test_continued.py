@@ -22,7 +22,6 @@ from penstock.schemas.rollout import (
     encode_group,
     pack_floats,
     pack_ids,
-    unpack_floats,
     unpack_ids,
 )
 from scripted_engine import FINGERPRINT
@@ -210,9 +209,3 @@ async def test_nothing_is_said_of_siblings_between_two_requests() -> None:
 
     assert siblings(ChainEngine(0, Random(1))).so_far() is None
     assert await broken_off(siblings(Silent(0, Random(1))), 1) is None
-
-
-async def test_logprobs_survive_exactly() -> None:
-    before = await broken_off(siblings(ChainEngine(0, Random(3))), 3)
-    assert before is not None and taken_over(before) == before
-    assert any(len(unpack_floats(one.behavior_logprobs)) > 1 for one in before)

@@ -17,32 +17,27 @@ def facts(num_tokens: int, max_tokens: int = 20_480) -> RolloutFacts:
     return RolloutFacts(num_prompt_tokens=3, num_tokens=num_tokens, max_tokens=max_tokens, finish_reason=reason)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"),
-    [(1, 0.0), (16_384, 0.0), (16_385, -1 / 4096), (17_408, -0.25), (18_432, -0.5), (20_480, -1.0), (20_481, -1.0)],
-)
-def test_soft_overlong_is_dapos_equation_13_with_the_papers_lengths(num_tokens: int, expected: float) -> None:
-    assert lengths.soft_overlong(PROMPT, "", facts=facts(num_tokens), cache_tokens=4096) == expected
+def test_soft_overlong_is_dapos_equation_13_with_the_papers_lengths() -> None:
+    for num_tokens, expected in [
+        (1, 0.0), (16_384, 0.0), (16_385, -1 / 4096), (17_408, -0.25), (18_432, -0.5), (20_480, -1.0), (20_481, -1.0),
+    ]:  # fmt: skip
+        assert lengths.soft_overlong(PROMPT, "", facts=facts(num_tokens), cache_tokens=4096) == expected, num_tokens
+    for cache_tokens in (0, -4, 65):
+        with pytest.raises(
+            ValueError, match=f"cache_tokens = {cache_tokens}, expected 1 or more and at most the limit"
+        ):
+            lengths.soft_overlong(PROMPT, "", facts=facts(5, max_tokens=64), cache_tokens=cache_tokens)
 
 
-@pytest.mark.parametrize("cache_tokens", [0, -4, 65])
-def test_a_cache_that_the_limit_cannot_hold_is_refused(cache_tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"cache_tokens = {cache_tokens}, expected 1 or more and at most the limit of"):
-        lengths.soft_overlong(PROMPT, "", facts=facts(5, max_tokens=64), cache_tokens=cache_tokens)
-
-
-@pytest.mark.parametrize(("num_tokens", "expected"), [(100, 0.0), (60, -40.0), (512, -412.0)])
-def test_target_length_is_the_distance_either_way(num_tokens: int, expected: float) -> None:
-    assert lengths.target_length(PROMPT, "", facts=facts(num_tokens), num_tokens=100) == expected
-
-
-@pytest.mark.parametrize(
-    ("of", "expected"),
-    [([100, 300, 150, 250, 200], [0.0, -0.5, 0.0, -0.25, 0.0]), ([7, 7, 7], [0.0, 0.0, 0.0]), ([7], [0.0])],
-)
-def test_relative_length_is_0_to_the_middle_and_falls_to_minus_a_half(of: list[int], expected: list[float]) -> None:
-    found = lengths.relative_length(PROMPT, ["" for _ in of], facts=[facts(length) for length in of])
-    assert found == expected
+def test_target_length_is_the_distance_either_way_and_relative_length_falls_from_the_middle_on() -> None:
+    for num_tokens, expected in [(100, 0.0), (60, -40.0), (512, -412.0)]:
+        assert lengths.target_length(PROMPT, "", facts=facts(num_tokens), num_tokens=100) == expected
+    for of, rewards in [
+        ([100, 300, 150, 250, 200], [0.0, -0.5, 0.0, -0.25, 0.0]),
+        ([7, 7, 7], [0.0] * 3),
+        ([7], [0.0]),
+    ]:
+        assert lengths.relative_length(PROMPT, ["" for _ in of], facts=[facts(length) for length in of]) == rewards
 
 
 class RewardedEnvironment:

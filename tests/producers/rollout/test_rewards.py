@@ -46,15 +46,6 @@ class PosesNothing:
         return 7.0
 
 
-async def test_numbers_and_rewards_are_both_accepted_in_the_order_of_the_completions() -> None:
-    def reward(prompt: Prompt, completion: str) -> Reward | bool:
-        return Reward(value=2.0) if completion == "2" else completion == prompt.answer
-
-    scorer = scorer_of(reward)
-    assert await scorer.score(PROMPT, ["2", "3"]) == (Reward(value=2.0), Reward(value=0.0))
-    scorer.close()
-
-
 async def test_rewards_run_side_by_side_outside_the_event_loops_thread() -> None:
     together = threading.Barrier(REWARD_THREADS)  # nobody passes before all of them are inside
     threads = set()
@@ -157,53 +148,30 @@ async def test_a_coroutine_from_a_function_that_is_none_is_told_so() -> None:
     scorer.close()
 
 
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -1e10, None, "much", "0.5", b"1", Reward(value=1.0, parts={"a": math.nan})]
-)
-async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completion(value: float) -> None:
-    scorer = scorer_of(lambda prompt, completion: value)
-    message = re.escape(repr(value)[:80]) + " for completion 'x', expected a finite number of at most 1e\\+09"
-    with pytest.raises(RewardError, match=message):
-        await scorer.score(PROMPT, ["x"])
-    scorer.close()
+async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completion() -> None:
+    def made_of(*names: str) -> Reward:
+        return Reward(value=1.0, parts=dict.fromkeys(names, 1.0))
 
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([f"part {n}" for n in range(33)], "parts has 33 names, expected at most 32"),
-        (["n" * 65], f"parts has the name '{'n' * 64}' of 65 characters, expected 1 to 64 printable ones"),
-        ([""], "parts has the name '' of 0 characters"),
-        (["a\nb"], "parts has the name 'a\\nb' of 3 characters"),
-    ],
-)
-async def test_parts_that_no_line_shows_are_an_error_that_shows_the_completion(names: list[str], message: str) -> None:
-    scorer = scorer_of(lambda prompt, completion: Reward(value=1.0, parts=dict.fromkeys(names, 1.0)))
-    with pytest.raises(RewardError, match=re.escape(message) + ".*, in the reward of completion 'x'"):
-        await scorer.score(PROMPT, ["x"])
-    scorer.close()
-
-
-async def test_a_reward_may_have_as_many_and_as_long_parts_as_a_line_shows() -> None:
-    most = Reward(value=1.0, parts={f"{n:064}": 1.0 for n in range(32)})
+    number = " for completion 'x', expected a finite number of at most 1e+09"
+    odd: list[Any] = [math.nan, math.inf, -1e10, None, "much", b"1", Reward(value=1.0, parts={"a": math.nan})]
+    for value, message in [
+        *((value, repr(value)[:80] + number) for value in odd),
+        (made_of(*(f"part {n}" for n in range(33))), "parts has 33 names, expected at most 32"),
+        (made_of("n" * 65), f"parts has the name '{'n' * 64}' of 65 characters, expected 1 to 64 printable ones"),
+        (made_of("a\nb"), "parts has the name 'a\\nb' of 3 characters"),
+    ]:
+        scorer = scorer_of(lambda prompt, completion, value=value: value)
+        with pytest.raises(RewardError, match=re.escape(message)) as raised:
+            await scorer.score(PROMPT, ["x"])
+        assert "completion 'x'" in str(raised.value)
+        scorer.close()
+    most = made_of(*(f"{n:064}" for n in range(32)))
     scorer = scorer_of(lambda prompt, completion: most)
     assert await scorer.score(PROMPT, ["x"]) == (most,)
     scorer.close()
 
 
-async def test_a_reward_that_raises_names_its_error_and_the_scorer_lives_on() -> None:
-    def reward(prompt: Prompt, completion: str) -> float:
-        return 1 / len(completion)
-
-    scorer = scorer_of(reward)
-    with pytest.raises(RewardError, match="ZeroDivisionError: division by zero"):
-        await scorer.score(PROMPT, ["ab", ""])
-    assert await scorer.score(PROMPT, ["ab"]) == (Reward(value=0.5),)
-    scorer.close()
-
-
-@pytest.mark.parametrize("threads", [1, 2, None])
-async def test_a_reward_that_never_returns_holds_up_its_own_group_only(threads) -> None:
+async def test_a_reward_that_never_returns_holds_up_its_own_group_only() -> None:
     release = threading.Event()
 
     def reward(prompt: Prompt, completion: str) -> float:
@@ -211,8 +179,7 @@ async def test_a_reward_that_never_returns_holds_up_its_own_group_only(threads) 
             release.wait()
         return 1.0
 
-    if threads is not None:
-        reward.reward_threads = threads  # type: ignore[attr-defined]
+    reward.reward_threads = 2  # type: ignore[attr-defined]
     scorer = scorer_of(reward)
     stuck = asyncio.create_task(scorer.score(PROMPT, ["stuck"] * 3))
     waiting = asyncio.create_task(scorer.score(PROMPT, ["waiting"]))
@@ -254,24 +221,19 @@ async def test_the_run_files_reward_replaces_the_environments(make_config) -> No
     assert values(await score(config, "abc")) == [6.0]
 
 
-@pytest.mark.parametrize(
-    ("plug", "message"),
-    [
+def test_a_reward_that_cannot_be_called_is_refused_at_start(make_config) -> None:
+    component = WeightedReward(name="a", path=f"{__name__}:no_reward")
+    for plug, message in [
         (own("no_reward"), "too many positional arguments; expected a function"),
         (own("length_reward", kwargs={"base": 1}), "unexpected keyword argument 'base'"),
         (own("cost_of_facts", kwargs={"facts": 1}), "multiple values for keyword argument 'facts'"),
         ({"path": "builtins:max"}, "no signature found for builtin .*; expected a function"),
         ({"path": "no.such.module:reward"}, "cannot import 'no.such.module'"),
         (own("length_reward", retries=2), "reward.retries = 2: it is for coroutines; expected an `async def` reward"),
-        (
-            {"components": (WeightedReward(name="a", path=f"{__name__}:no_reward"),)},
-            r"reward.components\[0\].path = .*no_reward': too many positional arguments",
-        ),
-    ],
-)
-def test_a_reward_that_cannot_be_called_is_refused_at_start(make_config, plug: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        reward_components(make_config(reward=RewardConfig(**plug)), PosesNothing())  # type: ignore[arg-type]
+        ({"components": (component,)}, r"reward.components\[0\].path = .*no_reward': too many positional arguments"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            reward_components(make_config(reward=RewardConfig(**plug)), PosesNothing())  # type: ignore[arg-type]
 
 
 def cost_of_facts(prompt: Prompt, completion: str, *, facts: RolloutFacts, cost: float = 1.0) -> float:
@@ -309,9 +271,6 @@ def knowing(*, seed: int) -> Knowing:
 async def test_a_function_with_a_parameter_facts_gets_those_of_its_completion(make_config) -> None:
     plug = RewardConfig(**own("cost_of_facts", kwargs={"cost": 2.0}))  # type: ignore[arg-type]
     assert values(await score(make_config(reward=plug), "ab", "abc", max_tokens=3)) == [-4.0, -106.0]
-
-
-async def test_an_environments_reward_may_take_facts_too(make_config) -> None:
     environment = construct(Plug(path=f"{__name__}:knowing"), "environment", Environment, seed=0)
     assert values(await score(make_config(), "ab", "abc", environment=environment, max_tokens=4)) == [0.5, 0.75]
 
@@ -322,19 +281,16 @@ async def test_a_function_of_completions_scores_all_siblings_at_once(make_config
     assert values(await score(config, "2", "1", "222")) == expected
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
+async def test_a_group_of_another_number_of_rewards_is_an_error() -> None:
+    for found, message in [
         ([1.0], "1 rewards for a group, expected 2, one for each completion"),
         (1.0, "1.0 for a group, expected a list of 2 rewards"),
         ([1.0, math.nan], "nan for completion 'b', expected a finite number"),
-    ],
-)
-async def test_a_group_of_another_number_of_rewards_is_an_error(found: object, message: str) -> None:
-    scorer = scorer_of(lambda prompt, completions: found)
-    with pytest.raises(RewardError, match=message):
-        await scorer.score(PROMPT, ["a", "b"])
-    scorer.close()
+    ]:
+        scorer = scorer_of(lambda prompt, completions, found=found: found)
+        with pytest.raises(RewardError, match=message):
+            await scorer.score(PROMPT, ["a", "b"])
+        scorer.close()
 
 
 def exact(prompt: Prompt, completion: str) -> Reward:
@@ -368,20 +324,17 @@ async def test_a_component_that_fails_is_named(make_config) -> None:
     assert "while scoring the completion '2'" in shown_traceback(raised.value.__cause__)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"components": weights(right=1.0).components * 2}, "the names .*, expected different ones"),
-        ({"components": weights(right=1.0).components, "path": "a:b"}, "path = 'a:b' with components: expected one of"),
+def test_components_that_contradict_or_make_no_reward_are_refused() -> None:
+    right = weights(right=1.0).components
+    for fields, message in [
+        ({"components": right * 2}, "the names .*, expected different ones"),
+        ({"components": right, "path": "a:b"}, "path = 'a:b' with components: expected one of"),
         ({"kwargs": {"a": 1}}, "path = 'environment': expected them in environment.kwargs"),
-    ],
-)
-def test_components_that_contradict_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RewardConfig(**fields)
-
-
-@pytest.mark.parametrize("of", [{"right": 0.0, "own": 0.0}, {"own": math.inf}, {"right": 1.0, "own": math.nan}])
-def test_weights_that_make_no_reward_are_refused(of: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"components have the weights .*, expected finite numbers, not all of them 0"):
-        weights(**of)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            RewardConfig(**fields)
+    for of in ({"right": 0.0, "own": 0.0}, {"own": math.inf}, {"right": 1.0, "own": math.nan}):
+        with pytest.raises(
+            ValueError, match=r"components have the weights .*, expected finite numbers, not all of them 0"
+        ):
+            weights(**of)

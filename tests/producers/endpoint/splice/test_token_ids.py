@@ -1,5 +1,6 @@
 """The splice: the golden cases, what it refuses, and what holds for every conversation that it accepts."""
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -113,19 +114,16 @@ def test_a_prefix_cut_at_a_later_answer_without_ids_is_refused():
     assert code_of(splice, model, later, [*later, 4, EOS, 10], EOS) == "turn_count_mismatch"
 
 
-@pytest.mark.parametrize("ids", [[1.5], ["1"], [None], [2**31], [-(2**31)]])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_ids_that_are_none_are_refused(ids, place):
-    arguments = [[5, EOS], [5, EOS], [5, EOS, 7]]
-    arguments[place] = ids
-    assert code_of(splice, *arguments, EOS) == "invalid_token_ids"
-    assert code_of(splice_at_turn_start, *arguments, [5], generated_spans=[]) == "invalid_token_ids"
-
-
-@pytest.mark.parametrize("spans", [[(0, 4)], [(2, 1)], [(1, 2), (0, 1)], [(-1, 1)]])
-def test_spans_that_are_none_of_the_prefix_are_an_error(spans):
-    with pytest.raises(ValueError, match="generated_spans"):
-        splice([5, 6, EOS], [5, 6, EOS], [5, 6, EOS, 7], EOS, generated_spans=spans)
+def test_ids_and_spans_that_are_none_are_refused():
+    for ids in ([1.5], ["1"], [None], [2**31], [-(2**31)]):
+        for place in range(3):
+            arguments = [[5, EOS], [5, EOS], [5, EOS, 7]]
+            arguments[place] = ids
+            assert code_of(splice, *arguments, EOS) == "invalid_token_ids"
+            assert code_of(splice_at_turn_start, *arguments, [5], generated_spans=[]) == "invalid_token_ids"
+    for spans in ([(0, 4)], [(2, 1)], [(1, 2), (0, 1)], [(-1, 1)]):
+        with pytest.raises(ValueError, match="generated_spans"):
+            splice([5, 6, EOS], [5, 6, EOS], [5, 6, EOS, 7], EOS, generated_spans=spans)
 
 
 def test_an_edited_question_in_the_block_of_its_answer_is_found_by_the_control_tokens():
@@ -162,51 +160,20 @@ USER, ASSISTANT, TOOL = 30, 20, 31
 OPENERS = (USER, ASSISTANT, TOOL)
 
 
-@pytest.mark.parametrize(
-    ("model", "prefix", "added", "result", "spans"),
-    [
-        pytest.param([USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], [USER, 7], None, [(3, 4)], id="cut-by-length"),
-        pytest.param(
-            [USER, 5, ASSISTANT, 6, TOOL],
-            [USER, 5, ASSISTANT, 8],
-            [TOOL, 7, ASSISTANT],
-            [USER, 5, ASSISTANT, 6, TOOL, 7, ASSISTANT],
-            [(3, 5)],
-            id="the-sampled-stop-opens-the-next-turn",
-        ),
-        pytest.param(
-            [USER, 5, ASSISTANT, 6, USER], [USER, 5, ASSISTANT, 8], [TOOL, 7], None, [(3, 5)], id="other-stop"
-        ),
-        pytest.param(
-            [USER, 5, ASSISTANT, 6, TOOL, 7, ASSISTANT, 9, USER],
-            [USER, 5, ASSISTANT, 8, TOOL, 7, ASSISTANT, 9],
-            [USER, 4],
-            [USER, 5, ASSISTANT, 6, TOOL, 7, ASSISTANT, 9, USER, 4],
-            [(3, 5), (7, 9)],
-            id="third-call",
-        ),
-        pytest.param(
-            [USER, 5, ASSISTANT, 6, USER, TOOL, 7, ASSISTANT, 9],
-            [USER, 5, ASSISTANT, 8, TOOL, 7, ASSISTANT, 9],
-            [USER, 4],
-            None,
-            [(3, 5), (8, 9)],
-            id="third-call-after-another-stop",
-        ),
-        pytest.param(
-            [USER, 5, ASSISTANT, TOOL, 7, ASSISTANT, 9, USER],
-            [USER, 5, ASSISTANT, 40, 41, TOOL, 7, ASSISTANT, 9],
-            [USER, 4],
-            [USER, 5, ASSISTANT, TOOL, 7, ASSISTANT, 9, USER, 4],
-            [(3, 4), (6, 8)],
-            id="third-call-after-an-empty-answer",
-        ),
-    ],
-)
-def test_a_splice_at_the_start_of_a_turn(model, prefix, added, result, spans):
-    assert (
-        splice_at_turn_start(model, prefix, prefix + added, OPENERS, generated_spans=spans) == result or model + added
-    )
+def test_a_splice_at_the_start_of_a_turn():
+    """The answer was cut by its length, or ended by the next turn's opening, or by another's."""
+    asked, other = [USER, 5, ASSISTANT], [USER, 5, ASSISTANT, 8]
+    later = [TOOL, 7, ASSISTANT, 9]
+    for model, prefix, added, rest, spans in [
+        ([*asked, 6], [*asked, 6], [USER, 7], [USER, 7], [(3, 4)]),
+        ([*asked, 6, TOOL], other, [TOOL, 7, ASSISTANT], [7, ASSISTANT], [(3, 5)]),
+        ([*asked, 6, USER], other, [TOOL, 7], [TOOL, 7], [(3, 5)]),
+        ([*asked, 6, *later, USER], [*other, *later], [USER, 4], [4], [(3, 5), (7, 9)]),
+        ([*asked, 6, USER, *later], [*other, *later], [USER, 4], [USER, 4], [(3, 5), (8, 9)]),
+        ([*asked, *later, USER], [*asked, 40, 41, *later], [USER, 4], [4], [(3, 4), (6, 8)]),
+    ]:
+        spliced = splice_at_turn_start(model, prefix, prefix + added, OPENERS, generated_spans=spans)
+        assert spliced == model + rest, (model, added)
 
 
 @pytest.mark.parametrize(("stop", "result"), [(TOOL, [TOOL]), (USER, [USER, TOOL])])
@@ -227,18 +194,16 @@ def test_reasoning_that_the_template_drops_moves_the_boundary_and_stays_in_the_p
     assert result == [*model, USER, 7, ASSISTANT]
 
 
-@pytest.mark.parametrize(
-    ("model", "prefix", "template", "code"),
-    [
-        ([USER, 5, ASSISTANT, 6], [5, 6], [5, 6, USER], "template_prefix_has_no_turn_start"),
-        ([USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], "template_turn_start_underflow"),
-        ([USER, 5, ASSISTANT, 6], [ASSISTANT, 6], [ASSISTANT, 6, USER], "turn_count_mismatch"),
-        ([USER, 5, ASSISTANT, 6], [USER, 4, ASSISTANT, 6], [USER, 4, ASSISTANT, 6, USER], "environment_block_mismatch"),
-        ([USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6, 9, USER], "tail_mismatch"),
-    ],
-)
-def test_what_is_refused_at_the_start_of_a_turn(model, prefix, template, code):
-    assert code_of(splice_at_turn_start, model, prefix, template, OPENERS, generated_spans=[(3, 4)]) == code
+def test_what_is_refused_at_the_start_of_a_turn():
+    model = [USER, 5, ASSISTANT, 6]
+    for prefix, template, code in [
+        ([5, 6], [5, 6, USER], "template_prefix_has_no_turn_start"),
+        (model, model, "template_turn_start_underflow"),
+        ([ASSISTANT, 6], [ASSISTANT, 6, USER], "turn_count_mismatch"),
+        ([USER, 4, ASSISTANT, 6], [USER, 4, ASSISTANT, 6, USER], "environment_block_mismatch"),
+        (model, [*model, 9, USER], "tail_mismatch"),
+    ]:
+        assert code_of(splice_at_turn_start, model, prefix, template, OPENERS, generated_spans=[(3, 4)]) == code
 
 
 def test_a_turn_start_must_be_known_unless_there_is_nothing_to_splice():
@@ -264,17 +229,16 @@ def test_broken_token_fields_are_named_with_their_message(fields, code):
     assert refused.value.code == code
 
 
-@pytest.mark.parametrize("role", ["user", "system", "tool", None])
-@pytest.mark.parametrize("fields", [{"prompt_token_ids": [1]}, {name: [1] for name in TOKEN_FIELDS}])
-@pytest.mark.parametrize("is_newest", [True, False])
-def test_a_message_that_the_model_did_not_write_has_no_token_ids(role, fields, is_newest):
+def test_a_message_that_the_model_did_not_write_has_no_token_ids():
     answer = {"role": "assistant", **{name: [1] for name in TOKEN_FIELDS}}
-    other = {"role": role, "content": "u", **fields}
-    messages = [answer, other] if is_newest else [other, answer]
-    with pytest.raises(TokenMetadataError, match=rf"messages\[{int(is_newest)}\] has the role {role!r}") as refused:
-        extract_model_prefix(messages)
-    assert refused.value.code == "token_metadata_on_non_assistant"
-    assert extract_model_prefix([answer, {**other, **dict.fromkeys(fields)}]) == (0, [1, 1])
+    cases = itertools.product(("user", "tool", None), ({"prompt_token_ids": [1]}, {name: [1] for name in TOKEN_FIELDS}))
+    for (role, fields), is_newest in itertools.product(cases, (True, False)):
+        other = {"role": role, "content": "u", **fields}
+        messages = [answer, other] if is_newest else [other, answer]
+        with pytest.raises(TokenMetadataError, match=rf"messages\[{int(is_newest)}\] has the role {role!r}") as refused:
+            extract_model_prefix(messages)
+        assert refused.value.code == "token_metadata_on_non_assistant"
+        assert extract_model_prefix([answer, {**other, **dict.fromkeys(fields)}]) == (0, [1, 1])
 
 
 def test_messages_without_token_ids_have_no_model_prefix():
