@@ -13,7 +13,9 @@ from pathlib import Path
 import redis
 
 from bench.result import BenchError
-from bench.stream.load import LoadProcess, Send
+from bench.section import Bench, found_apart, start_apart, wait_for
+from bench.stream.ends import Span
+from bench.stream.load import Send
 from penstock.deploy.launch.server_binary import find_server
 from penstock.schemas.keys import Field, Kind
 
@@ -61,20 +63,21 @@ def _binary() -> Path:
     raise BenchError("no redis-benchmark or valkey-benchmark on PATH; it comes with redis-server")
 
 
-def loopback_mb_per_s(sender: LoadProcess, message_bytes: int, num_messages: int) -> float:
+def loopback_mb_per_s(bench: Bench, message_bytes: int, num_messages: int) -> float:
     """Measures the rate at which Python receives messages of this size over TCP from another process."""
     buffer = memoryview(bytearray(RECEIVE_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        sender.prepare(Send(port=port, message_bytes=message_bytes, num_messages=num_messages))
-        sender.go()
+        job = Send(port=port, message_bytes=message_bytes, num_messages=num_messages)
+        sender = start_apart("sender", "bench.stream.load:send", job, bench.folder)
         connection, _ = listener.accept()
     received = 0
     with connection:
         while num_bytes := connection.recv_into(buffer):
             received += num_bytes
         ended = time.monotonic()
-    began, _ = sender.result()
+    wait_for([sender])
+    began, _ = found_apart("sender", Span, bench.folder)
     if received != message_bytes * num_messages:
         raise BenchError(f"{received} bytes over loopback, expected {message_bytes * num_messages}")
     return received / (ended - began) / MEGABYTE

@@ -11,9 +11,9 @@ import msgspec
 import redis
 
 from bench.result import BenchError, Figure, Goal, compare_rounds, in_turns
-from bench.section import Bench, BenchSection, redis_server
-from bench.stream.ends import TrainerEnd, append_groups, fill, group_of, plain_client, release_prompts
-from bench.stream.load import Append, LoadProcess
+from bench.section import Bench, BenchSection, found_apart, redis_server, start_apart, wait_for
+from bench.stream.ends import Span, TrainerEnd, append_groups, fill, group_of, plain_client, release_prompts
+from bench.stream.load import GO, READY, Append
 from bench.stream.records import record_figures
 from bench.stream.references import (
     MEGABYTE,
@@ -62,19 +62,6 @@ def bench_server(bench: Bench, row: str) -> Iterator[tuple[str, "redis.Redis"]]:
     with redis_server(bench.folder / row, maxmemory_mb=MAXMEMORY_MB) as server, plain_client(server.url) as client:
         client.config_set("auto-aof-rewrite-percentage", 0)
         yield server.url, client
-
-
-@contextmanager
-def load_processes(url: str, *names: str) -> Iterator[list[LoadProcess]]:
-    """Starts load processes at that server; they end with the block."""
-    started: list[LoadProcess] = []
-    try:
-        for name in names:
-            started.append(LoadProcess(name, url))
-        yield started
-    finally:
-        for process in started:
-            process.end()
 
 
 def empty(client: "redis.Redis") -> None:
@@ -144,15 +131,15 @@ def _append_figure(bench: Bench, url: str, client: "redis.Redis", kilobytes: int
 def read_figures(bench: Bench) -> list[Figure]:
     """Compares the trainer's reader and its commit with a plain TCP connection, both over loopback."""
     figures = []
-    with bench_server(bench, "read") as (url, client), load_processes(url, "sender") as (sender,):
+    with bench_server(bench, "read") as (url, client):
         add_benchmark_user(client)
         tcp_url = f"redis://:{urlsplit(url).password}@127.0.0.1:{open_tcp_port(client)}"
         for kilobytes in READ_KILOBYTES:
-            figures += _read_figures(bench, client, tcp_url, sender, kilobytes)
+            figures += _read_figures(bench, client, tcp_url, kilobytes)
     return figures
 
 
-def _read_figures(bench: Bench, client: "redis.Redis", url: str, sender: LoadProcess, kilobytes: int) -> list[Figure]:
+def _read_figures(bench: Bench, client: "redis.Redis", url: str, kilobytes: int) -> list[Figure]:
     group = group_of(kilobytes * KILOBYTES)
     payload_bytes = len(encode_group(group))
     num_groups = groups_for(bench, payload_bytes)
@@ -173,7 +160,7 @@ def _read_figures(bench: Bench, client: "redis.Redis", url: str, sender: LoadPro
     found = in_turns(
         bench.settings.rounds,
         {
-            "loopback": lambda: loopback_mb_per_s(sender, payload_bytes, num_groups),
+            "loopback": lambda: loopback_mb_per_s(bench, payload_bytes, num_groups),
             "undecoded": lambda: reader(decodes=False),
             "decoded": lambda: reader(decodes=True),
         },
@@ -199,30 +186,34 @@ def producers_figures(bench: Bench) -> list[Figure]:
     group_bytes = 16 * KILOBYTES
     payload_bytes = len(encode_group(group_of(group_bytes)))
     num_groups = NUM_PRODUCERS * max(2, groups_for(bench, payload_bytes) // NUM_PRODUCERS)
-    names = [f"load-{n}" for n in range(NUM_LOAD_PROCESSES)]
-    with bench_server(bench, "producers") as (url, client), load_processes(url, *names) as processes:
+    with bench_server(bench, "producers") as (url, client):
 
-        def appended(num_producers: int, burst: int, loads: list[LoadProcess]) -> float:
+        def appended(num_producers: int, burst: int, num_processes: int) -> float:
             release_prompts(client, KEYS, num_groups)
-            job = Append(
-                run=KEYS.run,
-                num_writers=num_producers // len(loads),
-                groups_per_writer=num_groups // num_producers,
-                burst=burst,
-                group_bytes=group_bytes,
-            )
-            for load in loads:
-                load.prepare(job)
-            for load in loads:
-                load.go()
-            spans = [load.result() for load in loads]
+            children = {}
+            for name in [f"load-{n}" for n in range(num_processes)]:
+                job = Append(
+                    url=url,
+                    run=KEYS.run,
+                    name=name,
+                    num_writers=num_producers // num_processes,
+                    groups_per_writer=num_groups // num_producers,
+                    burst=burst,
+                    group_bytes=group_bytes,
+                )
+                children[name] = start_apart(name, "bench.stream.load:append", job, bench.folder)
+            while client.llen(READY) < num_processes and not any(child.poll() for child in children.values()):
+                time.sleep(0.01)
+            client.rpush(GO, *children)
+            wait_for(list(children.values()))
+            spans = [found_apart(name, Span, bench.folder) for name in children]
             expect(client.xlen(KEYS.rollouts), num_groups, "entries appended")
             empty(client)
             return num_groups / (max(ended for _, ended in spans) - min(began for began, _ in spans))
 
         measures = {
-            "one": lambda: appended(1, num_groups, processes[:1]),
-            "bursts": lambda: appended(NUM_PRODUCERS, BURST, processes),
+            "one": lambda: appended(1, num_groups, 1),
+            "bursts": lambda: appended(NUM_PRODUCERS, BURST, NUM_LOAD_PROCESSES),
         }
         found = in_turns(bench.settings.rounds, measures)
     return [
