@@ -5,6 +5,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from penstock.schemas import limits
+
 REWARD = "reward"
 """The key of the mean reward in updates.jsonl and evaluations.jsonl; for its parts see `part_key`."""
 _FIGURE = re.compile(r"reward(/.+)?|pass@\d+", re.DOTALL)
@@ -45,6 +47,8 @@ LENGTH_BUCKETS = (0.0, *(2.0**n for n in range(18)))
 
 
 class ProducerMetric:
+    """A producer has each under its name in lower case; another one is an entry here, and the line that sets it."""
+
     TOKENS_GENERATED = Metric("penstock_tokens_generated_total", "Tokens sampled", unit="tokens")
     GROUPS_APPENDED = Metric(
         "penstock_groups_appended_total",
@@ -57,15 +61,15 @@ class ProducerMetric:
     IN_FLIGHT = Metric("penstock_groups_in_flight", "Groups being generated now", unit="groups")
     POLICY_VERSION = Metric("penstock_producer_policy_version", "Policy version held by the engine", unit="none")
     POLICY_BEHIND = Metric("penstock_producer_policy_behind_steps", "Announced version minus the version held")
-    PAUSE = Metric("penstock_weight_pause_seconds", "Time without sampling per weight update", (), PAUSE_BUCKETS)
-    PREFETCH = Metric(
+    PAUSE_S = Metric("penstock_weight_pause_seconds", "Time without sampling per weight update", (), PAUSE_BUCKETS)
+    PREFETCH_S = Metric(
         "penstock_weight_prefetch_seconds",
         "Time to bring the host's copy of the weights up to date while sampling, or to wait for another producer that "
         "does",
         (),
         STEP_BUCKETS,
     )
-    PATCH = Metric(
+    PATCH_S = Metric(
         "penstock_weight_patch_seconds", "Time in which bytes of the host's copy were changed", (), PAUSE_BUCKETS
     )
     WEIGHT_BYTES = Metric("penstock_weight_bytes_total", "Bytes of weights fetched")
@@ -77,7 +81,7 @@ class ProducerMetric:
         values=("new", "dirty", "wrong", "behind"),
         unit="copies",
     )
-    POLICY_AGE = Metric("penstock_producer_policy_age_seconds", "Time since the policy held was announced")
+    POLICY_AGE_S = Metric("penstock_producer_policy_age_seconds", "Time since the policy held was announced")
     WEIGHT_LOADS = Metric(
         "penstock_weight_loads_total",
         "Weight updates by result",
@@ -100,7 +104,7 @@ class ProducerMetric:
         unit="tokens",
     )
     PROGRESS_BYTES = Metric("penstock_progress_bytes_total", "Bytes of progress written to Redis")
-    PROGRESS_WRITE = Metric(
+    PROGRESS_WRITE_S = Metric(
         "penstock_progress_write_seconds", "Time to write the progress of all rollouts in flight", (), PAUSE_BUCKETS
     )
     PROGRESS_FAILURES = Metric(
@@ -349,140 +353,172 @@ def prometheus_name(key: str) -> str:
     return "penstock_" + key.replace("/", "_")
 
 
-_DIAGNOSTICS = {
-    "nats": {
-        "rollout_correction/kl": "Mean of behavior minus proximal logprob over tokens, in nats",
-        "rollout_correction/k3_kl": "k3 estimate of the KL divergence, a token's bounded at 10, in nats",
-        "rollout_correction/training_log_ppl": "Mean minus logprob of a row under the trainer's policy, in nats",
-        "rollout_correction/rollout_log_ppl": "Mean minus logprob of a row under the engine's policies, in nats",
-        "rollout_correction/log_ppl_diff": "Training less rollout log perplexity of a row, mean, in nats",
-        "rollout_correction/log_ppl_abs_diff": "Absolute gap between the two log perplexities of a row, mean",
-        "rollout_correction/log_ppl_diff_max": "Training less rollout log perplexity, largest of a row",
-        "rollout_correction/log_ppl_diff_min": "Training less rollout log perplexity, smallest of a row",
-        "kl_new_old": "k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats",
-        "k3_kl_unclamped": "k3 estimate of the KL divergence without a bound on a token's, in nats",
-    },
-    "none": {
-        "rollout_correction/chi2_token": "Chi-square of the tokens' ratios of proximal to behavior policy",
-        "rollout_correction/chi2_seq": "Chi-square of the rows' ratios, geometric means over their tokens",
-        "rollout_correction/training_ppl": "Perplexity of the rows under the trainer's policy, mean over rows",
-        "rollout_correction/rollout_ppl": "Perplexity of the rows under the engine's policies, mean over rows",
-        "rollout_correction/ppl_ratio": "Training over rollout perplexity of a row, mean",
-        "rollout_correction/is_weight_mean": "Mean importance weight after the correction",
-        "chi2": "Chi-square of the tokens' ratios, from ratios before truncation",
-        "weight_mean": "Mean importance weight applied",
-        "ratio_mean": "Mean ratio of proximal to behavior policy before truncation",
-        "ratio_max": "Largest ratio of proximal to behavior policy of a token",
-        "ratio_min": "Smallest ratio of proximal to behavior policy of a token",
-        "chi2_seq_product": "Chi-square of the rows' ratios, products over their tokens",
-    },
-    "": {
-        "rollout_correction/ess": "Effective sample size of weights clamped to the threshold and its inverse",
-        "rollout_correction/clipped_frac": "Share of ratios above the importance threshold",
-        "ess_fraction": "Effective sample size over tokens, from ratios before truncation",
-        "applied_ess_fraction": "Effective sample size over tokens, from the weights applied",
-        "corrected_frac": "Share of tokens within the lag bound that the correction rejected or bounded",
-        "masked_frac": "Share of tokens within the lag bound that the correction rejected",
-    },
-    "share": {
-        "clamp_log_ratio_new_old_indicator": "Share of a row's tokens above the threshold, mean over rows",
-        "masked_frac_positive": "Share of tokens with an advantage above 0 that the correction rejected",
-        "masked_frac_negative": "Share of tokens with an advantage below 0 that the correction rejected",
-    },
-}
-"""By unit, and by their key in a line of updates.jsonl, the help texts of the diagnostics."""
+class UpdateMetric(NamedTuple):
+    """A number of each update, under its key in a line of updates.jsonl; gauges serve that of the last batch.
 
-TRAINER_GAUGES: dict[str, Metric] = {
-    "policy_version": Metric("penstock_policy_version", "The trainer's policy version", unit="none"),
-    "queue_depth": Metric("penstock_rollout_queue_groups", "Groups read and waiting for a batch"),
-    "reward": Metric("penstock_reward", "Mean reward of the batch", unit="none"),
-    "reward_std": Metric(
-        "penstock_reward_std", "Standard deviation of a group's rewards, mean over the groups", unit="none"
+    by: labels that split it, each in a gauge of its own. title: what reports, panels and live views call it. It begins
+    to be wrong above `worse_above`, and is beyond `bad_above` or `bad_below`.
+    """
+
+    help: str
+    unit: str = ""
+    by: tuple[str, ...] = ()
+    title: str = ""
+    worse_above: float | None = None
+    bad_above: float | None = None
+    bad_below: float | None = None
+
+    def is_bad(self, value: float) -> bool:
+        """Returns whether a value is beyond a limit; NaN is not."""
+        too_high = self.bad_above is not None and value > self.bad_above
+        return too_high or (self.bad_below is not None and value < self.bad_below)
+
+
+LAG, ENVIRONMENT = "lag", "environment"
+BOTH = LAG, ENVIRONMENT
+_M = UpdateMetric
+UPDATE_METRICS: dict[str, UpdateMetric] = {
+    "policy_version": _M("The trainer's policy version", "none"),
+    "queue_depth": _M("Groups read and waiting for a batch"),
+    "reward": _M("Mean reward of the batch", "none", (ENVIRONMENT,)),
+    "reward_std": _M("Standard deviation of a group's rewards, mean over the groups", "none", (), "reward's spread"),
+    "completion_tokens": _M("Sampled tokens of a rollout, mean", "tokens", (ENVIRONMENT,), "tokens a rollout"),
+    "truncated_frac": _M("Share of the rollouts that ended at the token limit", title="truncated", bad_above=0.2),
+    "truncated_rollouts": _M("Rollouts of the batch that ended at the token limit", "rollouts"),
+    "lag_mean": _M("Lag of sampled tokens at consumption, mean", "steps", (ENVIRONMENT,), "lag"),
+    "loss": _M("Loss of the last batch", "none"),
+    "grad_norm": _M("Gradient norm before clipping", "none", (), "gradient norm"),
+    "learning_rate": _M("Learning rate of the last batch's first optimizer step", "none", (), "learning rate"),
+    "entropy": _M("Mean token entropy of the current policy", title="entropy"),
+    "policy_clipped_frac": _M("Share of tokens whose policy ratio was clipped", title="clip fraction", bad_above=0.1),
+    "policy_clipped_low_frac": _M("Share of tokens whose policy ratio was clipped from below"),
+    "policy_clipped_high_frac": _M("Share of tokens whose policy ratio was clipped from above"),
+    "policy_dual_clipped_frac": _M("Share of tokens with a negative advantage that met the dual clip"),
+    "total_weight_capped_frac": _M("Share of tokens whose ratio of current to behavior policy was capped"),
+    "reference_kl": _M("Mean of the KL term to the reference model over tokens", title="KL to reference"),
+    "teacher_kl": _M("Mean of the policy's minus the teacher's logprob, their reverse KL", title="KL to teacher"),
+    "mismatch_lag0": _M(
+        "Mean absolute gap between engine and trainer logprobs in rows of lag 0", title="mismatch at lag 0"
     ),
-    "completion_tokens": Metric("penstock_completion_tokens", "Sampled tokens of a rollout, mean", unit="tokens"),
-    "truncated_frac": Metric("penstock_truncated_frac", "Share of the rollouts that ended at the token limit"),
-    "truncated_rollouts": Metric(
-        "penstock_truncated_rollouts", "Rollouts of the batch that ended at the token limit", unit="rollouts"
+    "publish_blocked_s": _M(
+        "Time that publications have held up the training, since the batch before", title="training held up",
+        worse_above=limits.HELD_UP_S,
     ),
-    "loss": Metric("penstock_loss", "Loss of the last batch", unit="none"),
-    "grad_norm": Metric("penstock_gradient_norm", "Gradient norm before clipping", unit="none"),
-    "learning_rate": Metric(
-        "penstock_learning_rate", "Learning rate of the last batch's first optimizer step", unit="none"
+    "weight_changed_frac": _M(
+        "Share of the policy's elements that the last published update has changed", title="changed by an update",
+        worse_above=limits.DENSE,
     ),
-    "entropy": Metric("penstock_entropy_nats", "Mean token entropy of the current policy"),
-    "policy_clipped_frac": Metric(
-        "penstock_policy_ratio_clipped_frac", "Share of tokens whose policy ratio was clipped"
+    "weight_chunk_bytes": _M("Bytes of the last published update's chunks", title="bytes of an update"),
+    "weight_chain": _M("Deltas since the newest anchor", "deltas"),
+    "weight_redis_bytes": _M("Bytes of chunks of weights in Redis"),
+    "num_tokens": _M("Tokens within the lag bound", "tokens", (LAG,), "tokens"),
+    "kl": _M("Mean of behavior minus proximal logprob, in nats", "nats", (LAG,), "mean log-ratio"),
+    "k3_kl": _M(
+        "k3 estimate of the KL divergence, in nats", "nats", (LAG,), "KL",
+        worse_above=limits.KL_JUMP, bad_above=limits.KL_NOISE,
     ),
-    "policy_clipped_low_frac": Metric(
-        "penstock_policy_ratio_clipped_low_frac", "Share of tokens whose policy ratio was clipped from below"
+    "chi2": _M(
+        "Chi-square of the tokens' ratios, from ratios before truncation", "none", BOTH, "χ²",
+        worse_above=limits.CHI2_JUMP, bad_above=limits.CHI2_NOISE,
     ),
-    "policy_clipped_high_frac": Metric(
-        "penstock_policy_ratio_clipped_high_frac", "Share of tokens whose policy ratio was clipped from above"
+    "ess_fraction": _M(
+        "Effective sample size over tokens, from ratios before truncation", "", BOTH, "ESS", bad_below=limits.LOW_ESS
     ),
-    "policy_dual_clipped_frac": Metric(
-        "penstock_policy_ratio_dual_clipped_frac", "Share of tokens with a negative advantage that met the dual clip"
+    "applied_ess_fraction": _M("Effective sample size over tokens, from the weights applied", "", BOTH, "ESS applied"),
+    "weight_mean": _M("Mean importance weight applied", "none", (LAG,), "weight"),
+    "corrected_frac": _M(
+        "Share of tokens within the lag bound that the correction rejected or bounded", "", BOTH, "corrected",
+        bad_above=0.5,
     ),
-    "total_weight_capped_frac": Metric(
-        "penstock_total_weight_capped_frac", "Share of tokens whose ratio of current to behavior policy was capped"
+    "masked_frac": _M(
+        "Share of tokens within the lag bound that the correction rejected", "", BOTH, "masked", bad_above=0.5
     ),
-    "reference_kl": Metric("penstock_reference_kl_nats", "Mean of the KL term to the reference model over tokens"),
-    "teacher_kl": Metric(
-        "penstock_teacher_kl_nats", "Mean of the policy's minus the teacher's logprob over tokens, their reverse KL"
+    "masked_frac_positive": _M(
+        "Share of tokens with an advantage above 0 that the correction rejected", "share", (LAG,), bad_above=0.5
     ),
-    "mismatch_lag0": Metric(
-        "penstock_mismatch_lag0_nats", "Mean absolute gap between engine and trainer logprobs in rows of lag 0"
+    "masked_frac_negative": _M(
+        "Share of tokens with an advantage below 0 that the correction rejected", "share", (LAG,), bad_above=0.5
     ),
-    "publish_blocked_s": Metric(
-        "penstock_publish_blocked_seconds", "Time that publications have held up the training, since the batch before"
-    ),
-    "weight_changed_frac": Metric(
-        "penstock_weight_changed_frac", "Share of the policy's elements that the last published update has changed"
-    ),
-    "weight_chunk_bytes": Metric("penstock_weight_chunk_bytes", "Bytes of the last published update's chunks"),
-    "weight_chain": Metric("penstock_weight_chain_deltas", "Deltas since the newest anchor", unit="deltas"),
-    "weight_redis_bytes": Metric("penstock_weight_redis_bytes", "Bytes of chunks of weights in Redis"),
+    "ratio_mean": _M("Mean ratio of proximal to behavior policy before truncation", "none"),
+    "ratio_max": _M("Largest ratio of proximal to behavior policy of a token", "none"),
+    "ratio_min": _M("Smallest ratio of proximal to behavior policy of a token", "none"),
+    "chi2_seq_product": _M("Chi-square of the rows' ratios, products over their tokens", "none"),
+    "clamp_log_ratio_new_old_indicator": _M("Share of a row's tokens above the threshold, mean over rows", "share"),
+    "kl_new_old": _M("k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats", "nats"),
+    "k3_kl_unclamped": _M("k3 estimate of the KL divergence without a bound on a token's, in nats", "nats"),
     **{
-        key: Metric(prometheus_name(key), help, unit=unit)
-        for unit, diagnostics in _DIAGNOSTICS.items()
-        for key, help in diagnostics.items()
+        f"rollout_correction/{key}": metric
+        for key, metric in {
+            "kl": _M("Mean of behavior minus proximal logprob over tokens, in nats", "nats"),
+            "k3_kl": _M(
+                "k3 estimate of the KL divergence, a token's bounded at 10, in nats", "nats", (), "KL to behavior",
+                worse_above=limits.KL_JUMP, bad_above=limits.KL_NOISE,
+            ),
+            "training_log_ppl": _M("Mean minus logprob of a row under the trainer's policy, in nats", "nats"),
+            "rollout_log_ppl": _M("Mean minus logprob of a row under the engine's policies, in nats", "nats"),
+            "log_ppl_diff": _M("Training less rollout log perplexity of a row, mean, in nats", "nats"),
+            "log_ppl_abs_diff": _M("Absolute gap between the two log perplexities of a row, mean", "nats"),
+            "log_ppl_diff_max": _M("Training less rollout log perplexity, largest of a row", "nats"),
+            "log_ppl_diff_min": _M("Training less rollout log perplexity, smallest of a row", "nats"),
+            "chi2_token": _M("Chi-square of the tokens' ratios of proximal to behavior policy", "none"),
+            "chi2_seq": _M("Chi-square of the rows' ratios, geometric means over their tokens", "none"),
+            "training_ppl": _M("Perplexity of the rows under the trainer's policy, mean over rows", "none"),
+            "rollout_ppl": _M("Perplexity of the rows under the engine's policies, mean over rows", "none"),
+            "ppl_ratio": _M("Training over rollout perplexity of a row, mean", "none"),
+            "is_weight_mean": _M("Mean importance weight after the correction", "none"),
+            "ess": _M("Effective sample size of weights clamped to the threshold and its inverse"),
+            "clipped_frac": _M("Share of ratios above the importance threshold"),
+        }.items()
     },
+}  # fmt: skip
+"""The table of what is measured of each update: another one is an entry here, and the line that sets its value."""
+NAMES = {
+    "queue_depth": "rollout_queue_groups",
+    "grad_norm": "gradient_norm",
+    "entropy": "entropy_nats",
+    "policy_clipped_frac": "policy_ratio_clipped_frac",
+    "policy_clipped_low_frac": "policy_ratio_clipped_low_frac",
+    "policy_clipped_high_frac": "policy_ratio_clipped_high_frac",
+    "policy_dual_clipped_frac": "policy_ratio_dual_clipped_frac",
+    "reference_kl": "reference_kl_nats",
+    "teacher_kl": "teacher_kl_nats",
+    "mismatch_lag0": "mismatch_lag0_nats",
+    "publish_blocked_s": "publish_blocked_seconds",
+    "weight_chain": "weight_chain_deltas",
+}
+"""Names of gauges in Prometheus that are not made of their key."""
+ONLY_SPLIT = ("num_tokens", "kl", "k3_kl", "lag_mean")
+"""Keys without a number of the whole batch."""
+
+
+def title_of(key: str) -> str:
+    """Returns what reports, panels and live views call a number of an update."""
+    return UPDATE_METRICS[key].title or key
+
+
+def _gauges(by: str, name: str, help: str) -> dict[str, Metric]:
+    """Returns the gauges that the label `by` splits. name, help: patterns of theirs."""
+    return {
+        key: Metric(prometheus_name(name.format(key)), help.format(metric.help), (by,), unit=metric.unit)
+        for key, metric in UPDATE_METRICS.items()
+        if by in metric.by
+    }
+
+
+TRAINER_GAUGES = {
+    key: Metric(prometheus_name(NAMES.get(key, key)), metric.help, unit=metric.unit)
+    for key, metric in UPDATE_METRICS.items()
+    if key not in ONLY_SPLIT
 }
 """Gauges of the last batch, by their key in a line of updates.jsonl. NaN if the batch has no such number."""
 
-TRAINER_GAUGES_BY_LAG: dict[str, Metric] = {
-    key: Metric(prometheus_name(key) + "_by_lag", help + ", by lag in optimizer steps", ("lag",), unit=unit)
-    for key, (help, unit) in {
-        "num_tokens": ("Tokens within the lag bound", "tokens"),
-        "kl": ("Mean of behavior minus proximal logprob, in nats", "nats"),
-        "k3_kl": ("k3 estimate of the KL divergence, in nats", "nats"),
-        "chi2": ("Chi-square of the tokens' ratios", "none"),
-        "ess_fraction": ("Effective sample size over tokens before truncation", ""),
-        "applied_ess_fraction": ("Effective sample size over tokens of the weights applied", ""),
-        "weight_mean": ("Mean importance weight applied", "none"),
-        "corrected_frac": ("Share of tokens that the correction rejected or bounded", ""),
-        "masked_frac": ("Share of tokens that the correction rejected", ""),
-        "masked_frac_positive": ("Share of tokens rejected of those with an advantage above 0", "share"),
-        "masked_frac_negative": ("Share of tokens rejected of those with an advantage below 0", "share"),
-    }.items()
-}
+TRAINER_GAUGES_BY_LAG = _gauges(LAG, "{}_by_lag", "{}, by lag in optimizer steps")
 """Gauges of the last batch with a label `lag`. `kl` is `kl/lag_0` ... `kl/lag_8+` in updates.jsonl, see `lag_key`.
 
 A bucket in which the batch has no token has no sample.
 """
 
-TRAINER_GAUGES_BY_ENVIRONMENT: dict[str, Metric] = {
-    key: Metric(prometheus_name("environment/" + key), help + ", by environment", ("environment",), unit=unit)
-    for key, (help, unit) in {
-        "reward": ("Mean reward of the batch", "none"),
-        "completion_tokens": ("Sampled tokens of a rollout, mean", "tokens"),
-        "lag_mean": ("Lag of sampled tokens at consumption, mean", "steps"),
-        "chi2": ("Chi-square of the tokens' ratios", "none"),
-        "ess_fraction": ("Effective sample size over tokens before truncation", ""),
-        "applied_ess_fraction": ("Effective sample size over tokens of the weights applied", ""),
-        "corrected_frac": ("Share of tokens that the correction rejected or bounded", ""),
-        "masked_frac": ("Share of tokens that the correction rejected", ""),
-    }.items()
-}
+TRAINER_GAUGES_BY_ENVIRONMENT = _gauges(ENVIRONMENT, "environment/{}", "{}, by environment")
 """Gauges of the last batch with a label `environment`, by their key in the tables of `environments` in updates.jsonl.
 
 An environment without a group in the batch has no sample.

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
-
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.schemas.attrition import UNKNOWN, Attrition, LengthTest
 from penstock.schemas.config import MetricsConfig, RunConfig
@@ -44,10 +42,10 @@ class TrainerMetrics:
     def __init__(self, **labels: str) -> None:
         self.registry = LabelledRegistry(labels)
         make = self.registry.make
-        self._made = {metric: make(_kind(metric), metric) for metric in vars(M).values() if isinstance(metric, Metric)}
-        self._gauges = {key: make(Gauge, metric) for key, metric in TRAINER_GAUGES.items()}
-        self._by_lag = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_LAG.items()}
-        self._by_environment = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_ENVIRONMENT.items()}
+        self._made = {getattr(M, name): made for name, made in self.registry.make_all(M).items()}
+        self._gauges = {key: make(metric) for key, metric in TRAINER_GAUGES.items()}
+        self._by_lag = {key: make(metric) for key, metric in TRAINER_GAUGES_BY_LAG.items()}
+        self._by_environment = {key: make(metric) for key, metric in TRAINER_GAUGES_BY_ENVIRONMENT.items()}
         self._lag_keys = {lag_key(name, label) for name in self._by_lag for label in LAG_LABELS}
         for gauge in (*self._gauges.values(), self[M.EVALUATION_REWARD], self[M.MISMATCH_MEAN]):
             gauge.set(math.nan)
@@ -200,12 +198,6 @@ class TrainerMetrics:
     def close(self) -> None:
         """Stops serving, if `serve` was called."""
         self.registry.close()
-
-
-def _kind(metric: Metric) -> type[Counter | Gauge | Histogram]:
-    if metric.buckets:
-        return Histogram
-    return Counter if metric.name.endswith("_total") else Gauge
 
 
 def _set_labelled(gauge: Any, values: Mapping[str, float]) -> None:

@@ -1,7 +1,19 @@
 """Flow: who waits for whom."""
 
-from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.panels import Row, dashboard, last, of_run, quantiles, rate, stat, states, timeseries
+from penstock.consumers.stream.commit_schedule import MEMORY_HIGH
+from penstock.deploy.grafana.panels import (
+    Row,
+    dashboard,
+    last,
+    of_run,
+    of_update,
+    quantiles,
+    rate,
+    stat,
+    states,
+    timeseries,
+)
+from penstock.schemas import limits
 
 GLANCE = [
     stat(
@@ -26,7 +38,7 @@ GLANCE = [
         "Queue",
         "Groups that are generated and not settled, as a share of the credit. At 100 % producers stand idle.",
         {"queue": of_run("penstock:queue_fill:ratio")},
-        limits={0.8: "orange", limits.QUEUE_FULL: "red"},
+        limits={limits.QUEUE_FILLED: "orange", limits.QUEUE_FULL: "red"},
     ),
     stat(
         "Since the last update",
@@ -158,27 +170,17 @@ PRODUCERS = [
     ),
 ]
 WEIGHTS = [
-    timeseries(
-        "Changed by an update",
+    of_update(
+        "weight_changed_frac",
         "Share of the policy's elements whose bits the last update has changed. It grows with the learning rate. Above "
         "a third a delta is hardly smaller than the whole policy.",
-        {"changed": last("penstock_weight_changed_frac")},
-        limits={limits.DENSE: "orange"},
         maximum=1,
     ),
-    timeseries(
-        "Bytes of an update",
-        "What each producer's host fetches for it: the chunks of the last update, compressed.",
-        {"chunks": last("penstock_weight_chunk_bytes")},
-        unit="bytes",
-    ),
-    timeseries(
-        "Training held up",
+    of_update("weight_chunk_bytes", "What each producer's host fetches for it: its chunks, compressed."),
+    of_update(
+        "publish_blocked_s",
         "How long a batch has waited for the publication of the policy before, which goes on beside it. More than a "
         "moment: chunks are slow to be written, or batches are too short.",
-        {"held up": last("penstock_publish_blocked_seconds")},
-        unit="s",
-        limits={limits.HELD_UP_S: "orange"},
     ),
     timeseries(
         "Age of the policy held",
@@ -280,7 +282,7 @@ REDIS = [
         "Share of Redis' maxmemory. From 70 % on the trainer commits early, which makes room; above 85 % that has "
         "not helped.",
         {"{{instance}}": "max by (instance) (redis_memory_used_bytes / (redis_memory_max_bytes > 0))"},
-        limits={limits.EARLY_COMMIT: "orange", limits.MEMORY_NEARLY_FULL: "red"},
+        limits={MEMORY_HIGH: "orange", limits.MEMORY_NEARLY_FULL: "red"},
         maximum=1,
     ),
     timeseries(

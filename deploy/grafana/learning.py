@@ -1,7 +1,7 @@
 """Learning: does it learn, and is it healthy?"""
 
-from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.panels import Row, dashboard, last, rate, timeseries
+from penstock.deploy.grafana.panels import Row, dashboard, last, limits_of, of_update, rate, timeseries
+from penstock.schemas.config import TrainerConfig
 
 OUTCOME = [
     timeseries(
@@ -22,13 +22,7 @@ OUTCOME = [
         unit="short",
         minimum=None,
     ),
-    timeseries(
-        "Spread of the reward",
-        "Standard deviation of the rewards of one group, mean over the groups: advantages are made of it. At 0 "
-        "nothing is left to learn from.",
-        {"spread": last("penstock_reward_std")},
-        unit="short",
-    ),
+    of_update("reward_std", "Advantages are made of it: at 0 nothing is left to learn from."),
     timeseries(
         "Groups without variance",
         "Share of the groups whose siblings all have one reward, from which nothing is learned: tasks are too easy "
@@ -42,27 +36,17 @@ OUTCOME = [
         limits={0.8: "red"},
         maximum=1,
     ),
-    timeseries(
-        "Completion length",
-        "Sampled tokens of a rollout, mean over a batch. A steady rise is a reward that pays for length.",
-        {"tokens": last("penstock_completion_tokens")},
-        unit="suffix: tokens",
-    ),
-    timeseries(
-        "Truncated completions",
+    of_update("completion_tokens", "Mean over a batch. A steady rise is a reward that pays for length."),
+    of_update(
+        "truncated_frac",
         "Share of the rollouts that ended at the token limit: answers that would have been right are scored as wrong.",
-        {"truncated": last("penstock_truncated_frac")},
-        limits={0.2: "red"},
         maximum=1,
     ),
 ]
 POLICY = [
-    timeseries(
-        "Entropy",
-        "Mean token entropy of the current policy. It falls slowly while reward rises; a plunge to 0 before that is "
-        "a policy that has stopped to explore.",
-        {"entropy": last("penstock_entropy_nats")},
-        unit="suffix: nats",
+    of_update(
+        "entropy",
+        "It falls slowly while reward rises; a plunge to 0 before that is a policy that has stopped to explore.",
     ),
     timeseries(
         "KL to the policies that sampled",
@@ -71,7 +55,7 @@ POLICY = [
         {"k3": last("penstock_rollout_correction_k3_kl"), "mean log-ratio": last("penstock_rollout_correction_kl")},
         unit="suffix: nats",
         minimum=None,
-        limits={limits.KL_JUMP: "orange", limits.KL_NOISE: "red"},
+        **limits_of("rollout_correction/k3_kl"),
     ),
     timeseries(
         "KL to the reference model and a teacher",
@@ -89,31 +73,18 @@ POLICY = [
             "above the range": last("penstock_policy_ratio_clipped_high_frac"),
             "below the range": last("penstock_policy_ratio_clipped_low_frac"),
         },
-        limits={0.1: "red"},
+        **limits_of("policy_clipped_frac"),
     ),
 ]
 OPTIMIZER = [
-    timeseries(
-        "Gradient norm",
+    of_update(
+        "grad_norm",
         "Before clipping, which begins at 1 unless `trainer.max_grad_norm` says otherwise. A trend upwards calls "
         "for a lower learning rate.",
-        {"gradient norm": last("penstock_gradient_norm")},
-        unit="short",
-        limits={limits.GRADIENT_NORM: "orange"},
+        limits={TrainerConfig().max_grad_norm: "orange"},
     ),
-    timeseries(
-        "Learning rate",
-        "Of the last batch.",
-        {"learning rate": last("penstock_learning_rate")},
-        unit="sci",
-    ),
-    timeseries(
-        "Loss",
-        "Only that it is finite says something: its level depends on the objective.",
-        {"loss": last("penstock_loss")},
-        unit="short",
-        minimum=None,
-    ),
+    of_update("learning_rate", "At the last batch's first optimizer step.", unit="sci"),
+    of_update("loss", "Only that it is finite says something: its level depends on the objective.", minimum=None),
     timeseries(
         "Optimizer steps",
         "Steps taken per second.",

@@ -1,7 +1,18 @@
 """Off-policy: how old the data are, and what that and the engine do to them."""
 
-from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.panels import Row, by_lag, dashboard, heatmap, last, of_run, quantiles, rate, timeseries
+from penstock.deploy.grafana.panels import (
+    Row,
+    by_lag,
+    dashboard,
+    heatmap,
+    last,
+    limits_of,
+    of_run,
+    quantiles,
+    rate,
+    timeseries,
+)
+from penstock.schemas import limits
 
 LAG = [
     heatmap(
@@ -71,17 +82,16 @@ WHOLE = [
         "between the two is what truncation hides. A slide comes before a collapse.",
         {"before truncation": last("penstock_ess_fraction"), "applied": last("penstock_applied_ess_fraction")},
         maximum=1,
-        limits={limits.LOW_ESS: "green"},
-        base="red",
+        **limits_of("ess_fraction"),
     ),
     timeseries(
         "χ²",
         "Variance that the importance ratios bring into the gradient; above 1 there is more noise than signal. "
-        "There is an alert for a jump to above 0.1.",
+        f"There is an alert for a jump to above {limits.CHI2_JUMP:g}.",
         {"tokens": last("penstock_chi2"), "rows": last("penstock_rollout_correction_chi2_seq")},
         unit="short",
         minimum=None,
-        limits={limits.CHI2_JUMP: "orange", limits.CHI2_NOISE: "red"},
+        **limits_of("chi2"),
     ),
     timeseries(
         "Mismatch at lag 0",
@@ -116,63 +126,35 @@ BY_PRODUCER = [
 ]
 BY_LAG = [
     by_lag(
-        "Effective sample size by lag",
-        "Which ages of data have stopped to count. Alerts below 30 %.",
-        "penstock_ess_fraction_by_lag",
+        "ess_fraction",
+        f"Effective sample size: which ages of data have stopped to count. Alerts below {limits.LOW_ESS:.0%}.",
         maximum=1,
-        limits={limits.LOW_ESS: "green"},
-        base="red",
     ),
     by_lag(
-        "χ² by lag",
+        "chi2",
         "Above 1 a token of that age brings more noise than signal: shorten the lag, or clip against the behavior "
         "policy.",
-        "penstock_chi2_by_lag",
-        unit="short",
         minimum=None,
-        limits={limits.CHI2_JUMP: "orange", limits.CHI2_NOISE: "red"},
     ),
     by_lag(
-        "KL by lag",
+        "k3_kl",
         "k3 estimate per token, in nats. Rising at lag 0: the engine. 0-mixed, tokens of lag 0 in rows that met an "
         "update, is drift already. Rising with lag: too much is learned per step for data this old. The "
         "limits are those of χ², which is about twice as much.",
-        "penstock_k3_kl_by_lag",
-        unit="suffix: nats",
-        limits={limits.KL_JUMP: "orange", limits.KL_NOISE: "red"},
     ),
+    by_lag("weight_mean", "Applied, mean. One that falls with lag is the correction trusting old tokens less."),
+    by_lag("masked_frac", "Share of the tokens within the bound that the correction rejects. None under truncation."),
     by_lag(
-        "Weight applied by lag",
-        "Mean importance weight after the correction. One that falls with lag is the correction trusting old tokens "
-        "less.",
-        "penstock_weight_mean_by_lag",
-        unit="short",
-    ),
-    by_lag(
-        "Masked by lag",
-        "Share of the tokens within the bound that the correction rejects. None under truncation.",
-        "penstock_masked_frac_by_lag",
-        limits={0.5: "red"},
-    ),
-    by_lag(
-        "Corrected by lag",
+        "corrected_frac",
         "Share of the tokens that the correction rejects or bounds. Near 100 % the data are too old for it.",
-        "penstock_corrected_frac_by_lag",
-        limits={0.5: "red"},
     ),
-    by_lag(
-        "Tokens by lag",
-        "Tokens of the last batch. Few tokens make noisy numbers in the panels beside.",
-        "penstock_num_tokens_by_lag",
-        unit="short",
-        stacked=True,
-    ),
+    by_lag("num_tokens", "Of the last batch. Few make noisy numbers in the panels beside.", unit="short", stacked=True),
     timeseries(
         "Masked by the sign of the advantage",
         "Share of the tokens of either sign that the correction rejects. A difference tilts what is learned: with "
         "only good answers let through, entropy falls.",
         {"good answers": last("penstock_masked_frac_positive"), "bad answers": last("penstock_masked_frac_negative")},
-        limits={0.5: "red"},
+        **limits_of("masked_frac_positive"),
     ),
 ]
 

@@ -16,8 +16,15 @@ from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 
+from penstock.deploy.prometheus.metrics_reference import unit_of
 from penstock.deploy.report import drawing
-from penstock.schemas.metrics import LAG_LABELS
+from penstock.schemas.metrics import (
+    LAG_LABELS,
+    TRAINER_GAUGES,
+    TRAINER_GAUGES_BY_LAG,
+    UPDATE_METRICS,
+    title_of,
+)
 
 Panel = timelines.Panel | stats.Panel | statetimeline.Panel | heatmaps.Panel
 Kind = TypeVar("Kind", bound=Panel)
@@ -112,11 +119,42 @@ def timeseries(
     return panel
 
 
-def by_lag(title: str, description: str, metric: str, **options: Any) -> Panel:
-    """Makes a panel with a line per lag bucket of `metric`, in the bucket's colour."""
+UNITS = {"s": "s", "B": "bytes", "share": SHARE, "none": "short"}
+"""Grafana's units by those of metrics; others are a suffix."""
+
+
+def of_update(key: str, description: str, **options: Any) -> Panel:
+    """Makes a panel of what is measured of each update, with title, unit and limits of the table of metrics."""
+    return timeseries(
+        _titled(key), description, {title_of(key): last(TRAINER_GAUGES[key].name)}, **_from_table(key, options)
+    )
+
+
+def by_lag(key: str, description: str, **options: Any) -> Panel:
+    """Makes a panel as `of_update` with a line per lag bucket, in the bucket's colour."""
+    queries = {"lag {{lag}}": last(TRAINER_GAUGES_BY_LAG[key].name, by="lag")}
     colours = {f"lag {label}": colour for label, colour in LAG_COLOURS.items()}
-    queries = {"lag {{lag}}": last(metric, by="lag")}
-    return timeseries(title, description, queries, colours=colours, **options)
+    return timeseries(f"{_titled(key)} by lag", description, queries, colours=colours, **_from_table(key, options))
+
+
+def _titled(key: str) -> str:
+    title = title_of(key)
+    return title[0].upper() + title[1:] if title.isascii() else title
+
+
+def _from_table(key: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options of a panel; those given come first."""
+    unit = unit_of(TRAINER_GAUGES.get(key) or TRAINER_GAUGES_BY_LAG[key])
+    return {"unit": UNITS.get(unit, f"suffix: {unit}"), **limits_of(key), **options}
+
+
+def limits_of(key: str) -> dict[str, Any]:
+    """Returns a panel's options for the limits of a number of an update."""
+    metric = UPDATE_METRICS[key]
+    if metric.bad_below is not None:
+        return {"limits": {metric.bad_below: "green"}, "base": "red"}
+    limits = {metric.worse_above: "orange", metric.bad_above: "red"}
+    return {"limits": {limit: colour for limit, colour in limits.items() if limit is not None}}
 
 
 def stat(

@@ -1,1 +1,1 @@
-"""Prometheus: scrape configurations, rules, and `penstock prometheus`. Imported through `command`."""
+"""Prometheus: scrape configurations, rules, and `penstock prometheus`. Imported through `command`, and for units `metrics_reference`."""

@@ -6,9 +6,9 @@ import logging
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client import Metric as Family
 
 from penstock.schemas.config import MetricsConfig
@@ -17,8 +17,6 @@ from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.ports import EVERYWHERE, on_free_port
 
 log = logging.getLogger(__name__)
-
-Kind = TypeVar("Kind")
 
 
 class LabelledRegistry(CollectorRegistry):
@@ -34,15 +32,18 @@ class LabelledRegistry(CollectorRegistry):
             family.samples = [one._replace(labels={**self._labels, **one.labels}) for one in family.samples]
             yield family
 
-    def make(self, kind: type[Kind], metric: Metric) -> Kind:
-        """Makes a counter, gauge or histogram in this registry, with a series for each known label value."""
-        factory: Any = kind
+    def make(self, metric: Metric) -> Any:
+        """Makes the counter, gauge or histogram of a definition, with a series for each known label value."""
+        factory: Any = Histogram if metric.buckets else Counter if metric.name.endswith("_total") else Gauge
         options = {"buckets": metric.buckets} if metric.buckets else {}
         made = factory(metric.name, metric.help, metric.labels, registry=self, **options)
         for value in metric.values:
             made.labels(value)
-        result: Kind = made
-        return result
+        return made
+
+    def make_all(self, definitions: type) -> dict[str, Any]:
+        """Makes every metric that a class defines; returns them by the names of its members."""
+        return {name: self.make(metric) for name, metric in vars(definitions).items() if isinstance(metric, Metric)}
 
     def serve(self, config: MetricsConfig, run_folder: Path, role: str) -> int:
         """Serves `/metrics` on the first free port from `config.port` and returns that port. If the run's folder

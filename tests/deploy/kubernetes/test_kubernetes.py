@@ -20,7 +20,7 @@ from penstock.deploy import cli
 from penstock.deploy.grafana.__main__ import DASHBOARDS, FOLDER
 from penstock.deploy.images import healthy
 from penstock.deploy.images.hand_out import hand_out
-from penstock.deploy.prometheus.__main__ import FILE, as_objects
+from penstock.deploy.prometheus.__main__ import FILE, generated
 from penstock.deploy.prometheus.command import RULES
 from penstock.deploy.security.acl import ROLES, acl_file, user_name, user_names
 from penstock.producers.loop import GRACE_S, SHUTDOWN_TIMEOUT_S
@@ -173,7 +173,7 @@ def test_one_prompt_wakes_a_producer_and_keda_2_16_takes_the_triggers(objects: O
 
 
 def test_the_rules_in_the_cluster_are_the_rules_of_prometheus(objects: Objects) -> None:
-    assert FILE.read_text(encoding="utf-8") == as_objects(RULES), "run `python -m penstock.deploy.prometheus`"
+    assert FILE.read_text(encoding="utf-8") == generated()[FILE], "run `python -m penstock.deploy.prometheus`"
     for file in RULES.glob("*.yml"):
         rules = yaml.safe_load(file.read_text(encoding="utf-8"))
         assert objects["PrometheusRule", f"penstock-{file.stem}"]["spec"] == rules

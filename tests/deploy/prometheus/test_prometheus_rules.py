@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from penstock.deploy import cli
+from penstock.deploy.prometheus.__main__ import TEMPLATES, generated
 from penstock.deploy.prometheus.command import HERE, RULES, write_prometheus_config
+from penstock.schemas import limits
 from penstock.schemas.config import ConfigError, MetricsConfig
 from prometheus_server import needs_prometheus
 
@@ -54,34 +56,33 @@ def test_promtool_takes_the_rules_and_the_configuration_for_containers() -> None
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("alert", ALERTS.values(), ids=ALERTS)
-def test_an_alert_says_what_is_wrong_with_values_and_leads_to_what_to_do(alert: dict[str, Any]) -> None:
-    assert alert["labels"]["severity"] in SEVERITIES
-    notes = alert["annotations"]
+def test_what_is_checked_in_is_what_the_templates_and_the_limits_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file says each limit: another one there is another one in every rule that asks for it."""
+    for file, text in generated().items():
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run `python -m penstock.deploy.prometheus`"
+    monkeypatch.setattr(limits, "LOW_ESS", 0.123)
+    assert "ess_fraction_by_lag:avg1m[2m]) < 0.123\n" in generated()[RULES / "alerts.yml"]
+    templates = "".join(template.read_text() for template in TEMPLATES.glob("*.yml"))
+    written = re.findall(r"[<>]=? (?:bool )?(\d[\d.]*)(?!\d| \*)", re.sub(r"#.*", "", templates))
+    assert set(written) <= {"0", "6"}, "limits are named, but for the starts of a trainer in half an hour"
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_leads_to_what_to_do_and_is_tried_in_health_and_on_a_run_that_falls_ill(name: str) -> None:
+    """Bad from the first sample on, a mean over a long time is as quick as one over a short time."""
+    notes = ALERTS[name]["annotations"]
+    assert ALERTS[name]["labels"]["severity"] in SEVERITIES
     assert notes["summary"] and "{{" not in notes["summary"]
     assert re.search(r"\{\{.*(\$value|query|\$labels\.instance|\$labels\.producer).*\}\}", notes["description"])
-    page, _, anchor = notes["runbook_url"].partition("#")
-    assert page == RUNBOOK and anchor == alert["alert"].lower()
-
-
-@pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_is_shown_to_fire_and_not_to_fire_in_health(name: str) -> None:
-    fires, healthy = [], []
-    for test in unit_tests(name):
-        wanted = [one["exp_alerts"] for one in test["alert_rule_test"] if one["alertname"] == name]
-        (healthy if test["name"].startswith("healthy") else fires).append(wanted)
-    assert any(alerts for wanted in fires for alerts in wanted)
+    assert notes["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
+    tried = {
+        test["name"]: [one["exp_alerts"] for one in test["alert_rule_test"] if one["alertname"] == name]
+        for test in unit_tests(name)
+    }
+    healthy = [wanted for test, wanted in tried.items() if test.startswith("healthy")]
     assert healthy and not any(alerts for wanted in healthy for alerts in wanted)
-
-
-@pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_is_tried_on_a_run_that_is_healthy_first_and_falls_ill_later(name: str) -> None:
-    """Bad from the first sample on, a mean over a long time is as quick as one over a short time."""
-    fallen = [test for test in unit_tests(name) if test["name"].startswith("after health, ")]
-    assert fallen
-    for test in fallen:
-        early, *_, late = (one["exp_alerts"] for one in test["alert_rule_test"] if one["alertname"] == name)
-        assert not early and late, test["name"]
+    fallen = [wanted for test, wanted in tried.items() if test.startswith("after health, ")]
+    assert fallen and all(not wanted[0] and wanted[-1] for wanted in fallen)
 
 
 @needs_prometheus
@@ -101,22 +102,20 @@ def test_a_longer_mean_in_front_of_the_five_minutes_of_low_ess_is_noticed(window
 
 
 @needs_prometheus
-@pytest.mark.parametrize("name", ALERTS)
 @pytest.mark.parametrize("expr", ["vector(0) > 1", "vector(1)"], ids=["never", "always"])
-def test_an_alert_that_never_or_always_fires_fails_its_unit_test(name: str, expr: str, tmp_path: Path) -> None:
+def test_an_alert_that_never_or_always_fires_fails_its_unit_test(expr: str, tmp_path: Path) -> None:
     folder = tmp_path / "deploy" / "prometheus" / "rules"
     shutil.copytree(RULES, folder)
     document = yaml.safe_load((folder / "alerts.yml").read_text())
-    asked = {one["alertname"] for test in unit_tests(name) for one in test["alert_rule_test"]}
-    for group in document["groups"]:  # those that its unit test does not ask about take time only
-        group["rules"] = [rule for rule in group["rules"] if rule["alert"] in asked]
-    (rule,) = (rule for group in document["groups"] for rule in group["rules"] if rule["alert"] == name)
-    rule["expr"] = expr
+    for group in document["groups"]:
+        for rule in group["rules"]:
+            rule["expr"] = expr
     (folder / "alerts.yml").write_text(yaml.safe_dump(document))
-    tests = tmp_path / "tests" / "deploy" / "prometheus" / f"{name}.yml"
-    tests.parent.mkdir(parents=True)
-    shutil.copy(UNIT_TESTS / tests.name, tests)
-    assert promtool("test", "rules", tests).returncode == 1
+    tests = tmp_path / "tests" / "deploy" / "prometheus"
+    tests.mkdir(parents=True)
+    for name in ALERTS:
+        shutil.copy(UNIT_TESTS / f"{name}.yml", tests)
+        assert promtool("test", "rules", tests / f"{name}.yml").returncode == 1, name
 
 
 def test_each_unit_test_belongs_to_an_alert_or_to_the_recording_rules() -> None:
