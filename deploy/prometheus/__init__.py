@@ -1,1 +1,2 @@
-"""Prometheus: scrape configurations, rules, and `penstock prometheus`. Imported through `command`, and for units `metrics_reference`."""
+"""Prometheus: scrape configurations, rules, and `penstock prometheus`. Imported through `command`, and for the units of
+metrics `metrics_reference`."""
