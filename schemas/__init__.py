@@ -6,8 +6,8 @@
 - In files: `config` defines the run file, `record` and `record_reader` the record of rollouts, `hidden_states` the
   input of a parity check; `model_digest` identifies model folders, `adapter` names an adapter's tensors and its base,
   `best` describes the model of the best evaluation, `figures` finds the figures of evaluations that settings name.
-- `metrics` defines the Prometheus metrics, `attrition` counts the outcomes of rollouts. `prefixes` finds common
-  prefixes of sequences.
+- `metrics` defines the metrics, `limits` says beyond what they are bad, `attrition` counts the outcomes of rollouts.
+  `prefixes` finds common prefixes of sequences.
 
 `process` is not part of the contract.
 """
