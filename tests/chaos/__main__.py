@@ -5,7 +5,6 @@ arrives: a replay (`--seed N`) is as hard, not identical.
 """
 
 import argparse
-import importlib.util
 import os
 import shutil
 import sys
@@ -24,9 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "doubles")]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
 SEEDS, FAULTS = (1, 2, 3, 4, 5), 44
-VLLM_SEED, VLLM_FAULTS = 7, 18
 RANKS_SEEDS, RANKS_FAULTS = (6, 9), 16
-LONG_SEED, LONG_FAULTS, LONG_GAP_S = 11, 14, 4.0
 
 
 def main() -> int:
@@ -63,16 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         action="append",
-        help=f"only this one; may be given again (default: {SEEDS[0]} to {SEEDS[-1]}, {RANKS_SEEDS[0]} and "
-        f"{RANKS_SEEDS[1]} with a sharded trainer, {LONG_SEED} with long rollouts, and {VLLM_SEED} with vLLM)",
+        help=f"only this one; may be given again (default: {SEEDS[0]} to {SEEDS[-1]}, and {RANKS_SEEDS[0]} and "
+        f"{RANKS_SEEDS[1]} with a sharded trainer)",
     )
     parser.add_argument("--faults", type=int, help="faults per seed (default: by the leg)")
-    parser.add_argument(
-        "--gap", type=float, help=f"mean seconds between two faults (default: 1.6, with --long {LONG_GAP_S:g})"
-    )
-    parser.add_argument("--vllm", action="store_true", help="one producer has the real engine")
+    parser.add_argument("--gap", type=float, default=1.6, help="mean seconds between two faults (default: 1.6)")
     parser.add_argument("--ranks", action="store_true", help="the trainer is sharded over two ranks")
-    parser.add_argument("--long", action="store_true", help="producers are killed in the middle of long rollouts")
     parser.add_argument("--server", choices=["redis", "valkey"], help="(default: by seed)")
     parser.add_argument("--only", metavar="KIND", help="faults of this kind alone; see faults.py")
     parser.add_argument("--break", dest="broken", metavar="NAME", help="break the protocol on purpose; see roles.py")
@@ -87,14 +80,12 @@ def _parser() -> argparse.ArgumentParser:
 def _legs(arguments: argparse.Namespace) -> list[Any]:
     from tests.chaos.leg import Leg
 
-    def leg(seed: int, num_faults: int, *, vllm: bool = False, ranks: bool = False, long: bool = False) -> Leg:
+    def leg(seed: int, *, ranks: bool) -> Leg:
         return Leg(
             seed=seed,
-            num_faults=arguments.faults or num_faults,
-            mean_gap_s=arguments.gap or (LONG_GAP_S if long else 1.6),
-            with_vllm=vllm,
+            num_faults=arguments.faults or (RANKS_FAULTS if ranks else FAULTS),
+            mean_gap_s=arguments.gap,
             with_ranks=ranks,
-            with_long=long,
             server=arguments.server,
             only=arguments.only,
             broken=arguments.broken,
@@ -102,16 +93,8 @@ def _legs(arguments: argparse.Namespace) -> list[Any]:
         )
 
     if arguments.seed:
-        num_faults = RANKS_FAULTS if arguments.ranks else LONG_FAULTS if arguments.long else FAULTS
-        kind = {name: getattr(arguments, name) for name in ("vllm", "ranks", "long")}
-        return [leg(seed, num_faults, **kind) for seed in arguments.seed]
-    legs = [leg(seed, FAULTS) for seed in SEEDS]
-    legs += [leg(seed, RANKS_FAULTS, ranks=True) for seed in RANKS_SEEDS]
-    legs.append(leg(LONG_SEED, LONG_FAULTS, long=True))
-    if importlib.util.find_spec("vllm") is None:
-        print("chaos: vLLM is not installed: its leg is left out")
-        return legs
-    return [*legs, leg(VLLM_SEED, VLLM_FAULTS, vllm=True)]
+        return [leg(seed, ranks=arguments.ranks) for seed in arguments.seed]
+    return [leg(seed, ranks=False) for seed in SEEDS] + [leg(seed, ranks=True) for seed in RANKS_SEEDS]
 
 
 if __name__ == "__main__":

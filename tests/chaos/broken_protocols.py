@@ -7,7 +7,6 @@ from typing import NamedTuple
 from tests.chaos.campaign import campaign
 from tests.chaos.judge import ChaosVerdict
 from tests.chaos.leg import Leg
-from tests.chaos.roles import WITHOUT_PROGRESS
 
 
 class Case(NamedTuple):
@@ -21,7 +20,6 @@ class Case(NamedTuple):
     shows: Callable[[ChaosVerdict], int]
     with_ranks: bool = False
     limit_s: float = 6.0
-    with_long: bool = False
 
 
 CASES = (
@@ -31,15 +29,6 @@ CASES = (
     Case(
         *("sharing", "producer killed", 1, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
         with_ranks=True,
-        limit_s=60.0,
-    ),
-    Case(
-        WITHOUT_PROGRESS,
-        "killed in long rollouts",
-        1,
-        "kills that cost more tokens than the bound",
-        lambda verdict: sum(loss.most_lost > verdict.most_lost for loss in verdict.losses),
-        with_long=True,
         limit_s=60.0,
     ),
 )
@@ -62,7 +51,6 @@ def self_test(out: Path, *, with_disk: bool) -> int:
                 only=case.only,
                 broken=case.broken,
                 with_ranks=case.with_ranks,
-                with_long=case.with_long,
                 limit_s=case.limit_s,
             )
             for case in left

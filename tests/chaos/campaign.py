@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from penstock.deploy.demo.make_model import ModelRecipe, make_model
@@ -32,7 +31,6 @@ from tests.chaos.hits import Hit
 from tests.chaos.judge import ChaosVerdict, judge
 from tests.chaos.leg import Leg
 from tests.chaos.ranks import NUM_RANKS, of_ranks
-from tests.chaos.roles import LONGEST
 from tests.chaos.supervisor import InjectedFault, Supervisor
 
 FOREVER = 10**6
@@ -82,16 +80,13 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     servers = installed_servers()
     server = leg.server or sorted(servers)[leg.seed // 2 % len(servers)]
     trainers = "a trainer and one that stands by" if leg.with_standby else "one trainer"
-    engine = ", one producer with vLLM" if leg.with_vllm else ", long rollouts" if leg.with_long else ""
     ranks = f" of {NUM_RANKS} ranks" if leg.with_ranks else ""
-    say(f"{leg.name}: {server}, appendfsync {leg.appendfsync}, {trainers}{ranks}{engine}, {leg.num_faults} faults")
+    say(f"{leg.name}: {server}, appendfsync {leg.appendfsync}, {trainers}{ranks}, {leg.num_faults} faults")
     began = time.monotonic()
     (folder / "host").mkdir()
     config = _config(leg, out / "model", folder)
     if leg.with_ranks:
         config = of_ranks(config, folder / "aims")
-    if leg.with_long:
-        config = of_long_rollouts(config)
     supervisor = Supervisor(leg, config, folder, servers[server], with_disk=with_disk, say=say)
     try:
         supervisor.run()
@@ -139,7 +134,7 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
         sampling=SamplingConfig(max_tokens=4),
         engine=EngineConfig(max_model_len=64, kv_cache_gib=0.1),
         producers=ProducersConfig(
-            count=2 if leg.with_vllm else 3,
+            count=3,
             groups_in_flight=8,
             claim_idle_s=1.0,
             claim_refresh_s=0.25,
@@ -154,18 +149,6 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
         weights=WeightsConfig(host_folder=str(folder / "host")),
         metrics=MetricsConfig(port=0),
         parity=ParityConfig(gate="off"),  # scripted engines invent their logprobs
-    )
-
-
-def of_long_rollouts(config: RunConfig) -> RunConfig:
-    """Returns the configuration for rollouts of up to 2.4 s, of which half a second may be lost. Only a kill may cost
-    tokens: none is too old to be trained, and no claim of a live producer is taken over."""
-    return replace(
-        config,
-        max_lag=8,
-        sampling=replace(config.sampling, max_tokens=LONGEST),
-        engine=replace(config.engine, max_model_len=512),
-        producers=replace(config.producers, groups_in_flight=4, claim_idle_s=3.0, progress_s=0.5),
     )
 
 

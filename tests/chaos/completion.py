@@ -12,7 +12,6 @@ from tests.chaos.environment import Notes
 if TYPE_CHECKING:
     from tests.chaos.supervisor import Supervisor
 
-ENGINE_BOOT_S = 240.0
 FEWEST_UPDATES = 30
 """The fewest updates of a leg: on a slow machine the faults may be over after a few."""
 
@@ -31,8 +30,6 @@ def complete_run(supervisor: "Supervisor") -> None:
     if not supervisor.until(lambda: supervisor.num_steps() > num_steps + 3, "the trainer takes steps again"):
         return _stop_all(supervisor)
     supervisor.until(lambda: not supervisor.former, "replaced trainers have ended")
-    if supervisor.leg.with_vllm:
-        supervisor.until(supervisor.engine_serves, "the real engine serves again", ENGINE_BOOT_S)
     _finish(supervisor)
 
 
@@ -56,7 +53,7 @@ def _finish(supervisor: "Supervisor") -> None:
     if not supervisor.until(lambda: supervisor.have_ended(supervisor.trainers), "the run ends"):
         return _stop_all(supervisor)
     supervisor.until(lambda: supervisor.have_ended(supervisor.producers), "the producers leave")
-    supervisor.until(lambda: not supervisor.have_left_others(), "killed trainers and producers leave nobody behind")
+    supervisor.until(lambda: not supervisor.have_left_others(), "killed trainers leave nobody behind")
 
 
 def _stop_all(supervisor: "Supervisor") -> None:

@@ -7,14 +7,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from cutting_proxy import When
-from tests.chaos import roles
 from tests.chaos.aim import Fate, Place
 from tests.chaos.leg import Leg
-from tests.chaos.losses import GRACE_S
 from tests.chaos.proxy import PRODUCER_COMMANDS, TRAINER_COMMANDS
-from tests.chaos.roles import LONGEST
-from tests.chaos.tally import requests_in
-from weight_host import corrupt_copy
 
 if TYPE_CHECKING:
     from tests.chaos.supervisor import Slot, Supervisor
@@ -47,24 +42,37 @@ def _producer_kill(supervisor: "Supervisor", draw: Random) -> str | None:
     return f"{slot.was}, back after {delay_s:.1f} s as {slot.name}"
 
 
-def _producer_term(supervisor: "Supervisor", draw: Random) -> str | None:
-    slot = supervisor.producer(draw)
-    if slot.process is None or slot.process.is_stopped:
-        return None
-    slot.process.tell_to_stop()
-    delay_s = supervisor.restart_later(slot, draw.uniform(0.0, 1.5))
-    return f"{slot.name}, back {delay_s:.1f} s after it has left"
+def _a_producer(supervisor: "Supervisor", draw: Random) -> "Slot":
+    return supervisor.producer(draw)
 
 
-def _producer_freeze(supervisor: "Supervisor", draw: Random) -> str | None:
-    slot = supervisor.producer(draw)
-    if slot.process is None or slot.process.is_stopped:
-        return None
-    seconds = draw.uniform(0.1, 3.0)
-    process = slot.process
-    process.freeze()
-    supervisor.later(seconds, process.thaw)
-    return f"{slot.name} for {seconds:.1f} s"
+def _a_trainer(supervisor: "Supervisor", draw: Random) -> "Slot":
+    return supervisor.trainer(draw)
+
+
+def _term(choose: Callable[["Supervisor", Random], "Slot"]) -> Callable[["Supervisor", Random], str | None]:
+    def tell_to_stop(supervisor: "Supervisor", draw: Random) -> str | None:
+        slot = choose(supervisor, draw)
+        if slot.process is None or slot.process.is_stopped:
+            return None
+        slot.process.tell_to_stop()
+        return f"{slot.name}, the next one {supervisor.restart_later(slot, draw.uniform(0.0, 1.0)):.1f} s after its end"
+
+    return tell_to_stop
+
+
+def _freeze(choose: Callable[["Supervisor", Random], "Slot"]) -> Callable[["Supervisor", Random], str | None]:
+    def freeze(supervisor: "Supervisor", draw: Random) -> str | None:
+        slot = choose(supervisor, draw)
+        process = slot.process
+        if process is None or process.is_stopped:
+            return None
+        seconds = draw.uniform(0.1, 3.0)
+        process.freeze()
+        supervisor.later(seconds, process.thaw)
+        return f"{slot.name} for {seconds:.1f} s"
+
+    return freeze
 
 
 def _trainer_kill(supervisor: "Supervisor", draw: Random) -> str | None:
@@ -73,25 +81,6 @@ def _trainer_kill(supervisor: "Supervisor", draw: Random) -> str | None:
         return None
     slot.process.kill()
     return f"{slot.name}, {supervisor.succession} after {supervisor.restart_later(slot, draw.uniform(0.0, 1.0)):.1f} s"
-
-
-def _trainer_term(supervisor: "Supervisor", draw: Random) -> str | None:
-    slot = supervisor.trainer(draw)
-    if slot.process is None or slot.process.is_stopped:
-        return None
-    slot.process.tell_to_stop()
-    delay_s = supervisor.restart_later(slot, draw.uniform(0.0, 0.5))
-    return f"{slot.name}, {supervisor.succession} {delay_s:.1f} s after its end"
-
-
-def _trainer_freeze(supervisor: "Supervisor", draw: Random) -> str | None:
-    process = supervisor.trainer(draw).process
-    if process is None or process.is_stopped:
-        return None
-    seconds = draw.uniform(0.1, 3.0)
-    process.freeze()
-    supervisor.later(seconds, process.thaw)
-    return f"{process.name} for {seconds:.1f} s"
 
 
 def _trainer_replace(supervisor: "Supervisor", draw: Random) -> str | None:
@@ -239,37 +228,6 @@ def _chunk_corrupt(supervisor: "Supervisor", draw: Random) -> str | None:
     return f"{key.decode()} is {how}"
 
 
-def _anchors_lost(supervisor: "Supervisor", draw: Random) -> str | None:
-    if not supervisor.server.answers():
-        return None
-    num_anchors: Any = supervisor.server.client.hlen(supervisor.keys.anchors)
-    supervisor.server.client.delete(supervisor.keys.anchors)
-    return f"{num_anchors} of them"
-
-
-def _copy_corrupt(supervisor: "Supervisor", draw: Random) -> str | None:
-    """Corrupts a host's copy while no producer loads from it; corruption under a clean state has its own tests."""
-    folders = sorted(supervisor.host_folder.glob("penstock-*-chaos-*"))
-    if not folders:
-        return None
-    how = draw.choice(["torn", "stateless", "cut short", "removed"])
-    try:
-        corrupt_copy(folders[0], how, wait=False)
-    except (OSError, ValueError):  # it is in use, or incomplete at this moment
-        return None
-    return f"it is {how}"
-
-
-def _producer_killed_in_patch(supervisor: "Supervisor", draw: Random) -> str | None:
-    aim = supervisor.folder / roles.KILL_IN_PATCH
-    struck = set(supervisor.folder.glob(f"{roles.KILL_IN_PATCH}.*")) - supervisor.struck
-    if struck:
-        supervisor.struck |= struck
-        return f"process {struck.pop().suffix[1:]}"
-    aim.touch()
-    return None
-
-
 def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Supervisor", Random], str | None]:
     def inject(supervisor: "Supervisor", draw: Random) -> str | None:
         assert supervisor.hits is not None
@@ -278,68 +236,17 @@ def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Superv
     return inject
 
 
-def _in_long_rollouts(
-    inject: Callable[["Supervisor", "Slot"], str], how: str
-) -> Callable[["Supervisor", Random], str | None]:
-    """Returns a fault that ends a producer when one of its unfinished rollouts is at half of the longest length or
-    beyond."""
-
-    def end(supervisor: "Supervisor", draw: Random) -> str | None:
-        slot = supervisor.producer(draw)
-        if slot.process is None or slot.number is None or slot.number in supervisor.ended:
-            return None
-        running = [
-            each for each in requests_in(supervisor.sampled / str(slot.number)) if each.num_sampled < each.num_wanted
-        ]
-        furthest = max((each.num_sampled for each in running), default=0)
-        if furthest < LONGEST // 2:
-            return None
-        supervisor.ended[slot.number] = how
-        return f"{slot.name} at token {furthest} of {len(running)} requests{inject(supervisor, slot)}"
-
-    return end
-
-
-def _kill(supervisor: "Supervisor", slot: "Slot") -> str:
-    assert slot.process is not None
-    slot.process.kill()
-    return f", back after {supervisor.restart_later(slot, 0.2):.1f} s"
-
-
-def _tell_to_stop(supervisor: "Supervisor", slot: "Slot") -> str:
-    assert slot.process is not None
-    slot.process.tell_to_stop()
-    return f", back {supervisor.restart_later(slot, 0.2):.1f} s after it has left"
-
-
-LONG_KINDS = (
-    FaultKind(
-        "killed in long rollouts",
-        "SIGKILL to a producer in the middle of rollouts of up to 2.4 s",
-        3,
-        _in_long_rollouts(_kill, "SIGKILL"),
-    ),
-    FaultKind(
-        "told to stop in long rollouts",
-        f"SIGTERM to one, which continues them for only {GRACE_S:g} s",
-        2,
-        _in_long_rollouts(_tell_to_stop, "SIGTERM"),
-    ),
-)
-"""The faults of a leg of long rollouts."""
-
-
 KINDS = (
     FaultKind("producer killed", "SIGKILL; it comes back under its id or a new one", 6, _producer_kill),
     FaultKind(
-        "producer told to stop", "SIGTERM; it must end with status 0, another takes its place", 3, _producer_term
+        "producer told to stop", "SIGTERM; it must end with status 0, another takes its place", 3, _term(_a_producer)
     ),
     FaultKind(
-        "producer frozen", "SIGSTOP for up to 3 s, three times what a claim lives unrefreshed", 4, _producer_freeze
+        "producer frozen", "SIGSTOP for up to 3 s, three times what a claim lives unrefreshed", 4, _freeze(_a_producer)
     ),
     FaultKind("trainer killed", "SIGKILL; resumed from its checkpoint", 6, _trainer_kill),
-    FaultKind("trainer told to stop", "SIGTERM; it must end with status 0, and is resumed", 2, _trainer_term),
-    FaultKind("trainer frozen", "SIGSTOP for up to 3 s", 2, _trainer_freeze),
+    FaultKind("trainer told to stop", "SIGTERM; it must end with status 0, and is resumed", 2, _term(_a_trainer)),
+    FaultKind("trainer frozen", "SIGSTOP for up to 3 s", 2, _freeze(_a_trainer)),
     FaultKind(
         "trainer replaced", "SIGSTOP, a second trainer resumes, the first wakes up and must end", 3, _trainer_replace
     ),
@@ -352,11 +259,6 @@ KINDS = (
     FaultKind("connections cut", "every connection of one process at once", 4, _cut),
     FaultKind("command cut", "one command lost, or executed and its reply lost, wholly or in part", 8, _cut_command),
     FaultKind("chunk corrupted", "a chunk of the weight log in Redis lost, flipped or cut short", 3, _chunk_corrupt),
-    FaultKind("anchors lost", "the hash of anchors deleted", 1, _anchors_lost),
-    FaultKind("copy corrupted", "the copy of the policy torn, without state, cut short, or removed", 3, _copy_corrupt),
-    FaultKind(
-        "producer killed in a patch", "SIGKILL between two chunks of a host's copy", 2, _producer_killed_in_patch
-    ),
     FaultKind("disk full", "no room in the checkpoint folder for up to 2.5 s", 3, _disk_full),
     FaultKind(
         "checkpoint corrupted",
@@ -390,7 +292,7 @@ def schedule(leg: Leg, *, with_disk: bool = True) -> list[tuple[float, FaultKind
         ValueError: `only` names no kind, or there are fewer faults than kinds for ranks.
     """
     random = Random(leg.seed)
-    possible = LONG_KINDS if leg.with_long else (*KINDS, *(RANK_KINDS if leg.with_ranks else ()))
+    possible = (*KINDS, *(RANK_KINDS if leg.with_ranks else ()))
     kinds = [
         kind for kind in possible if leg.only in (None, kind.name) and (with_disk or kind.inject is not _disk_full)
     ]

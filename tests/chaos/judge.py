@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,7 @@ import msgspec
 
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
-from tests.chaos.labels import judge_labels
-from tests.chaos.losses import Loss, balance, by_outcome, compare, most_lost
 from tests.chaos.supervisor import Supervisor
-from tests.chaos.tally import tokens_in
 from tests.chaos.witness import ChainError, StepChain, digest_of_base, digest_of_checkpoint
 
 
@@ -33,18 +30,12 @@ class ChaosVerdict(msgspec.Struct, kw_only=True):
     num_trained_twice: int = 0
     num_generated: int = 0
     """Prompts posed to an engine, including those posed again."""
-    num_loads: int = 0
-    """Policies that engines have read from their host's copy, each compared with what was published."""
     num_steps_in_policy: int = 0
     num_steps_undone: int = 0
     """Optimizer steps that a rollback undid, or that a replaced trainer took in vain."""
     num_epochs: int = 0
     num_duplicates_dropped: int = 0
     num_released_again: dict[str, int] = {}
-    losses: list[Loss] = []
-    """Tokens lost with producers that were ended in the middle of long rollouts."""
-    most_lost: int = 0
-    """The most tokens that a group may lose there."""
 
 
 def judge(supervisor: Supervisor) -> ChaosVerdict:
@@ -61,24 +52,19 @@ def judge(supervisor: Supervisor) -> ChaosVerdict:
     verdict.num_generated = sum(notes.posed.values())
     verdict.num_epochs = len(list(supervisor.run_folder.glob("checkpoints/epoch-*")))
     try:
-        tokens = _judge_policy(verdict, supervisor, folder, notes)
-        _judge_rollouts(verdict, supervisor, folder, tokens, sum(notes.scored.values()))
+        _judge_policy(verdict, supervisor, folder, notes)
     except ChainError as error:
         verdict.problems.append(f"the saved policy has no history: {error}")
-    verdict.num_loads, wrong = judge_labels(supervisor.labels)
-    verdict.problems += wrong
     _judge_ledger(verdict, folder)
+    _judge_rollouts(verdict, folder, supervisor.config.group_size, sum(notes.scored.values()))
     if not supervisor.problems:  # of a run that did not end, Redis and the open indexes say nothing
         _judge_redis(verdict, supervisor)
     _audit(verdict, supervisor)
     return verdict
 
 
-def _judge_policy(
-    verdict: ChaosVerdict, supervisor: Supervisor, folder: Path, notes: Notes
-) -> Mapping[tuple[int, int], int]:
-    """Checks that the policy was trained once on each index that belongs in it, and on no other, without the ledger.
-    Returns the tokens that it was trained on, by index and token id."""
+def _judge_policy(verdict: ChaosVerdict, supervisor: Supervisor, folder: Path, notes: Notes) -> None:
+    """Checks that the policy was trained once on each index that belongs in it, and on no other, without the ledger."""
     chain = StepChain(supervisor.steps, digest_of_base(Path(supervisor.config.model.path)))
     tip = digest_of_checkpoint(folder)
     history = chain.history(tip)
@@ -102,18 +88,16 @@ def _judge_policy(
     _complain(verdict, "released and never trained", lost)
     _complain(verdict, "released and never posed to an engine", never_posed)
     _complain(verdict, "trained, which the environment did not intend", wrong)
-    return chain.sampled(tip)
 
 
-def _judge_rollouts(
-    verdict: ChaosVerdict, supervisor: Supervisor, folder: Path, tokens: Mapping[tuple[int, int], int], num_scored: int
-) -> None:
-    """Checks that the checkpoint's counts of rollouts balance: each settled index has all of its siblings in them,
-    trained rollouts are as long as in the tensors, and none is counted that the environment has not scored. Of long
-    rollouts, no more sampled tokens may be missing than a kill may cost."""
+def _judge_rollouts(verdict: ChaosVerdict, folder: Path, siblings: int, num_scored: int) -> None:
+    """Checks that the checkpoint's counts of rollouts balance: each settled index has all of its siblings in them, and
+    none is counted that the environment has not scored."""
     ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
-    attrition, siblings = ledger["attrition"]["rollouts"], supervisor.config.group_size
-    num, counted = (by_outcome(attrition, what) for what in ("num", "num_tokens"))
+    num: Counter[str] = Counter()
+    for outcomes in ledger["attrition"]["rollouts"].values():
+        for outcome, by_length in outcomes.items():
+            num[outcome] += sum(counts["num"] for counts in by_length.values())
     expected = {name: siblings * sum(end - start for start, end in ledger[name]) for name in Fate}
     expected |= {"missing": 0, "duplicate": siblings * ledger["num_duplicates_dropped"]}
     for outcome, count in expected.items():
@@ -121,16 +105,6 @@ def _judge_rollouts(
             verdict.problems.append(f"{num[outcome]} rollouts are counted as {outcome}, expected {count}")
     if (num_counted := num["trained"] + num["skipped"] + num["stale"]) > num_scored:
         verdict.problems.append(f"{num_counted} rollouts with a reward are counted, {num_scored} were scored")
-    if counted["trained"] != sum(tokens.values()):
-        verdict.problems.append(f"{counted['trained']} tokens are counted as trained, {sum(tokens.values())} were")
-    if not supervisor.leg.with_long:
-        return
-    sampled = {int(file.name): tokens_in(file) for file in supervisor.sampled.iterdir()}
-    verdict.most_lost = most_lost(supervisor.config)
-    verdict.losses, problems = compare(sampled, supervisor.ended, tokens, verdict.most_lost)
-    num_lost = sum(loss.num_lost for loss in verdict.losses)
-    problems += balance(sampled, supervisor.ended, {index for index, _ in tokens}, num_lost, counted, verdict.most_lost)
-    verdict.problems += problems
 
 
 def _judge_ledger(verdict: ChaosVerdict, folder: Path) -> None:

@@ -6,8 +6,7 @@ import msgspec
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """One run under faults. The seed also determines server, fsync and standby; `server` overrides it.
 
-    with_ranks: the trainer is sharded. with_long: rollouts take seconds, and the only faults end producers in the
-    middle of them.
+    with_ranks: the trainer is sharded.
     only: the only kind of fault.
     broken: how the protocol is broken; see roles.py.
     limit_s: the time that the run may take, after the faults, to continue and to finish.
@@ -16,9 +15,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     num_faults: int = 44
     mean_gap_s: float = 1.6
-    with_vllm: bool = False
     with_ranks: bool = False
-    with_long: bool = False
     server: str | None = None
     only: str | None = None
     broken: str | None = None
@@ -36,7 +33,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     def arguments(self) -> str:
         """The arguments of the command that runs this leg alone."""
         words = [f"--seed {self.seed} --faults {self.num_faults} --gap {self.mean_gap_s}"]
-        words += ["--vllm"] * self.with_vllm + ["--ranks"] * self.with_ranks + ["--long"] * self.with_long
+        words += ["--ranks"] * self.with_ranks
         options = {"--server": self.server, "--only": self.only and repr(self.only), "--break": self.broken}
         return " ".join([*words, *(f"{option} {value}" for option, value in options.items() if value)])
 

@@ -8,11 +8,10 @@ import ctypes
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -43,23 +42,6 @@ class Process:
         if pid == 0:
             _be_a_child(parent, log, environment, body)
         return cls(name, pid, log)
-
-    @classmethod
-    def spawn(cls, name: str, log: Path, environment: Mapping[str, str], command: Sequence[str]) -> "Process":
-        """Runs a command: for an engine, whose libraries do not support a fork."""
-        parent = os.getpid()
-        with log.open("ab") as output:
-            child = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                preexec_fn=lambda: _die_with(parent),
-            )
-        child.returncode = 0  # only `poll` reaps it
-        return cls(name, child.pid, log)
 
     @property
     def age_s(self) -> float:

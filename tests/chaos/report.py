@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.faults import KINDS, LONG_KINDS, RANK_KINDS
+from tests.chaos.faults import KINDS, RANK_KINDS
 from tests.chaos.hits import brief
 from tests.chaos.ranks import NUM_RANKS, RANK_TIMEOUT_S
 
@@ -26,21 +26,10 @@ on the way is what has shaped this policy, whatever was rolled back, resumed or 
 have been trained must be on that way once, with each of its completions once, no other may be, and the checkpoint's
 ledger, the dead letters and `penstock audit` must agree.
 
-A third side looks at the **weights**: the trainer's process notes the digest of each policy that it publishes, each
-scripted engine that of the tensors that it reads before it samples under the version. They must be equal, bit for bit.
+The counts of **rollouts** in the checkpoint must close: each settled index has all of its siblings in them.
 
-The counts of **rollouts** in the checkpoint must close: each settled index has all of its siblings in them, and what is
-counted as trained is as many tokens as the witness saw in the tensors.
-
-**Tokens** have a double entry in the run with long rollouts. There the engine of each process samples a token id of its
-own and keeps a tally in a file before anything else can look at it. So the tensors say who sampled what is trained, and
-what is in the tally and not in them was lost. With a producer that is killed a group may lose the tokens of one
-interval, `producers.progress_s`: of the half of it between two savings; of a quarter if the first of them has left it
-out, as one that had begun less than that before; and of a quarter for the time that both take, in which groups have
-their turns. With a producer that lives it may lose none, and sampled, counted and lost tokens must add up.
-
-Five broken protocols (no deduplication, no reconciling, ledger not restored, every rank trains the rows of all, no
-progress saved) are caught by it in `make test`.
+Four broken protocols (no deduplication, no reconciling, ledger not restored, every rank trains the rows of all) are
+caught by it in `make test-all`.
 """
 
 NOT_TRIED = """## What is simulated, and what is not
@@ -68,7 +57,6 @@ COLUMNS = (
     "server",
     "appendfsync",
     "trainers",
-    "engine",
     "faults",
     "trainer processes",
     "released",
@@ -112,7 +100,6 @@ def render(results: dict[str, Any]) -> str:
         "",
         *_table(["fault", "times", "what was done"], _kind_rows(faults, with_disk=results["with_disk"])),
         "",
-        *_losses([leg["verdict"] for leg in legs]),
         *_hits([hit for leg in legs for hit in leg["hits"]]),
         *_ends(legs),
         NOT_TRIED,
@@ -127,7 +114,6 @@ def _leg_row(leg: dict[str, Any]) -> list[object]:
         leg["server"],
         "always" if of["seed"] % 4 == 0 else "everysec",
         ("one, resumed" if of["seed"] % 2 else "two, one stands by") + f", of {NUM_RANKS} ranks" * of["with_ranks"],
-        "scripted and vLLM" if of["with_vllm"] else "scripted, long rollouts" if of["with_long"] else "scripted",
         len(leg["faults"]),
         verdict["num_epochs"],
         *(f"{verdict[name]:,}" for name in ("num_released", "num_trained", "num_skipped", "num_dead")),
@@ -140,30 +126,11 @@ def _leg_row(leg: dict[str, Any]) -> list[object]:
 
 def _kind_rows(faults: list[dict[str, Any]], *, with_disk: bool) -> list[list[object]]:
     counts = Counter(fault["kind"] for fault in faults)
-    kinds = (*KINDS, *LONG_KINDS, *RANK_KINDS)
+    kinds = (*KINDS, *RANK_KINDS)
     rows: list[list[object]] = [[kind.name, counts[kind.name], kind.about] for kind in kinds]
     if not with_disk:
         rows.append(["", "", "No tmpfs could be mounted there, so that no disk was full."])
     return rows
-
-
-def _losses(verdicts: list[dict[str, Any]]) -> list[str]:
-    """Returns the table of tokens lost, by how producers were ended."""
-    rows = []
-    for kind in sorted({loss["kind"] for verdict in verdicts for loss in verdict["losses"]}):
-        alike = [loss for verdict in verdicts for loss in verdict["losses"] if loss["kind"] == kind]
-        sums = [sum(loss[name] for loss in alike) for name in ("num_groups", "num_sampled", "num_lost")]
-        rows.append([kind, len(alike), *(f"{each:,}" for each in sums), max(loss["most_lost"] for loss in alike)])
-    if not rows:
-        return []
-    limit = max(verdict["most_lost"] for verdict in verdicts)
-    return [
-        "Producers that were ended in the middle of long rollouts, and groups that lost tokens with them: a group may "
-        f"lose {limit} tokens.",
-        "",
-        *_table(["signal", "times", "groups", "tokens sampled for them", "tokens lost", "most by one group"], rows),
-        "",
-    ]
 
 
 def _hits(hits: list[dict[str, Any]]) -> list[str]:

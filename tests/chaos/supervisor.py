@@ -13,14 +13,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import redis
 
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Commit, Keys
 from tests.chaos import ranks, roles
-from tests.chaos.completion import ENGINE_BOOT_S, complete_run
+from tests.chaos.completion import complete_run
 from tests.chaos.disk import SmallDisk
 from tests.chaos.faults import schedule
 from tests.chaos.hits import Hits
@@ -52,8 +51,6 @@ class Slot:
     process: Process | None = None
     start_at: float = 0.0
     was: str = ""
-    number: int | None = None
-    """The number of its process among all producers; see `roles.SAMPLED`."""
 
 
 class Supervisor:
@@ -81,7 +78,6 @@ class Supervisor:
         (folder / "logs").mkdir()
         save_run_file(config, self.run_folder)
         self.steps = folder / "steps"
-        self.labels = folder / "labels"
         self.notes = Path(config.environment.kwargs["notes"])
         self.keys = Keys(config.name)
         self.problems: list[str] = []
@@ -90,9 +86,6 @@ class Supervisor:
         """How often a process ended by itself with a line that gives the reason, by that line without its numbers."""
         self.done: list[InjectedFault] = []
         self.corrupted: set[str] = set()
-        self.struck: set[Path] = set()
-        """The files of producers that were killed while they patched a host's copy."""
-        self.host_folder = Path(config.weights.host_folder or "")
         self.disk = SmallDisk(self.run_folder / "checkpoints") if with_disk else None
         self.say = say
         # Not below `folder`: a socket's path may have at most 107 characters.
@@ -104,26 +97,17 @@ class Supervisor:
         self.proxy = Proxy(self._sockets, self.server.socket, [slot.socket for slot in self.slots])
         self.former: list[Process] = []
         """Trainers that were replaced and still run."""
-        self.engines: list[Process] = []
-        """Every process that had the real engine."""
         self.launchers: list[Process] = []
         """Every process that has started ranks."""
         self.hits = Hits(self, folder / "aims") if leg.with_ranks else None
         self.planned: list[tuple[float, int, Callable[[], Any]]] = []
         self._numbers = itertools.count()
-        self._producer_numbers = itertools.count()
-        self.ended: dict[int, str] = {}
-        """How faults have ended producers in a leg of long rollouts, by the producer's number."""
         self._next_producer = config.producers.count
         self._num_started: Counter[str] = Counter()
         self.is_ending = False
         self._started = time.monotonic()
         self._disk_was_full_at = float("-inf")
         self._redis_forgot_at = float("-inf")
-
-    @property
-    def sampled(self) -> Path:
-        return self.folder / roles.SAMPLED
 
     @property
     def succession(self) -> str:
@@ -188,8 +172,6 @@ class Supervisor:
         self.server.start()
         for slot in self.slots:
             self.start(slot)
-        if self.leg.with_vllm:
-            self.until(self.engine_serves, "the real engine serves", ENGINE_BOOT_S)
         due = time.monotonic() + 1.0
         for number, (gap_s, kind, draw) in enumerate(schedule(self.leg, with_disk=self.disk is not None)):
             due = max(due, time.monotonic() - gap_s) + gap_s
@@ -249,18 +231,9 @@ class Supervisor:
             )
             if self.leg.with_ranks:
                 self.launchers.append(slot.process)
-        elif self.leg.with_vllm and slot is self.producers[0]:
-            file = self.folder / "config.json"
-            file.write_bytes(msgspec.json.encode(config))
-            slot.process = Process.spawn(slot.name, log, environment, roles.engine_command(file, runs, slot.name))
-            self.engines.append(slot.process)
         else:
-            name, token_s, broken = slot.name, 0.1 if self.leg.with_vllm else 0.005, self.leg.broken
-            number = next(self._producer_numbers) if self.leg.with_long else None
-            slot.process = Process.fork(
-                slot.name, log, environment, lambda: roles.produce(config, runs, name, token_s, number, broken)
-            )
-            slot.number = number
+            name = slot.name
+            slot.process = Process.fork(slot.name, log, environment, lambda: roles.produce(config, runs, name))
 
     def _examine_end(self, process: Process, *, replaced: bool = False) -> None:
         """Checks how a process ended."""
@@ -268,7 +241,6 @@ class Supervisor:
             self.problem(traceback)
         if self.hits is not None and self.hits.took(process):
             return
-        process.was_killed |= (self.folder / f"{roles.KILL_IN_PATCH}.{process.pid}").exists()
         if was_requested(process, run_is_ending=self.is_ending):
             return
         reason, complaint = reason_of(process, lambda reason: replaced or self._may_end(reason))
@@ -300,7 +272,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends all processes."""
-        for process in [*(slot.process for slot in self.slots), *self.former, *self.engines, *self.launchers]:
+        for process in [*(slot.process for slot in self.slots), *self.former, *self.launchers]:
             if process is not None:
                 process.destroy()
         self.proxy.process.destroy()
@@ -323,15 +295,9 @@ class Supervisor:
         self.problems.append(text)
         self.say(f"{self.leg.name}  {self.elapsed_s:7.2f} s  PROBLEM: {text}")
 
-    def engine_serves(self) -> bool:
-        process = self.producers[0].process
-        return process is not None and _has_served(process)
-
     def have_left_others(self) -> bool:
-        """Returns whether an ended trainer has left ranks, or a producer its engine's process. A producer killed during
-        its boot leaves it for the five minutes that vLLM gives the two to connect."""
-        parents = [*self.launchers, *(each for each in self.engines if _has_served(each))]
-        return any(each.left_behind() for each in parents)
+        """Returns whether an ended trainer has left ranks."""
+        return any(launcher.left_behind() for launcher in self.launchers)
 
     def newest_epoch(self) -> int:
         files = (self.run_folder / "checkpoints").glob("epoch-*")
@@ -353,7 +319,3 @@ def _with_parent(pid: int) -> tuple[int, ...]:
         return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return (pid,)
-
-
-def _has_served(producer: Process) -> bool:
-    return "ready to serve" in producer.output()

@@ -1,9 +1,8 @@
 """A ledger of what was trained, based on the bits of the weights themselves.
 
-Every optimizer step of every trainer leaves one line: the digest of the policy before it, the digest after it, the
-task index of each row that was in the tensors of that step, and how often each token id was sampled for it. The digest
-covers the weights and the optimizer's moments; the indexes are read back from the prompt's token ids inside the packed
-batch, not from any index field.
+Every optimizer step of every trainer leaves one line: the digest of the policy before it, the digest after it, and the
+task index of each row that was in the tensors of that step. The digest covers the weights and the optimizer's moments;
+the indexes are read back from the prompt's token ids inside the packed batch, not from any index field.
 
 With several ranks each rank reads the rows that it was given itself, and the digest is that of the whole tensors,
 assembled from the shards. A line, and a checkpoint's digest, is therefore independent of the number of ranks.
@@ -25,7 +24,7 @@ writes it once it has heard of all of them, before it can order anything else.
 import hashlib
 import json
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,16 +99,6 @@ def rows_in(batch: Batch) -> list[int]:
     return sorted(index for microbatch in batch.microbatches for index in _rows_in(microbatch))
 
 
-def sampled_in(batch: Batch) -> Counter[tuple[int, int]]:
-    """Returns how many of the scored tokens have each token id, by task index and token id."""
-    found: Counter[tuple[int, int]] = Counter()
-    for microbatch in batch.microbatches:
-        indexes = dict(zip(dict.fromkeys(microbatch.row_ids.tolist()), _rows_in(microbatch), strict=True))
-        targets = zip(microbatch.row_ids.tolist(), microbatch.targets.tolist(), strict=True)
-        found.update((indexes[row_id], token) for row_id, token in targets)
-    return found
-
-
 def _rows_in(microbatch: MicroBatch) -> Iterator[int]:
     """Yields the index of each row, in order. The row's first sampled token is predicted by the last token of its
     prompt, the `=`; the prompt begins where positions start. Siblings may share it."""
@@ -135,13 +124,11 @@ def observed_learner(file: Path) -> type[Learner]:
         def _step(self, batch: Batch) -> StepReport:
             """Runs on every rank, with its own part of the batch."""
             rows = [index for of_rank in self._from_all(rows_in(batch)) for index in of_rank]
-            sampled = sum(self._from_all(sampled_in(batch)), Counter[tuple[int, int]]())
             before = self.weights_digest()
             report = super()._step(batch)
             after = self.weights_digest()
             if after != before and self.ranks.is_lead:
-                tokens = ",".join(f"{index}.{token}.{count}" for (index, token), count in sorted(sampled.items()))
-                line = f"{before} {after} {','.join(map(str, sorted(rows)))} {tokens}\n".encode()
+                line = f"{before} {after} {','.join(map(str, sorted(rows)))}\n".encode()
                 if os.write(self._lines, line) != len(line):
                     raise OSError(f"{file}: a line was written in part")
             return report
@@ -187,16 +174,16 @@ class StepChain:
 
     def __init__(self, file: Path, root: str) -> None:
         self._root = root
-        self._made: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        """By digest: the digest before, the indexes of the step's rows, and the tokens sampled for them."""
+        self._made: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """By digest: the digest before, and the indexes of the step's rows."""
         text = file.read_text() if file.exists() else ""
         if text and not text.endswith("\n"):
             raise ChainError(f"{file}: the last line is torn")
         self.num_steps = 0
         """Steps taken, including those that a rollback has undone."""
         for line in text.splitlines():
-            before, after, indexes, tokens = line.split(" ")
-            step = before, tuple(int(index) for index in indexes.split(",") if index), tokens
+            before, after, indexes = line.split(" ")
+            step = before, tuple(int(index) for index in indexes.split(",") if index)
             if self._made.setdefault(after, step) != step:
                 raise ChainError(f"{after}: made from {self._made[after]} and from {step}")
             self.num_steps += 1
@@ -207,24 +194,11 @@ class StepChain:
         Raises:
             ChainError: the steps do not lead there.
         """
-        return [indexes for _, indexes, _ in self._steps(tip)]
-
-    def sampled(self, tip: str) -> Counter[tuple[int, int]]:
-        """Returns how often each token was trained on along the way to `tip`, by task index and token id; raises as
-        `history`."""
-        found: Counter[tuple[int, int]] = Counter()
-        for _, _, tokens in self._steps(tip):
-            for each in filter(None, tokens.split(",")):
-                index, token, count = map(int, each.split("."))
-                found[index, token] += count
-        return found
-
-    def _steps(self, tip: str) -> list[tuple[str, tuple[int, ...], str]]:
-        steps: list[tuple[str, tuple[int, ...], str]] = []
+        steps: list[tuple[str, tuple[int, ...]]] = []
         at = tip
         while at != self._root:
             if at not in self._made or len(steps) > len(self._made):
                 raise ChainError(f"policy {tip}: {len(steps)} steps back are weights {at} that no step has made")
             steps.append(self._made[at])
             at = steps[-1][0]
-        return steps[::-1]
+        return [indexes for _, indexes in reversed(steps)]
