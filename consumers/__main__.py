@@ -190,7 +190,7 @@ def open_trainer(
 def _open(
     config: RunConfig, runs: Path, metrics: TrainerMetrics, leadership: Leadership, ranks: Ranks, *, resume: bool
 ) -> Trainer:
-    connection, checkpoints = leadership.connection, leadership.checkpoints
+    connection, checkpoints = leadership.scripts.connection, leadership.checkpoints
     known = int(connection.call(lambda client: client.hget(leadership.scripts.keys.commit, Commit.EPOCH)) or -1)
     exists = f"name = {config.name!r}: this run exists; continue it with --resume or choose another name"
     if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
@@ -211,7 +211,7 @@ def _open(
     state.announced.update(announced_of(commit))
     if epoch:
         state.forks[epoch] = state.policy_version
-    ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
+    ledger = Ledger.from_state(state.ledger)
     released = connection.call(lambda client: client.hgetall(leadership.scripts.keys.tasks))
     TaskPlan(config, ledger).catch_up(int(commit.get(Commit.RELEASED, 0)), released)
     return _assemble(config, runs, learner, metrics, leadership, ledger, state)
@@ -234,7 +234,7 @@ def _assemble(
     state: CheckpointState,
 ) -> Trainer:
     """Returns a trainer whose parts share one ledger, one lag table and one progress, continued from `state`."""
-    connection, scripts = leadership.connection, leadership.scripts
+    connection, scripts = leadership.scripts.connection, leadership.scripts
     keys, epoch = scripts.keys, scripts.epoch
     folder = config.folder(runs)
     restore_rng(state.rng)

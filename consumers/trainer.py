@@ -108,11 +108,11 @@ class Trainer:
 
     def stop(self) -> None:
         """Ends `run` after the update under way. May be called by a signal handler."""
-        self.leadership.connection.stop()
+        self.leadership.scripts.connection.stop()
 
     @property
     def stopping(self) -> bool:
-        return self.leadership.connection.stopping
+        return self.leadership.scripts.connection.stopping
 
     def run(self) -> bool:
         """Trains until the run is complete (True) or `stop` is called (False); commits in either case.

@@ -47,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if "server_binary" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.redis)
         if item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.xdist_group(_group(set(getattr(item, "fixturenames", ())))))
             if not has_vllm:

@@ -61,7 +61,7 @@ class Commits:
         every: int,
         sync_record: Callable[[], None],
     ) -> None:
-        self.schedule = CommitSchedule(leadership.connection, every)
+        self.schedule = CommitSchedule(leadership.scripts.connection, every)
         self._leadership = leadership
         self._learner = learner
         self._intake = intake

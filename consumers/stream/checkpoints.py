@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError
 
+from penstock.consumers.stream.ledger import LedgerState
 from penstock.schemas.best import BEST_FILE
 from penstock.schemas.process.files import digest, fsync, make_private
 from penstock.schemas.rollout import RolloutGroup
@@ -75,7 +76,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     policy_version: int
     num_batches: int = 0
-    ledger: dict[str, Any] = {}
+    ledger: LedgerState = LedgerState()
     forks: dict[int, int] = {}
     announced: dict[int, int] = {}
     counters: dict[str, int | float] = {}

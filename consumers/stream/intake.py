@@ -58,7 +58,7 @@ class Intake:
             scripts.dead_letter,
             lambda group: chooses and not has_variance(group, config.advantage),
         )
-        self._releaser = Releaser(scripts, ledger, config, lambda: config.num_updates - progress.num_batches)
+        self._releaser = Releaser(scripts, ledger, self.reader, config, progress)
 
     @property
     def num_ready(self) -> int:
@@ -128,15 +128,11 @@ class Intake:
 
     def release(self) -> None:
         """Releases as many indexes as the credit allows, first those to be sampled again."""
-        version = self.lag_of.current
-        self._releaser.num_ready, self._releaser.skipped_share = self.num_ready, self._progress.skipped_share
-        self._releaser.release_postponed(self.reader, version)
-        self._releaser.release_requeued(version)
-        self._releaser.top_up(version)
+        self._releaser.release(self.lag_of.current)
 
     def reconcile(self) -> None:
         """Releases indexes again that Redis has lost, then others as the credit allows."""
-        self._releaser.reconcile(self.reader, self.lag_of)
+        self._releaser.reconcile(self.lag_of)
         self._settle_refused()
         self.release()
 

@@ -33,7 +33,6 @@ class Leadership:
 
     def __init__(self, connection: TrainerConnection, keys: Keys, checkpoints: Checkpoints, lease_s: float) -> None:
         self.scripts = Scripts(connection, keys, self.restore, lease_s)
-        self.connection = connection
         self.checkpoints = checkpoints
         self._commit_state: tuple[Ledger, LagTable] | None = None
         self._description: Mapping[str, bytes] = {}
@@ -54,7 +53,7 @@ class Leadership:
         Raises:
             RedisGoneError: see `TrainerConnection.call`.
         """
-        keys, connection = self.scripts.keys, self.connection
+        keys, connection = self.scripts.keys, self.scripts.connection
         free_since: float | None = None
         outages_seen = connection.num_outages
         said, say_at = "", 0.0
@@ -127,7 +126,7 @@ class Leadership:
         Raises:
             FencedError: a newer trainer leads the run.
         """
-        found, epoch = self.connection.call(lambda _: self._restore_epoch()), self.scripts.epoch
+        found, epoch = self.scripts.connection.call(lambda _: self._restore_epoch()), self.scripts.epoch
         self.scripts.describe(self._description)
         if self._commit_state is not None:
             self.scripts.note_tasks(self._commit_state[0].tasks.copy())

@@ -1,16 +1,18 @@
 """The ledger of released indexes and how each was settled. Sets of indexes are kept as ranges."""
 
+import copy
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.consumers.stream.history import TaskHistory
 from penstock.schemas.attrition import Attrition
 
+Range = tuple[int, int]
 OUTCOMES = ("trained", "skipped", "dead")
 MAX_KINDS = 64
 """Most kinds of dead groups that the ledger distinguishes: producers name them, and every checkpoint has all."""
@@ -25,7 +27,7 @@ class RunFailedError(RuntimeError):
 class IndexRanges:
     """A set of positive integers, small while they are nearly consecutive."""
 
-    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._edges = [*chain(*ranges)]
         """Ascending: the start and the end of each range."""
         if any(left >= right for left, right in pairwise(self._edges)):
@@ -71,7 +73,7 @@ class IndexRanges:
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(range(*each) for each in self.ranges())
 
-    def ranges(self) -> list[tuple[int, int]]:
+    def ranges(self) -> list[Range]:
         return list(zip(self._edges[::2], self._edges[1::2], strict=True))
 
     def missing(self, last: int) -> Iterator[int]:
@@ -98,6 +100,26 @@ class ReleasedTask(NamedTuple):
 
     environment: str
     number: int
+
+
+class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger in a checkpoint; by default, that of a run before its first. Ranges of indexes are half-open."""
+
+    trained: list[Range] = []
+    skipped: list[Range] = []
+    dead: list[Range] = []
+    dead_by_reason: dict[str, list[Range]] = {}
+    released_again: dict[str, int] = {}
+    requeued: dict[int, RequeuedIndex] = {}
+    postponed: list[int] = []
+    """For other readers: a resume finds these indexes itself."""
+    num_duplicates_dropped: int = 0
+    last_read: str = "0-0"
+    num_released: int = 0
+    tasks: dict[int, ReleasedTask] = {}
+    histories: dict[str, dict[str, Any]] = {}
+    attrition: Attrition = msgspec.field(default_factory=Attrition)
+    stale: dict[int, str] = {}
 
 
 class Ledger:
@@ -194,37 +216,35 @@ class Ledger:
         """Released and not settled: what the credit bounds."""
         return self.num_released - len(self.settled)
 
-    def to_state(self) -> dict:
-        """Returns the state for a checkpoint. `postponed` is for other readers: a resume finds these indexes itself."""
-        return {
-            **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
-            "dead_by_reason": {reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},
-            "released_again": dict(self.released_again),
-            "requeued": {str(index): list(requeued) for index, requeued in self.requeued.items()},
-            "postponed": sorted(self.postponed),
-            "num_duplicates_dropped": self.num_duplicates_dropped,
-            "last_read": self.last_read,
-            "num_released": self.num_released,
-            "tasks": {str(index): list(task) for index, task in self.tasks.items()},
-            "histories": {name: history.to_state() for name, history in self.histories.items()},
-            "attrition": msgspec.to_builtins(self.attrition),
-            "stale": {str(index): entry for index, entry in self.stale.items()},
-        }
+    def to_state(self) -> LedgerState:
+        return LedgerState(
+            **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},  # type: ignore[arg-type]
+            dead_by_reason={reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},
+            released_again=dict(self.released_again),
+            requeued=dict(self.requeued),
+            postponed=sorted(self.postponed),
+            num_duplicates_dropped=self.num_duplicates_dropped,
+            last_read=self.last_read,
+            num_released=self.num_released,
+            tasks=dict(self.tasks),
+            histories={name: history.to_state() for name, history in self.histories.items()},
+            attrition=copy.deepcopy(self.attrition),
+            stale=dict(self.stale),
+        )
 
     @classmethod
-    def from_state(cls, state: dict) -> "Ledger":
+    def from_state(cls, state: LedgerState) -> "Ledger":
         ledger = cls()
-        for outcome in OUTCOMES:
-            ledger.by_outcome[outcome] = IndexRanges(state[outcome])
+        ledger.by_outcome = {outcome: IndexRanges(getattr(state, outcome)) for outcome in OUTCOMES}
         ledger.settled = IndexRanges.union(ledger.by_outcome.values())
-        ledger.dead_by_reason = {reason: IndexRanges(runs) for reason, runs in state["dead_by_reason"].items()}
-        ledger.released_again.update(state["released_again"])
-        ledger.requeued = {int(index): RequeuedIndex(*requeued) for index, requeued in state["requeued"].items()}
-        ledger.num_duplicates_dropped = state["num_duplicates_dropped"]
-        ledger.last_read = state["last_read"]
-        ledger.num_released = state["num_released"]
-        ledger.tasks = {int(index): ReleasedTask(*task) for index, task in state["tasks"].items()}
-        ledger.histories.update({name: TaskHistory.from_state(found) for name, found in state["histories"].items()})
-        ledger.attrition = msgspec.convert(state["attrition"], Attrition)
-        ledger.stale = {int(index): entry for index, entry in state["stale"].items()}
+        ledger.dead_by_reason = {reason: IndexRanges(ranges) for reason, ranges in state.dead_by_reason.items()}
+        ledger.released_again.update(state.released_again)
+        ledger.requeued = dict(state.requeued)
+        ledger.num_duplicates_dropped = state.num_duplicates_dropped
+        ledger.last_read = state.last_read
+        ledger.num_released = state.num_released
+        ledger.tasks = dict(state.tasks)
+        ledger.histories.update({name: TaskHistory.from_state(saved) for name, saved in state.histories.items()})
+        ledger.attrition = copy.deepcopy(state.attrition)
+        ledger.stale = dict(state.stale)
         return ledger

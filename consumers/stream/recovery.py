@@ -34,7 +34,7 @@ class Recovery:
             FencedError: a newer trainer has the run.
         """
         self._leadership.check()
-        restarted = self._leadership.connection.restarted()
+        restarted = self._leadership.scripts.connection.restarted()
         if restarted:
             log.warning("redis is another process now: reading the stream from its start and reconciling")
             self._leadership.restore()

@@ -1,10 +1,11 @@
 """Releases task indexes while the lag credit lasts, and releases lost ones again."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.consumers.stream.ledger import Ledger, RequeuedIndex
 from penstock.consumers.stream.reader import LagOf, Reader
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import RunConfig
@@ -20,73 +21,74 @@ class Releaser:
     """
 
     def __init__(
-        self, scripts: Scripts, ledger: Ledger, config: RunConfig, num_updates_left: Callable[[], int]
+        self, scripts: Scripts, ledger: Ledger, reader: Reader, config: RunConfig, progress: RunProgress
     ) -> None:
         self._scripts = scripts
         self._ledger = ledger
+        self._reader = reader
         self._plan = TaskPlan(config, ledger)
         self._config = config
-        self._num_updates_left = num_updates_left
+        self._progress = progress
         self._requeued: dict[int, RequeuedIndex] = {}
         """Requeued dead letters, as of the last reconcile; some may already be released again."""
-        self._waiting = ledger.postponed
-        self.skipped_share = 0.0
-        """Share of the groups read that batches skip while they are filled."""
-        self.num_ready = 0
-        """Groups that were read and will be trained."""
 
     @property
     def credit(self) -> int:
         """The most groups that may be open: `RunConfig.credit` groups that will be trained, plus the expected number of
         groups that batches will skip among those not read yet."""
-        away = max(0, self._config.credit - self.num_ready)
-        return min(self._config.most_open, self._config.credit - away + int(away / (1 - self.skipped_share)))
+        away = max(0, self._config.credit - len(self._reader.ready))
+        expected = int(away / (1 - self._progress.skipped_share))
+        return min(self._config.most_open, self._config.credit - away + expected)
 
-    def top_up(self, policy_version: int) -> int:
-        """Releases new indexes; returns how many. Raises RunFailedError as `TaskPlan.next` does."""
+    def release(self, policy_version: int) -> None:
+        """Releases as many indexes as the credit allows, first those to be sampled again. Raises RunFailedError as
+        `TaskPlan.next` does."""
+        self._release_postponed(policy_version)
+        self.release_requeued(policy_version)
+        self._top_up(policy_version)
+
+    def _top_up(self, policy_version: int) -> None:
+        """Releases new indexes."""
         ledger = self._ledger
         target = len(ledger.settled) + min(self.credit, self._num_needed)
-        before = ledger.num_released
         while ledger.num_released < target:
             tasks = self._plan.next(target - ledger.num_released)
             self._scripts.release(ledger.num_released, tasks, policy_version)
             for task in tasks:
                 ledger.release(task)
-        return ledger.num_released - before
 
-    def release_again(self, indexes: Collection[int], reason: str, policy_version: int) -> None:
+    def _release_again(self, indexes: Sequence[int], reason: str, policy_version: int) -> None:
         """Releases indexes again that are not settled."""
-        if not indexes:
-            return
         tasks = [(index, self._ledger.tasks[index]) for index in sorted(indexes)]
         self._scripts.release_again(policy_version, tasks)
         self._ledger.released_again[reason] += len(indexes)
 
     def postpone(self, indexes: Iterable[int], reason: str) -> None:
-        """Postpones released, unsettled indexes; `release_postponed` releases them again, in this order."""
-        self._waiting.update(dict.fromkeys(indexes, reason))
+        """Postpones released, unsettled indexes; `release` releases them again, in this order."""
+        self._ledger.postponed.update(dict.fromkeys(indexes, reason))
 
-    def release_postponed(self, reader: Reader, policy_version: int) -> None:
+    def _release_postponed(self, policy_version: int) -> None:
         """Releases postponed indexes again as the credit lasts.
 
         A rollback leaves many. If all were released at once, they would queue until they are stale again.
         """
-        for index in [i for i in self._waiting if i in self._ledger.settled or i in reader.ready]:
-            del self._waiting[index]  # its group arrived after all
-        room = self.credit - (self._ledger.num_open - len(self._waiting))
+        ledger, postponed = self._ledger, self._ledger.postponed
+        for index in [i for i in postponed if i in ledger.settled or i in self._reader.ready]:
+            del postponed[index]  # its group arrived after all
+        room = self.credit - (ledger.num_open - len(postponed))
         by_reason: dict[str, list[int]] = {}
-        for index in list(self._waiting)[: max(0, room)]:
-            by_reason.setdefault(self._waiting.pop(index), []).append(index)
+        for index in list(postponed)[: max(0, room)]:
+            by_reason.setdefault(postponed.pop(index), []).append(index)
         for reason, indexes in by_reason.items():
-            self.release_again(indexes, reason, policy_version)
+            self._release_again(indexes, reason, policy_version)
 
-    def reconcile(self, reader: Reader, lag_of: LagOf) -> int:
+    def reconcile(self, lag_of: LagOf) -> int:
         """Postpones indexes that are neither a prompt, nor on the rollout stream, nor settled; returns how many.
 
         Prompts are listed before rollouts are read: a group moves from one to the other in one step, so it is seen in
         at least one of them. Also reads which dead letters an operator has requeued.
         """
-        scripts = self._scripts
+        scripts, reader = self._scripts, self._reader
         entries = self._reachable_prompts()
         # Producers may append here, and one may be broken or hostile.
         open_prompts = {number_in(fields.get(Field.INDEX)) for _, fields in entries}
@@ -99,7 +101,7 @@ class Releaser:
             if index not in open_prompts
             and index not in reader.ready
             and index not in reader.refused_indexes
-            and index not in self._waiting
+            and index not in self._ledger.postponed
         ]
         if lost:
             log.warning("reconcile: %d lost indexes will be released again, first %d", len(lost), lost[0])
@@ -139,13 +141,13 @@ class Releaser:
         log.info("releasing %d requeued indexes again, first %d", len(indexes), indexes[0])
         for index in indexes:
             ledger.reopen(index, *self._requeued.pop(index))
-        self.release_again(indexes, "requeued", policy_version)
+        self._release_again(indexes, "requeued", policy_version)
         return len(indexes)
 
     @property
     def _num_needed(self) -> int:
         """Groups that the remaining updates need."""
-        return self._num_updates_left() * self._config.groups_per_batch
+        return (self._config.num_updates - self._progress.num_batches) * self._config.groups_per_batch
 
     def num_open_prompts(self) -> int:
         return self._scripts.connection.call(lambda client: client.xlen(self._scripts.keys.prompts))

@@ -1,4 +1,5 @@
-"""The trainer's writes to Redis: scripts that refuse a trainer of an older epoch.
+"""Every Lua script of a run: the trainer's writes to Redis, which refuse a trainer of an older epoch, and what the
+commands of operators run.
 
 `allow-oom` lets them run at the memory limit: a commit frees memory, so it must not be refused there.
 Payloads never pass through a script (ARGV is slow at 16 kB and more); dead letters, and the run's description when it
@@ -199,6 +200,37 @@ SCRIPTS = {
     **{name: _HEAD + _FENCE + script for name, script in _FENCED.items()},
 }
 """The text of each script, by the method that runs it."""
+
+
+# KEYS: commit, dead_index, requeued; ARGV: index, letter, index, letter... A letter is taken only if it is the current
+# one of its index, which it is until the trainer releases the index again.
+REQUEUE_DEAD = """#!lua flags=allow-oom
+if redis.call('HGET', KEYS[1], 'finished') == '1' then return redis.error_reply('FINISHED') end
+local taken = {}
+for i = 1, #ARGV, 2 do
+  if redis.call('HGET', KEYS[2], ARGV[i]) == ARGV[i + 1] then
+    redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
+    taken[#taken + 1] = ARGV[i]
+  end
+end
+return taken
+"""
+"""Of `penstock dead requeue`: returns the indexes whose letters were taken."""
+
+# KEYS: stream; ARGV: first id, count, field
+INDEXES_ON_STREAM = """#!lua flags=no-writes,allow-oom
+local found = {}
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])) do
+  local value = ''
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == ARGV[3] then value = entry[2][i + 1] end
+  end
+  found[#found + 1] = entry[1]
+  found[#found + 1] = value
+end
+return found
+"""
+"""Of `penstock audit`: returns the ids and indexes of entries without their payloads."""
 
 
 class FencedError(RuntimeError):

@@ -103,7 +103,7 @@ class Publisher:
         base_digest: str | msgspec.UnsetType = msgspec.UNSET,
         pinned: Callable[[], Collection[int]] = frozenset,
     ) -> None:
-        self._scripts, self._connection = scripts, scripts.connection
+        self._scripts = scripts
         self._shard, self._ranks, self._beside = shard, ranks, ranks.for_thread("publisher")
         self._places = places
         for field, place in (("deltas", places.deltas), ("anchors", places.anchors)):
@@ -221,7 +221,7 @@ class Publisher:
     def _publish(self, done: Future[None], version: int, parent: int, fork: bool) -> None:
         is_first = self._newest is None
         if is_first:
-            self._kept.load(self._connection.call, self._scripts.keys)
+            self._kept.load(self._scripts.connection.call, self._scripts.keys)
         self._shard.snapshots.wait()
         before = self._newest[0] if self._newest is not None else None
         manifest = self._write(version, parent, before, whole=is_first)
@@ -235,7 +235,7 @@ class Publisher:
     def _restore(self, done: Future[None], thoroughly: bool) -> None:
         assert self._newest is not None
         version, parent, fork = self._newest
-        self._kept.load(self._connection.call, self._scripts.keys)
+        self._kept.load(self._scripts.connection.call, self._scripts.keys)
         if self._kept.newest != version or not self._can_be_read(version, thoroughly):
             log.warning("policy %d is announced again: the log has lost it, or chunks on the way to it", version)
             self._announce(self._write(version, parent, None, whole=True), fork=fork)
@@ -247,7 +247,7 @@ class Publisher:
         chain = self._kept.chain(version)
         try:
             if thoroughly and self._compared != version:
-                reader = WeightReader(self._connection.call, self._scripts.keys)
+                reader = WeightReader(self._scripts.connection.call, self._scripts.keys)
                 for manifest in chain:
                     for chunk in manifest.chunks:
                         reader.parts(manifest, chunk)
@@ -347,7 +347,7 @@ class Publisher:
                     failure = NoRoomError(self._no_room(whole=whole))
             if not isinstance(failure, ChunkStoreError | NoRoomError):
                 raise failure
-            if not may_wait or self._connection.stopping or self._ended:
+            if not may_wait or self._scripts.connection.stopping or self._ended:
                 self._discard(place, chunks)
                 self._clean()
                 if may_wait:
@@ -356,7 +356,7 @@ class Publisher:
             if time.monotonic() >= next_line_at:
                 next_line_at = time.monotonic() + FULL_LOG_S
                 log.error("policy %d cannot be written: %s; training waits until it can", version, failure)
-            self._connection.pause(RETRY_S)
+            self._scripts.connection.pause(RETRY_S)
 
     def _on_all_ranks(self, task: Task) -> list[Written]:
         return self._beside.gather(self._shard.write(self._beside.hand_out(lambda rank: task)))

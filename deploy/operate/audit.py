@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 
+from penstock.consumers.stream.scripts import INDEXES_ON_STREAM
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.ledger_check import (
     LedgerCheck,
@@ -29,20 +30,6 @@ _PAUSE_S = 0.25
 _ENTRIES = 256
 _PAYLOADS = 16
 """Entries that the script reads at once, payloads included."""
-
-# Returns the indexes without the payloads. KEYS: stream; ARGV: first id, count, field
-_INDEXES = """#!lua flags=no-writes,allow-oom
-local found = {}
-for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])) do
-  local value = ''
-  for i = 1, #entry[2], 2 do
-    if entry[2][i] == ARGV[3] then value = entry[2][i + 1] end
-  end
-  found[#found + 1] = entry[1]
-  found[#found + 1] = value
-end
-return found
-"""
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +193,7 @@ def _read_indexes(client: redis.Redis, stream: str) -> list[tuple[str, bytes]]:
 
 def _add_indexes(client: Any, stream: str, start: str, count: int) -> Any:
     """Runs the script on a client and returns its answer, or queues it on a pipeline."""
-    return client.execute_command("EVAL_RO", _INDEXES, 1, stream, start, count, Field.INDEX)
+    return client.execute_command("EVAL_RO", INDEXES_ON_STREAM, 1, stream, start, count, Field.INDEX)
 
 
 def _number(field: bytes | None) -> int:

@@ -11,9 +11,11 @@ import msgspec
 import redis
 from msgspec.structs import replace
 
+from penstock.consumers.stream.ledger import LedgerState
+from penstock.consumers.stream.scripts import REQUEUE_DEAD
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.run_access import OpenRun, open_run
-from penstock.deploy.operate.saved_ledger import LedgerState, UnreadableError, read_saved_ledger
+from penstock.deploy.operate.saved_ledger import UnreadableError, read_saved_ledger
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Commit, Field, number_in
 from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, decode_group, unpack_ids
@@ -24,20 +26,6 @@ _PREVIEW_BYTES = 256
 _PAIRS = 500
 
 State = Literal["dead", "requeued", "released again", "settled since", "older", "no index", "rollout"]
-
-# KEYS: commit, dead_index, requeued; ARGV: index, letter, index, letter... A letter is taken only if it is the current
-# one of its index, which it is until the trainer releases the index again.
-_REQUEUE = """#!lua flags=allow-oom
-if redis.call('HGET', KEYS[1], 'finished') == '1' then return redis.error_reply('FINISHED') end
-local taken = {}
-for i = 1, #ARGV, 2 do
-  if redis.call('HGET', KEYS[2], ARGV[i]) == ARGV[i + 1] then
-    redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1])
-    taken[#taken + 1] = ARGV[i]
-  end
-end
-return taken
-"""
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +157,7 @@ def _requeue(run: OpenRun, indexes: Sequence[int], reason: str | None, every: bo
 def _send(run: OpenRun, chosen: list[tuple[str, str]]) -> Iterator[int]:
     """Requests the release of (index, letter) pairs; yields the indexes taken."""
     keys = [run.keys.commit, run.keys.dead_index, run.keys.requeued]
-    script = run.redis.register_script(_REQUEUE)
+    script = run.redis.register_script(REQUEUE_DEAD)
     for start in range(0, len(chosen), _PAIRS):
         try:
             taken: Any = script(keys=keys, args=list(chain(*chosen[start : start + _PAIRS])))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.consumers.stream.ledger import IndexRanges
-from penstock.deploy.operate.saved_ledger import LedgerState, Range, SavedLedger
+from penstock.consumers.stream.ledger import IndexRanges, LedgerState, Range
+from penstock.deploy.operate.saved_ledger import SavedLedger
 
 _NAMED = 20
 """Most ranges of indexes that a line spells out."""

@@ -1,4 +1,4 @@
-"""The ledger in a run's checkpoints, read from the files without the trainer's code."""
+"""The ledger in a run's checkpoints, read from the files."""
 
 import hashlib
 import json
@@ -7,34 +7,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.schemas.attrition import Attrition
+from penstock.consumers.stream.ledger import LedgerState
 
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 SUMS = "checksums.json"
 
-Range = tuple[int, int]
-
 
 class UnreadableError(RuntimeError):
     """The ledger of a run cannot be read; the message says why."""
-
-
-class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger as a checkpoint holds it. Ranges are half-open."""
-
-    trained: tuple[Range, ...] = ()
-    skipped: tuple[Range, ...] = ()
-    dead: tuple[Range, ...] = ()
-    dead_by_reason: dict[str, tuple[Range, ...]] = {}
-    released_again: dict[str, int] = {}
-    requeued: dict[int, tuple[str, str]] = {}
-    """By index: the letter for which it was released again, and the last rollout entry at that time."""
-    postponed: tuple[int, ...] = ()
-    """Unsettled, known to the trainer alone, which releases them again when there is credit."""
-    num_duplicates_dropped: int = 0
-    num_released: int = 0
-    attrition: Attrition = msgspec.field(default_factory=Attrition)
 
 
 class SavedLedger(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import penstock.consumers.trainer as trainer
 import penstock.producers.__main__ as producer_entry
 from penstock.consumers.learning.batch import MiniBatch
 from penstock.consumers.stream.intake import Intake
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask
+from penstock.consumers.stream.ledger import Ledger, LedgerState, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.producers.interfaces import Completion
@@ -119,7 +119,7 @@ def _with_forgotten_ledger() -> None:
     """Makes a resumed trainer restore the policy without the record of what it was trained on."""
     from_state = Ledger.from_state
 
-    def forget(state: dict) -> Ledger:
+    def forget(state: LedgerState) -> Ledger:
         ledger = from_state(state)
         fresh = Ledger()
         fresh.num_released, fresh.histories = ledger.num_released, ledger.histories

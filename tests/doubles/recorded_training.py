@@ -70,7 +70,6 @@ class RecordedTraining:
         state = CheckpointState(
             policy_version=lag_of.current,
             num_batches=position + num_updates,
-            ledger={},
             forks={},
             announced={},
             counters={},

@@ -8,13 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fakeredis
 import msgspec
 import numpy
 import pytest
 import redis
 
-from fake_connection import fake_connection
 from one_environment import alone
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
@@ -26,7 +24,7 @@ from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest
 from producer_process import ProducerProcesses
 from producer_run import QUICK, Numbers, ProducerRun
-from real_server import RealServer, installed_servers
+from real_server import RealServer
 from scripted_engine import ScriptedEngine
 from weight_writer import WeightWriter
 
@@ -160,29 +158,11 @@ class Streams(NamedTuple):
         return self.client.xlen(stream)
 
 
-@pytest.fixture(
-    params=[
-        "fake",
-        *(
-            pytest.param(name, marks=[pytest.mark.redis, *([pytest.mark.exhaustive] if number else [])])
-            for number, name in enumerate(installed_servers())
-        ),
-    ]
-)
-async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> AsyncIterator[Streams]:
-    """Streams on fakeredis and on a real server. No test with it may block in the server."""
-    server = None
-    if request.param != "fake":
-        server = RealServer(installed_servers()[request.param])
-        connection = ProducerConnection.open(server.url, outage_s=30.0, metrics=metrics)
-        yield Streams(connection, server.client)
-    else:
-        fake = fakeredis.FakeServer()
-        connection = fake_connection(fake, metrics, outage_s=30.0)
-        yield Streams(connection, fakeredis.FakeRedis(server=fake, protocol=2))
+@pytest.fixture
+async def streams(redis_url: str, redis_client: redis.Redis, metrics: ProducerMetrics) -> AsyncIterator[Streams]:
+    connection = ProducerConnection.open(redis_url, outage_s=30.0, metrics=metrics)
+    yield Streams(connection, redis_client)
     await connection.close()
-    if server is not None:
-        server.remove()
 
 
 @pytest.fixture

@@ -46,14 +46,11 @@ def test_a_group_survives_the_round_trip():
     assert decode_group(encode_group(group)) == group
 
 
-@pytest.mark.parametrize("name", ["", "_penalties", "_missing", "_task", "_tries", "_samplers"])
-def test_payloads_of_schema_version_1_still_decode(name):
-    assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.group()
-
-
-@pytest.mark.parametrize("name", ["_teacher", "_tries_teacher", "_samplers_teacher"])
-def test_payloads_with_a_teachers_logprobs_still_decode(name):
-    assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.taught_group()
+def test_payloads_of_schema_version_1_still_decode():
+    for name in ("", "_penalties", "_missing", "_task", "_tries", "_samplers"):
+        assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.group(), name
+    for name in ("_teacher", "_tries_teacher", "_samplers_teacher"):
+        assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.taught_group(), name
 
 
 def test_today_s_encoder_writes_the_golden_payload():
@@ -171,14 +168,6 @@ def test_a_group_that_breaks_the_contract_is_refused(changes, message):
         encode_group(msgspec.structs.replace(wire_examples.group(), **changes))
 
 
-def test_a_reward_that_is_not_finite_is_refused():
-    group = wire_examples.group()
-    reward = msgspec.structs.replace(group.rollouts[0].reward, value=float("nan"))
-    rollouts = (msgspec.structs.replace(group.rollouts[0], reward=reward),)
-    with pytest.raises(RecordError, match=r"rollouts\[0\].reward.value: nan, expected a finite number"):
-        encode_group(msgspec.structs.replace(group, rollouts=rollouts))
-
-
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -211,11 +200,6 @@ def test_what_would_spoil_a_batch_or_the_books_is_refused_at_decode(path, value,
     encoded = msgspec.Raw(b"\xcf" + b"\xff" * 8 + b"\xff") if value == 2**64 else value
     with pytest.raises(RecordError, match=message):
         decode_group(hostile_records.with_value(path, encoded))
-
-
-def test_bytes_after_the_record_are_refused():
-    with pytest.raises(RecordError, match="payload: not a rollout group"):
-        decode_group(encode_group(wire_examples.group()) + b"\x00")
 
 
 def test_of_a_key_that_is_there_twice_the_last_one_counts_and_is_checked():
@@ -252,7 +236,9 @@ FILLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", FILLINGS)
+@pytest.mark.parametrize(
+    "name", ["version_spans", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FILLINGS)]
+)
 def test_a_record_full_of_small_things_is_refused_with_bounded_memory(name: str) -> None:
     path, item = FILLINGS[name]
     count = (MAX_ENTRY_BYTES - 2000) // len(item)
@@ -314,32 +300,6 @@ def test_a_group_over_the_entry_cap_is_an_error_that_names_the_cap():
         encode_group(with_segment(**segment))
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"not msgpack", msgspec.msgpack.encode({"index": "x"})])
-def test_bytes_that_are_no_group_are_refused(payload):
-    with pytest.raises(RecordError, match="payload: not a rollout group"):
-        decode_group(payload)
-
-
-def test_deeply_nested_bytes_are_refused_with_bounded_memory():
-    with pytest.raises(RecordError):
-        decode_group(b"\x91" * 1_000_000)
-
-
-def test_random_damage_never_escapes_as_another_error():
-    payload = encode_group(wire_examples.group())
-    rng = random.Random(7)
-    num_refused = 0
-    for _ in range(3000):
-        damaged = bytearray(payload)
-        for _ in range(rng.randint(1, 4)):
-            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        try:
-            decode_group(bytes(damaged))
-        except RecordError:
-            num_refused += 1
-    assert 1000 < num_refused < 3000, "most damage is seen; a changed digit of a reward or a text cannot be"
-
-
 def test_unknown_fields_of_a_newer_writer_are_ignored():
     fields = msgspec.to_builtins(wire_examples.group(), builtin_types=(bytes,))
     fields["added_later"] = 1
@@ -365,9 +325,20 @@ def test_a_group_that_is_refused_still_says_who_sampled_it():
     assert origin_in(hostile_records.encode(fields)).producer_id == wire_examples.group().producer_id
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_bytes_that_are_no_group_are_refused_and_say_nothing_of_who_sampled_them():
+    good, names = encode_group(wire_examples.group()), hostile_records.builtins()
+    no_groups = [
+        b"",
+        b"\xc1",
+        b"not msgpack",
+        msgspec.msgpack.encode({"index": "x"}),
+        good + b"\x00",
+        b"\x91" * 100_000,
+    ]
+    for payload in no_groups:
+        with pytest.raises(RecordError, match="payload: not a rollout group"):
+            decode_group(payload)
+    for changes in (
         {"producer_id": ""},
         {"producer_id": None},
         {"producer_id": "x" * (MAX_REASON_CHARACTERS + 1)},
@@ -376,13 +347,7 @@ def test_a_group_that_is_refused_still_says_who_sampled_it():
         {"sampled_by": ["x"] * 5000},
         {"sampled_by": 7},
         {"prompt": b"x" * MAX_ENTRY_BYTES},
-    ],
-    ids=str,
-)
-def test_names_that_are_none_are_not_believed(changes):
-    assert origin_in(hostile_records.encode({**hostile_records.builtins(), **changes})) is None
-
-
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"x" * MAX_ENTRY_BYTES])
-def test_garbage_says_nothing_of_who_sampled_it(payload):
-    assert origin_in(payload) is None
+    ):
+        assert origin_in(hostile_records.encode({**names, **changes})) is None, str(changes)[:80]
+    for payload in (b"", b"\xc1", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"x" * MAX_ENTRY_BYTES):
+        assert origin_in(payload) is None, payload[:20]

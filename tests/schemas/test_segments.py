@@ -98,16 +98,6 @@ def outcome(*calls: RecordedCall) -> tuple[list[tuple[str, ...]], dict[str, str]
     return [chain.call_ids for chain in chains], dict(dropped)
 
 
-def test_no_calls_are_no_segments():
-    assert segments([]) == ([], [])
-
-
-def test_a_call_that_sampled_nothing_is_dropped_and_is_no_ones_beginning():
-    empty = call("a", 0, [1], [], finish_reason="length")
-    assert outcome(empty) == ([], {"a": "nothing_sampled"})
-    assert outcome(empty, call("b", 1, [1, 2], [3])) == ([("b",)], {"a": "nothing_sampled"})
-
-
 def test_an_answer_that_the_client_had_is_trained_even_if_it_asked_again():
     """A harness that draws several answers to one prompt and goes on from one of them."""
     first, second = call("a", 0, [1], [2], delivered=True), call("b", 1, [1], [3], delivered=True)
@@ -115,27 +105,9 @@ def test_an_answer_that_the_client_had_is_trained_even_if_it_asked_again():
     assert outcome(first, second, following) == ([("a",), ("b", "c")], {})
 
 
-def test_two_answers_to_one_prompt_are_both_trained_where_nothing_says_which_was_used():
-    assert outcome(call("a", 0, [1], [2]), call("b", 1, [1], [3])) == ([("a",), ("b",)], {})
-
-
-def test_an_answer_that_a_later_call_builds_on_was_delivered_whatever_the_ledger_says():
-    lost, following = call("a", 0, [1], [2], delivered=False), call("b", 1, [1, 2, 3], [4])
-    assert outcome(lost, following) == ([("a", "b")], {})
-
-
-def test_a_call_ends_its_segment_when_what_followed_was_not_delivered():
-    calls = call("a", 0, [1], [2]), call("b", 1, [1, 2, 3], [4], delivered=False)
-    assert outcome(*calls) == ([("a",)], {"b": "not_delivered"})
-
-
 def test_equal_answers_to_one_prompt_are_two_and_the_later_one_is_continued():
     calls = call("a", 0, [1], [2], delivered=True), call("b", 1, [1], [2]), call("c", 2, [1, 2, 3], [4])
     assert outcome(*calls) == ([("a",), ("b", "c")], {})
-
-
-def test_a_call_continues_no_later_one():
-    assert outcome(call("b", 0, [1, 2, 3], [4]), call("a", 1, [1], [2])) == ([("b",), ("a",)], {})
 
 
 def test_calls_without_context_between_them_are_one_run_with_the_spans_of_both():
@@ -175,9 +147,6 @@ def test_a_call_that_contradicts_itself_is_refused_by_name(fields, code):
     with pytest.raises(CallError, match="call 'a'") as refused:
         segments([bad])
     assert refused.value.code == code
-
-
-def test_two_calls_of_one_id_are_refused():
     with pytest.raises(CallError, match="'a'") as refused:
         segments([call("a", 0, [1], [2]), call("a", 1, [1, 2], [3])])
     assert refused.value.code == "duplicate_call_id"

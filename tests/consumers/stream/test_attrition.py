@@ -8,7 +8,7 @@ import pytest
 
 from attrition_totals import totals
 from mini_producer import dead_fields
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import Ledger, LedgerState
 from penstock.consumers.stream.reader import Reader
 from penstock.deploy.report.attrition import windows_of
 from penstock.deploy.report.telemetry import read_telemetry
@@ -80,7 +80,9 @@ def test_every_rollout_is_counted_once_through_a_kill_and_a_resume(bench, redis_
 
 def resume(bench, intake) -> None:
     """Replaces ledger and reader by those of a trainer that continues from a checkpoint made now."""
-    intake.ledger = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state())))
+    intake.ledger = Ledger.from_state(
+        msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state()), type=LedgerState)
+    )
     intake.reader = Reader(bench.connections[-1], bench.keys, intake.ledger, bench.config.group_size)
 
 

@@ -30,7 +30,6 @@ def state(version: int, learner=None) -> CheckpointState:
     return CheckpointState(
         policy_version=version,
         num_batches=version,
-        ledger={},
         forks={1: 3},
         announced={0: 9},
         counters={"x": 1.5},

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 
+import msgspec
 import pytest
 import redis
 
@@ -200,7 +201,7 @@ def test_everything_a_trainer_counts_survives_in_its_checkpoint(bench, redis_cli
     first.learner.step = stop_and_train
     assert first.run() is False
     second = bench.trainer(resume=True)
-    kept, left = second.intake.ledger.to_state(), first.intake.ledger.to_state()
+    kept, left = (msgspec.structs.asdict(trainer.intake.ledger.to_state()) for trainer in (second, first))
     # What was read behind the last batch is read again.
     assert entry_key(kept.pop("last_read").encode()) <= entry_key(left.pop("last_read").encode())
     assert kept == left
@@ -483,15 +484,15 @@ def test_a_read_that_blocks_for_longer_than_the_socket_waits_is_no_outage_withou
     monkeypatch.setattr(penstock.consumers.stream.connection, "SOCKET_TIMEOUT_S", 0.3)
     assert penstock.consumers.stream.connection.BLOCK_S > 0.3
     trainer = bench.trainer()
-    assert trainer.leadership.connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
+    assert trainer.leadership.scripts.connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
 
     def feed() -> None:
-        wait_for(lambda: trainer.leadership.connection.num_outages)
+        wait_for(lambda: trainer.leadership.scripts.connection.num_outages)
         bench.resilient_producer()
 
     threading.Thread(target=feed, daemon=True).start()
     assert trainer.run()
-    assert trainer.leadership.connection.num_outages >= 1
+    assert trainer.leadership.scripts.connection.num_outages >= 1
     assert_settled_once(bench, redis_client)
 
 

@@ -123,9 +123,10 @@ def test_the_credit_grows_with_what_is_skipped_and_no_further_than_the_cap():
     batch = BatchConfig(fill="with_variance", max_skipped=8)
     environment = EnvironmentConfig(path="a:B")
     config = RunConfig(name="r", groups_per_batch=4, model=ModelConfig(path="m"), environment=environment, batch=batch)
-    releaser = Releaser(None, Ledger(), config, lambda: 1)  # type: ignore[arg-type]
+    reader, progress = SimpleNamespace(ready=()), SimpleNamespace(skipped_share=0.0)
+    releaser = Releaser(None, Ledger(), reader, config, progress)  # type: ignore[arg-type]
     for share, ready, credit in ((0.0, 0, 12), (0.25, 0, 16), (0.5, 0, 24), (0.9, 0, 36), (0.5, 8, 16), (0.5, 99, 12)):
-        releaser.skipped_share, releaser.num_ready = share, ready
+        progress.skipped_share, reader.ready = share, range(ready)
         assert releaser.credit == credit, "12 groups that teach are expected among them, those that are ready for sure"
 
 

@@ -1,13 +1,13 @@
 """The ledger holds every index once, as ranges."""
 
-import json
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.consumers.stream.ledger import IndexRanges, Ledger
+from penstock.consumers.stream.ledger import IndexRanges, Ledger, LedgerState
 
 
 @given(st.lists(st.integers(1, 60)))
@@ -59,7 +59,7 @@ def test_an_index_cannot_be_settled_twice():
         ledger.settle(4, "dead", "reward: boom")
 
 
-def test_books_survive_json():
+def test_a_ledger_survives_its_checkpoint():
     ledger = Ledger()
     ledger.num_released = 9
     for index, outcome in enumerate(["trained", "skipped", "dead", "trained"], 1):
@@ -67,9 +67,9 @@ def test_books_survive_json():
     ledger.released_again["stale"] += 2
     ledger.num_duplicates_dropped = 3
     ledger.postponed[7] = "stale"
-    again = Ledger.from_state(json.loads(json.dumps(ledger.to_state())))
-    assert ledger.to_state()["postponed"] == [7] and not again.postponed, "a resume finds what is nowhere by itself"
-    assert again.to_state() == ledger.to_state() | {"postponed": []}
+    again = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(ledger.to_state()), type=LedgerState))
+    assert ledger.to_state().postponed == [7] and not again.postponed, "a resume finds what is nowhere by itself"
+    assert again.to_state() == msgspec.structs.replace(ledger.to_state(), postponed=[])
     assert list(again.settled) == [1, 2, 3, 4]
     assert again.num_open == 5
     assert again.dead_reasons == {"reward": 1}
@@ -107,6 +107,6 @@ def test_one_letter_opens_its_index_once_and_another_letter_once_more():
     ledger.reopen(2, "7-0", "9-3")
     assert not ledger.may_reopen(2, "7-0") and not ledger.may_reopen(2, "8-0"), "it is open already"
     ledger.settle(2, "dead", "poison: z")
-    again = Ledger.from_state(json.loads(json.dumps(ledger.to_state())))
+    again = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(ledger.to_state()), type=LedgerState))
     assert again.requeued == ledger.requeued
     assert not again.may_reopen(2, "7-0") and again.may_reopen(2, "8-0")

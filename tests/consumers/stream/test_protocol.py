@@ -5,11 +5,13 @@ import pytest
 
 from mini_producer import dead_fields, group_fields, make_group
 from penstock.consumers.learning.lag import LagTable, is_stale
+from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import FencedError, Scripts, announced_of, forks_of
 from penstock.schemas.config import EnvironmentConfig, HeldOutConfig, ModelConfig, RunConfig, SolvedConfig
 from penstock.schemas.keys import Field, Keys, Kind
@@ -120,13 +122,16 @@ def test_the_release_cursor_never_falls_behind_what_the_trainer_knows(scripts, r
 
 def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts):
     ledger = Ledger()
-    releaser = Releaser(scripts, ledger, config(num_updates=3), lambda: num_updates_left)
-    num_updates_left = 3
-    releaser.top_up(0)
+    progress = RunProgress(0, CheckpointState(policy_version=-1))
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    releaser = Releaser(scripts, ledger, reader, config(num_updates=3), progress)
+    releaser.release(0)
     for index in range(1, 10):
         ledger.settle(index, "dead" if index == 5 else "trained")
-    num_updates_left = 1
-    assert releaser.top_up(0) == 1, "a dead group fills no batch and is replaced; nothing else is needed"
+    progress.num_batches = 2
+    before = ledger.num_released
+    releaser.release(0)
+    assert ledger.num_released == before + 1, "a dead group fills no batch and is replaced; nothing else is needed"
 
 
 def test_what_cannot_be_trained_is_refused_and_named(connection, redis_client):
@@ -181,21 +186,21 @@ def test_a_group_of_another_task_than_its_index_stands_for_is_refused(connection
 
 def test_reconciling_releases_exactly_what_is_in_neither_stream(connection, scripts, redis_client):
     ledger = Ledger()
-    releaser = Releaser(scripts, ledger, config(), lambda: config().num_updates)
-    releaser.top_up(0)
     reader = Reader(connection, KEYS, ledger, group_size=2)
+    releaser = Releaser(scripts, ledger, reader, config(), RunProgress(0, CheckpointState(policy_version=-1)))
+    releaser.release(0)
     entries = {int(fields[Field.INDEX]): entry_id for entry_id, fields in redis_client.xrange(KEYS.prompts)}
     for index in (1, 2, 3, 4):
         redis_client.xdel(KEYS.prompts, entries[index])
     ledger.settle(1, "trained")
     redis_client.xadd(KEYS.rollouts, group_fields(2, 0))
     redis_client.xadd(KEYS.rollouts, dead_fields(3, "deadline"))
-    assert releaser.reconcile(reader, lag_table()) == 1
-    releaser.release_postponed(reader, 0)
+    assert releaser.reconcile(lag_table()) == 1
+    releaser.release(0)
     assert ledger.released_again == {"lost": 1}
     prompts = [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)]
-    assert prompts == [5, 6, 7, 8, 9, 10, 11, 12, 4]
-    assert releaser.reconcile(reader, lag_table()) == 0
+    assert prompts == [5, 6, 7, 8, 9, 10, 11, 12, 4, 13], "and one more, as the credit allows"
+    assert releaser.reconcile(lag_table()) == 0
     assert ledger.released_again == {"lost": 1}
 
 

@@ -325,7 +325,7 @@ class DeliveryProtocol(RuleBasedStateMachine):
 
     def _opened(self, *, resume: bool) -> Trainer:
         trainer = self.bench.trainer(resume=resume)
-        trainer.leadership.connection.pause = lambda seconds: None  # type: ignore[method-assign]
+        trainer.leadership.scripts.connection.pause = lambda seconds: None  # type: ignore[method-assign]
         trainer.policy.publish_first()
         trainer.publisher.wait()
         self.trainer = trainer

@@ -172,7 +172,7 @@ def test_the_heartbeats_are_fetched_once_for_a_quarantine(gated, beat, monkeypat
     for instance in ("bad-1", "good-1"):
         beat(gated.keys, instance)
     fetched = []
-    connection = trainer.leadership.connection
+    connection = trainer.leadership.scripts.connection
     call = connection.call
     monkeypatch.setattr(
         connection, "call", lambda command: call(lambda client: command(CountingClient(client, fetched)))

@@ -39,7 +39,7 @@ def test_a_redis_that_has_lost_the_description_gets_it_again(bench, redis_client
             redis_client.flushall()
         else:  # a server that came back with an older state
             redis_client.delete(bench.keys.description)
-            trainer.leadership.connection.restarted = lambda: True
+            trainer.leadership.scripts.connection.restarted = lambda: True
 
     at_step(trainer, 3, lose)
     assert trainer.run()

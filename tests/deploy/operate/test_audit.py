@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_producer import dead_fields, group_fields
+from penstock.consumers.stream.ledger import LedgerState
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
@@ -19,7 +20,7 @@ from penstock.deploy.launch.server_binary import inspect
 from penstock.deploy.operate import audit as audit_module
 from penstock.deploy.operate import run_access
 from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger, name_indexes
-from penstock.deploy.operate.saved_ledger import LedgerState, SavedLedger
+from penstock.deploy.operate.saved_ledger import SavedLedger
 from penstock.deploy.report.attrition import AttritionWindow
 from penstock.schemas.attrition import Rollouts
 from penstock.schemas.config import CheckpointConfig, EvaluationConfig

@@ -6,10 +6,12 @@ import pytest
 from inspected_run import byte_tokenizer
 from mini_producer import dead_fields, group_fields, make_group, unscored_fields
 from penstock.consumers.learning.lag import LagTable
+from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask
+from penstock.consumers.stream.ledger import Ledger, LedgerState, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.producers.rollout.episode import load_tokenizer
@@ -33,19 +35,20 @@ def run(redis_url, tmp_path, monkeypatch):
 class Half:
     """The trainer's half of a requeue, step by step: ledger, reader, releaser. `resume` makes one of a saved ledger."""
 
-    def __init__(self, run: ShortRun, state: dict | None = None) -> None:
+    def __init__(self, run: ShortRun, state: LedgerState | None = None) -> None:
         self.run = run
         self.connection = TrainerConnection(run.url, outage_s=5)
         self.scripts = Scripts(self.connection, run.keys, lease_s=60.0)
         self.scripts.open_epoch(int(self.connection.client.hget(run.keys.commit, "epoch") or -1) + 1)
-        self.ledger = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(state))) if state else Ledger()
+        saved = msgspec.json.encode(state or LedgerState())
+        self.ledger = Ledger.from_state(msgspec.json.decode(saved, type=LedgerState))
         self.reader = Reader(self.connection, run.keys, self.ledger, group_size=2)
-        self.num_updates_left = 100
-        self.releaser = Releaser(self.scripts, self.ledger, run.config, lambda: self.num_updates_left)
+        self.progress = RunProgress(0, CheckpointState(policy_version=-1))
+        self.releaser = Releaser(self.scripts, self.ledger, self.reader, run.config, self.progress)
 
     def heal(self) -> int:
         """Reconciles as the trainer does; returns the requeued indexes that were released."""
-        self.releaser.reconcile(self.reader, LagTable(9, {}, {}))
+        self.releaser.reconcile(LagTable(9, {}, {}))
         for record in self.reader.take_refused():
             self.scripts.dead_letter(record)
             if record.index is not None:
@@ -62,10 +65,10 @@ class Half:
     def prompts(self) -> list[int]:
         return [int(fields[Field.INDEX]) for _, fields in self.connection.client.xrange(self.run.keys.prompts)]
 
-    def save(self) -> dict:
+    def save(self) -> LedgerState:
         return self.ledger.to_state()
 
-    def resume(self, state: dict) -> "Half":
+    def resume(self, state: LedgerState) -> "Half":
         self.connection.close()
         return Half(self.run, state)
 
@@ -160,7 +163,7 @@ def test_an_index_that_dies_again_leaves_another_letter_and_can_be_requeued_agai
 
 
 def test_a_rollback_to_before_the_death_reads_the_same_record_and_honors_the_request(run, half, redis_client, capsys):
-    before = half.save() | {"dead": [], "dead_by_reason": {}}
+    before = msgspec.structs.replace(half.save(), dead=[], dead_by_reason={})
     run.command(capsys, "dead", "requeue", "test", "3")
     half.heal()
     again = half.resume(before)
@@ -197,7 +200,7 @@ def test_nothing_is_requeued_for_updates_that_are_all_done(run, half, capsys):
     half.release(50)
     for index in range(9, 51):
         half.ledger.settle(index, "trained")
-    half.num_updates_left = 0
+    half.progress.num_batches = run.config.num_updates
     assert half.heal() == 0
 
 

@@ -1,4 +1,4 @@
-"""Claims on fakeredis and on a real server: first come, shared, kept alive, found again, taken over and handed back."""
+"""Claims on a real server: first come, shared, kept alive, found again, taken over and handed back."""
 
 import asyncio
 import time
@@ -99,19 +99,6 @@ async def test_evaluations_are_claimed_up_to_the_room_and_prompts_up_to_a_share_
     assert indexes(claims[12:]) == [1, 2]
     assert {claim.version for claim in claims} == {3} and {claim.attempt for claim in claims} == {1}
     assert len(holder.table) == 14 and holder.table.sequences_free == 8 * 4 - 12 - 2 * 4
-
-
-async def test_an_evaluation_of_several_answers_takes_the_room_of_as_many_sequences(streams) -> None:
-    holder = await Holder(streams.connection, num_samples=10).opened()
-    evaluate(streams.client, 12)
-    assert len(await holder.claims.take()) == 3
-    assert holder.table.sequences_free == 8 * 4 - 3 * 10
-
-
-async def test_a_claim_finds_prompts_released_before_the_group_existed(streams) -> None:
-    release(streams.client, 1)
-    holder = await Holder(streams.connection).opened()
-    assert indexes(await holder.claims.take()) == [1]
 
 
 async def test_room_is_given_back_when_a_claim_is_settled(streams) -> None:
@@ -233,16 +220,6 @@ async def test_after_a_reconnect_nothing_is_taken_over_for_one_idle_time(streams
     assert claim.index == 1 and claim.attempt == 2
 
 
-async def test_a_restarted_producer_frees_what_its_earlier_life_held(streams) -> None:
-    release(streams.client, 1, 2)
-    await (await Holder(streams.connection, "a").opened()).claims.take()
-    other = await Holder(streams.connection, "b").opened()
-    await Holder(streams.connection, "a").opened()
-    assert sorted(pending(streams.client).values()) == [("a", 1), ("a", 1)]
-    (claim,) = await other.claims.take()
-    assert claim.index == 1 and claim.attempt == 2
-
-
 async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(streams) -> None:
     first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
     release(streams.client, 1, 2)
@@ -305,17 +282,6 @@ async def test_handing_back_includes_claims_whose_reply_never_came(streams) -> N
     other = await Holder(streams.connection, "b").opened()
     (claim,) = await other.claims.take()
     assert claim.index == 1 and claim.attempt == 1
-
-
-async def test_an_entry_that_names_no_task_is_removed(streams, caplog) -> None:
-    holder = await Holder(streams.connection).opened()
-    streams.client.xadd(KEYS.prompts, {"index": "seven", "version": 0})
-    streams.client.xadd(KEYS.prompts, {"nothing": 1})
-    release(streams.client, 8)
-    claims = await holder.claims.take() + await holder.claims.take()
-    assert indexes(claims) == [8]
-    assert streams.count(KEYS.prompts) == 1 and len(pending(streams.client)) == 1
-    assert "names no task, removed" in caplog.text
 
 
 @pytest.mark.parametrize("field", ["index", "version", "attempt"])

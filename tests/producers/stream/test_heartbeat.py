@@ -63,8 +63,6 @@ async def test_the_end_of_the_run_is_heard_with_the_heartbeat(streams) -> None:
     running.cancel()
 
 
-# A fake server has the clock of the test.
-@pytest.mark.parametrize("streams", [pytest.param("redis", marks=pytest.mark.redis)], indirect=True)
 @pytest.mark.parametrize(("ahead_s", "said"), [(600, "600 s ahead of"), (-300, "300 s behind"), (1, None)])
 async def test_a_host_whose_clock_is_wrong_is_told_once(streams, monkeypatch, caplog, ahead_s, said) -> None:
     seconds, microseconds = streams.client.time()

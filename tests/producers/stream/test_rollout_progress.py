@@ -1,4 +1,4 @@
-"""Progress of rollouts in flight, on fakeredis and on real servers: it survives its producer and fails nobody."""
+"""Progress of rollouts in flight, on a real server: it survives its producer and fails nobody."""
 
 import asyncio
 import logging

@@ -1,12 +1,10 @@
-"""Appends on fakeredis and on a real server: the group arrives and its prompt leaves in one step, or neither does."""
+"""Appends on a real server: the group arrives and its prompt leaves in one step, or neither does."""
 
 import asyncio
 import math
 
-import msgspec
 import pytest
 from msgspec.structs import replace
-from redis import exceptions
 
 from cutting_proxy import CuttingProxy
 from penstock.producers.stream import connection as connection_module
@@ -233,47 +231,6 @@ async def test_while_one_append_is_under_way_the_next_goes_out(desk: WriterDesk,
     assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
 
 
-async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: WriterDesk, streams) -> None:
-    (claim,) = await desk.claim(1)
-    losses = [exceptions.ConnectionError("the reply is lost")]
-
-    async def lose_the_first_reply(execute) -> None:
-        await execute()
-        if losses:
-            raise losses.pop()
-
-    intercept(streams.connection, lose_the_first_reply)
-    desk.writer.put(claim, a_group(1))
-    await written(desk)
-    # The writer cannot know, so the group is there twice: the trainer drops the second by its index.
-    assert {fields[Field.INDEX] for fields in desk.rollouts()} == {b"1"}
-    assert desk.num_open() == (0, 0) and len(desk.table) == 0
-
-
-@pytest.mark.redis
-async def test_at_the_memory_limit_nothing_is_dropped_and_nothing_half_done(redis_server, connect, metrics) -> None:
-    server = redis_server()
-    desk = WriterDesk(connect(server), server.client, metrics)
-    claims = await desk.claim(3)
-    server.client.config_set("maxmemory", 1)
-    for claim in claims:
-        desk.writer.put(claim, a_group(claim.index))
-    running = asyncio.create_task(desk.writer.run())
-    await asyncio.sleep(0.3)
-    assert len(desk.table) == 3 and desk.num_open() == (3, 3)
-    server.client.config_set("maxmemory", 0)
-    await asyncio.wait_for(desk.writer.drain(), 60)
-    assert len(desk.rollouts()) == 3 and desk.num_open() == (0, 0) and len(desk.table) == 0
-    running.cancel()
-
-
-async def test_a_record_that_contradicts_itself_is_dead(desk: WriterDesk) -> None:
-    (claim,) = await desk.claim(1)
-    desk.writer.put(claim, msgspec.structs.replace(a_group(1), rollouts=()))
-    await written(desk)
-    assert desk.rollouts()[0][Field.REASON].startswith(b"record: group 1: rollouts is empty")
-
-
 async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> list[int]:
     """Appends groups of so many tokens through `link`; the indexes that the server has then, in order."""
     desk = WriterDesk(connect(server), server.client, metrics)
@@ -293,18 +250,6 @@ async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> 
         await asyncio.wait([running])
     assert desk.num_open() == (0, 0) and len(desk.table) == 0
     return [int(fields[Field.INDEX]) for fields in desk.rollouts()]
-
-
-@pytest.mark.redis
-async def test_a_large_group_gets_the_time_that_its_size_asks_for(
-    redis_server, connect, metrics, monkeypatch, caplog
-) -> None:
-    monkeypatch.setattr(connection_module, "ANSWER_S", 1.0)
-    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 100_000)
-    link = SlowLink(300_000)  # 2.7 s for the group
-    assert await append_over(link, redis_server(), connect, metrics, 100_000) == [1]
-    assert link.num_bytes < 1_000_000
-    assert not [line for line in caplog.messages if "bytes" in line]
 
 
 @pytest.mark.redis
