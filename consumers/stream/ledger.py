@@ -218,7 +218,7 @@ class Ledger:
 
     def to_state(self) -> LedgerState:
         return LedgerState(
-            **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},  # type: ignore[arg-type]
+            **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
             dead_by_reason={reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},
             released_again=dict(self.released_again),
             requeued=dict(self.requeued),
