@@ -128,7 +128,7 @@ def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[RunConfig,
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
-    if own or any((config.teacher, config.model.reference, config.model.reference_every)):
+    if own or config.teacher or config.model.reference:
         start_checks.check_objective(config)  # imports torch
     return config, placement
 

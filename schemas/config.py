@@ -1,5 +1,6 @@
 """The run file: one TOML document, checked once, frozen afterwards."""
 
+import dataclasses
 import difflib
 import math
 import re
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.schemas.keys import Keys
-from penstock.schemas.rollout import SamplingSettings
+from penstock.schemas.rollout import ReproducibleSampling
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -71,17 +72,23 @@ class HeldOutConfig(Section, frozen=True, kw_only=True):
     """Held-out prompts per evaluation, at most all of them."""
     num_samples: Positive | None = None
     """Answers to each."""
-    temperature: NonNegativeFloat | None = None
-    """0 is greedy, for one answer each."""
-    top_p: AboveZero | None = None
-    """1.0 keeps every token."""
-    top_k: NonNegative | None = None
-    """0 keeps every token."""
-    max_tokens: Positive | None = None
-    """None takes evaluation.max_tokens, or that of its training prompts if that is not set either."""
-    pass_at: tuple[Positive, ...] | None = None
-    """The numbers k of pass@k."""
-    solved: SolvedConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """How an environment's held-out prompts are evaluated: `[evaluation]`, and what its own table changes.
+
+    num_prompts: None for all that it has. pass_at: the numbers k of pass@k, at most `num_samples`.
+    """
+
+    num_prompts: int | None = None
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    pass_at: tuple[int, ...] = ()
+    solved: SolvedConfig = dataclasses.field(default_factory=SolvedConfig)
 
 
 class EnvironmentConfig(Plug, frozen=True, kw_only=True):
@@ -166,9 +173,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     reference: str | None = None
     """Folder of the frozen reference model of a KL term, in the loss or in the reward; None takes `path`, the base
     model, of which an adapter's run needs no second copy. It is held in `dtype`."""
-    reference_every: Positive | None = None
-    """The reference becomes a copy of the policy after every `reference_every` updates (ProRL, arXiv 2505.24864); its
-    weights are then part of the checkpoints. None never updates it."""
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):
@@ -183,21 +187,13 @@ class LoraConfig(Section, frozen=True, kw_only=True):
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
     """Names of the linear layers, in every block, that are adapted."""
-    dropout: float = 0.0
-    """Must be 0: the trainer has to reproduce the policy that sampled."""
-
-    def __post_init__(self) -> None:
-        if self.dropout != 0:
-            raise ValueError(
-                f"dropout = {self.dropout}: expected 0.0, as the trainer has to reproduce the policy that sampled"
-            )
 
     @property
     def scaling(self) -> float:
         return self.alpha / self.rank
 
 
-class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingConfig(ReproducibleSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rollouts are sampled. Only settings that the trainer can reproduce are accepted."""
 
 
@@ -207,19 +203,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """Which logprobs vLLM returns: of the distribution that was sampled, or of the model before temperature."""
     prefix_caching: bool = False
-    """Reuse the KV cache of prompts with a common prefix."""
-    async_scheduling: bool = False
-    """vLLM computes a step while it processes the output of the previous one; an update waits for both, and version
-    labels stay exact. GPU only: the CPU build turns it off."""
+    """Reuse the KV cache of prompts with a common prefix, as far as the same policy version computed it."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Type of the language-model head; `model` leaves it at model.dtype."""
     update: Literal["in_flight", "drained"] = "in_flight"
     """How new weights are loaded. `in_flight`: requests pause for the load, keep their KV and continue with the new
     weights. `drained`: every request in flight ends first and the KV cache is cleared, so that one version samples each
     completion; the engine idles until its longest request ends."""
-    cache_salt: Literal["version", "none"] = "version"
-    """With prefix_caching: `version` separates the prefixes of policy versions; `none`, vLLM's default, serves a new
-    request from the KV cache that older weights computed for its prompt."""
     tensor_parallel_size: Positive = 1
     """Devices (on CPU: processes) that share every layer of one engine. It has to divide the number of attention
     heads."""
@@ -249,9 +239,8 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     generation_deadline_s: PositiveFloat = 600.0
     """A group that takes longer is given up and settled as dead."""
     claim_idle_s: PositiveFloat = 30.0
-    """A claim not refreshed for this long may be taken over by another producer."""
-    claim_refresh_s: PositiveFloat = 10.0
-    """Interval at which a producer refreshes its claims; less than claim_idle_s."""
+    """A claim not refreshed for this long may be taken over by another producer. A producer refreshes its claims three
+    times in it."""
     max_attempts: Positive = 8
     """A prompt delivered this often without a result is settled as dead. From the third time on, and the last time, it
     is sampled alone. The count restarts once a producer has made progress with it for claim_idle_s."""
@@ -259,8 +248,6 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     """Most seconds of sampling that a rollout loses with its producer: twice in this time, and when a producer is told
     to stop, the progress of rollouts in flight is saved in Redis, and a producer that takes one over continues from
     there. Less often if it would take 1% of a producer's time. 0: never; a rollout that is taken over starts over."""
-    progress_mb: Positive = 64
-    """Most memory in Redis for the progress of one producer's rollouts; the oldest rollouts come first."""
 
 
 class EndpointConfig(Section, frozen=True, kw_only=True):
@@ -272,10 +259,6 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
     """An address that other machines can reach requires a key."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 9500
     """First port to try; each producer of this machine takes the next free one. 0 lets the system choose."""
-    history: Literal["token_exact", "as_sent"] = "token_exact"
-    """`token_exact`: a prompt that continues an answer keeps its sampled tokens, reasoning included, where the chat
-    template would write them otherwise. `as_sent`: the prompt is the agent's messages as the template renders them.
-    Either way every sampled token is trained; the second makes more segments."""
     unsupported: Literal["refuse", "ignore"] = "refuse"
     """Treatment of a request's field that is unknown or would change how tokens are sampled: `refuse` answers with an
     error that names it; `ignore` answers as if it were absent, counts it and logs its name once."""
@@ -392,13 +375,6 @@ class TeacherConfig(Section, frozen=True, kw_only=True):
     alone: bool = True
     """The advantages are the teacher's alone, and rewards are only logged; false adds the advantages of
     `[advantage]`."""
-    concurrency: Positive = 64
-    """For `url`: requests, one per segment, that one producer has open at once."""
-    timeout_s: PositiveFloat = 60.0
-    """For `url`: a request that takes longer fails."""
-    retries: NonNegative = 8
-    """For `url`: a request that fails is retried this many times, after 0.25 s, 0.5 s and so on; then its group is
-    dead."""
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.url is None):
@@ -406,12 +382,6 @@ class TeacherConfig(Section, frozen=True, kw_only=True):
             raise ValueError(f"model, url: {found}; expected one of the two")
         if self.url is not None and not re.fullmatch("https?://[^/@]+(/[^@]*)?", self.url):
             raise ValueError(f"url = {self.url!r}: expected http://host:port/v1, without a user or a key")
-        of_url = (each for each in msgspec.structs.fields(self) if each.name in ("concurrency", "timeout_s", "retries"))
-        for field in of_url if self.model is not None else ():
-            if (value := getattr(self, field.name)) != field.default:
-                raise ValueError(
-                    f"{field.name} = {value} with model = {self.model!r}: it is for url; expected it to be left out"
-                )
 
 
 def _check_fields(struct: msgspec.Struct) -> None:
@@ -487,9 +457,8 @@ class CorrectionConfig(Section, frozen=True):
     """The exponent of `power`."""
     sequence_ratio: Literal["geometric", "product"] = "geometric"
     """The ratio of `sequence_*` modes: geometric mean of the tokens' ratios (ms-swift, AReaL) or their product (verl,
-    TRL, slime). One threshold means different things under the two."""
-    sequence_mask_weight: Literal["token", "sequence"] = "token"
-    """The weight of a token in a row that `sequence_mask` keeps: its own ratio (ms-swift) or the row's (TRL, AReaL)."""
+    TRL, slime). One threshold means different things under the two. In a row that `sequence_mask` keeps, a token's
+    weight is its own ratio with `geometric` (ms-swift), the row's with `product` (TRL)."""
     rejection: tuple[Rejection, ...] = ()
     """Masks on top of the mode's; a token has to pass all of them."""
     off_policy_delta: NonNegativeFloat | None = None
@@ -506,12 +475,6 @@ class CorrectionConfig(Section, frozen=True):
         if self.mode.startswith("token") and self.sequence_ratio != "geometric":
             raise ValueError(
                 f"sequence_ratio = {self.sequence_ratio!r} with mode = {self.mode!r}: expected a sequence_* mode"
-            )
-
-        if self.mode not in ("none", "sequence_mask") and self.sequence_mask_weight != "token":
-            raise ValueError(
-                f"sequence_mask_weight = {self.sequence_mask_weight!r} with mode = {self.mode!r}: expected "
-                "mode = 'sequence_mask'"
             )
 
     @property
@@ -554,7 +517,8 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     max_tokens: Positive | None = None
     """None takes that of the training prompts."""
     pass_at: tuple[Positive, ...] | None = None
-    """The numbers k of pass@k, at most num_samples. None: num_samples alone, if that is above 1."""
+    """The numbers k of pass@k; an environment with fewer samples has those up to its own number. None: num_samples
+    alone, if that is above 1."""
     solved: SolvedConfig = SolvedConfig()
     goal: GoalConfig | None = None
 
@@ -626,16 +590,17 @@ class RedisConfig(Section, frozen=True, kw_only=True):
     """Give up after Redis has been unreachable for this long."""
 
 
+WANDB_OFFLINE = ("offline", "disabled", "dryrun")
+"""Values of the environment variable WANDB_MODE with which no server is asked."""
+
+
 class WandbConfig(Section, frozen=True, kw_only=True):
     """Sends the numbers of each update and evaluation to Weights & Biases. Needs the extra `wandb`; its key is in
     WANDB_API_KEY."""
 
     project: Annotated[str, Meta(min_length=1)]
-    """Project in Weights & Biases."""
-    entity: str | None = None
-    """Team or user; None takes the key's own."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes to `<runs>/<name>/wandb/` only, for `wandb sync`."""
+    """Project in Weights & Biases. W&B's own environment variables say the rest: WANDB_ENTITY, and WANDB_MODE =
+    `offline`, which writes to `<runs>/<name>/wandb/` only, for `wandb sync`."""
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):
@@ -714,20 +679,23 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return {name: each.num_prompts for name, each in self.held_out.items()}
 
     @property
-    def held_out(self) -> dict[str, HeldOutConfig]:
-        """How each environment's held-out prompts are evaluated, by name: all fields are set except `num_prompts`,
-        which may be None."""
-        found = {}
-        for name, each in self.every_environment.items():
-            shared = {field: getattr(self.evaluation, field) for field in HeldOutConfig.__struct_fields__}
-            shared["max_tokens"] = shared["max_tokens"] or each.max_tokens or self.sampling.max_tokens
-            own = {
-                field: value for field, value in msgspec.structs.asdict(each.evaluation).items() if value is not None
-            }
-            how = HeldOutConfig(**shared | own)
-            if how.pass_at is None:
-                how = msgspec.structs.replace(how, pass_at=() if how.num_samples == 1 else (how.num_samples,))
-            found[name] = how
+    def held_out(self) -> dict[str, HeldOut]:
+        """How each environment's held-out prompts are evaluated, by name."""
+        shared, found = self.evaluation, {}
+        for name, environment in self.every_environment.items():
+            own = environment.evaluation
+            num_samples = own.num_samples or shared.num_samples
+            wanted = shared.pass_at if shared.pass_at is not None else (num_samples,) * (num_samples > 1)
+            found[name] = HeldOut(
+                num_prompts=shared.num_prompts if own.num_prompts is None else own.num_prompts,
+                num_samples=num_samples,
+                temperature=shared.temperature,
+                top_p=shared.top_p,
+                top_k=shared.top_k,
+                max_tokens=shared.max_tokens or environment.max_tokens or self.sampling.max_tokens,
+                pass_at=tuple(k for k in wanted if k <= num_samples),
+                solved=shared.solved,
+            )
         return found
 
     @property
@@ -879,6 +847,8 @@ def explain(error: msgspec.ValidationError, document: dict[str, Any], root: type
             return f"{where}: missing field"
         meant = _similar(name, kind, root)
         guess = f" (did you mean {meant}?)" if meant else ""
+        if where in NEVER:
+            return f"{where}: unknown field: {NEVER[where]}"
         known = f", expected one of {', '.join(_section(kind).__struct_fields__)}" if _section(kind) else ""
         return f"{where}: unknown field{guess}{known}"
     value: Any = document
@@ -893,6 +863,8 @@ def explain(error: msgspec.ValidationError, document: dict[str, Any], root: type
     return f"{path} = {value!r}: {text}"
 
 
+NEVER = {"lora.dropout": "the trainer has to reproduce the policy that sampled, which knows none"}
+"""Fields that users of other trainers look for, and why there are none."""
 NAMES_IN_TRL = {
     "max_steps": "num_updates",
     "num_generations": "group_size",
@@ -949,14 +921,12 @@ _NOT_REPRODUCIBLE = (
     "bad_words", "min_tokens", "logits_processors", "structured_outputs", "thinking_token_budget", "watermarking",
 )  # fmt: skip
 """vLLM's sampling settings that change the distribution in ways that the trainer's head does not reproduce."""
-_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-"""Values without effect: a run's own copy of its run file has every field written out."""
 
 
 def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
     sampling = document.get("sampling")
     for name in _NOT_REPRODUCIBLE:
-        if isinstance(sampling, dict) and name in sampling and sampling[name] != _NEUTRAL.get(name):
+        if isinstance(sampling, dict) and name in sampling:
             raise ConfigError(
                 f"{file}: sampling.{name} = {sampling[name]!r}: the trainer cannot reproduce the logprobs it leads to; "
                 "expected it to be left out"
@@ -1010,11 +980,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
         )
     yield from _environment_problems(config)
     yield from _evaluation_problems(config)
-    if config.lora is not None and config.model.reference_every is not None:
-        yield (
-            f"model.reference_every = {config.model.reference_every} with [lora]: the reference of an adapter is its "
-            "base, which stays as it is; expected it to be left out"
-        )
     yield from _step_problems(config)
     yield from _teacher_problems(config)
     if config.parity.gate != "off":
@@ -1031,11 +996,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     for name, plug in plugs.items():
         if plug.path.count(":") != 1:
             yield f"{name}.path = {plug.path!r}: expected package.module:Name"
-    if config.producers.claim_refresh_s >= config.producers.claim_idle_s:
-        yield (
-            f"producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than claim_idle_s = "
-            f"{config.producers.claim_idle_s}"
-        )
 
 
 def environment_fields(config: RunConfig) -> Iterator[tuple[str, EnvironmentConfig]]:
@@ -1066,32 +1026,29 @@ def _environment_problems(config: RunConfig) -> Iterator[str]:
 def _evaluation_problems(config: RunConfig) -> Iterator[str]:
     """Checks the settings of held-out prompts; messages name each by the field that sets it."""
     room = config.producers.groups_in_flight * config.group_size
-    for field, each in environment_fields(config):
-        how = config.held_out[each.name]
-
-        def named(name: str, *, each: EnvironmentConfig = each, field: str = field) -> str:
-            of_its_own = getattr(each.evaluation, name) is not None
-            value = getattr(each.evaluation if of_its_own else config.evaluation, name)
-            return f"{field + '.' if of_its_own else ''}evaluation.{name} = {value!r}"
-
-        temperature, num_samples, pass_at = how.temperature or 0.0, how.num_samples or 1, how.pass_at or ()
-        if num_samples > 1 and not temperature:
+    evaluation = config.evaluation
+    for field, environment in environment_fields(config):
+        of_its_own = environment.evaluation.num_samples is not None
+        num_samples = config.held_out[environment.name].num_samples
+        asked = f"{field + '.' if of_its_own else ''}evaluation.num_samples = {num_samples}"
+        if num_samples > 1 and not evaluation.temperature:
             yield (
-                f"{named('num_samples')} with {named('temperature')}: greedy answers are all alike; expected a "
-                "temperature above 0, or num_samples = 1"
+                f"{asked} with evaluation.temperature = {evaluation.temperature}: greedy answers are all alike; "
+                "expected a temperature above 0, or num_samples = 1"
             )
         if num_samples > room:
-            yield f"{named('num_samples')}: expected at most producers.groups_in_flight * group_size = {room}"
-        if max(pass_at, default=0) > num_samples:
-            yield (
-                f"{named('pass_at')} with {named('num_samples')}: pass@k needs k answers; expected at most "
-                f"{num_samples}"
-            )
-        if config.sampling.is_truncated and temperature and not how.top_k:
-            yield (
-                f"{named('top_k')} with sampling.top_k = {config.sampling.top_k}: every token is recorded with the ids "
-                "that it was sampled from; expected top_k = 1 or more, which bounds them"
-            )
+            yield f"{asked}: expected at most producers.groups_in_flight * group_size = {room}"
+    most = max((how.num_samples for how in config.held_out.values()), default=1)
+    if max(evaluation.pass_at or (), default=0) > most:
+        yield (
+            f"evaluation.pass_at = {evaluation.pass_at} with num_samples = {most}: pass@k needs k answers; expected at "
+            f"most {most}"
+        )
+    if config.sampling.is_truncated and evaluation.temperature and not evaluation.top_k:
+        yield (
+            f"evaluation.top_k = 0 with sampling.top_k = {config.sampling.top_k}: every token is recorded with the ids "
+            "that it was sampled from; expected top_k = 1 or more, which bounds them"
+        )
     yield from _best_problems(config)
     parts = [f"reward/{each.name}" for each in config.reward.components]
     for setting, _, figure in named_figures(config) if parts and config.endpoint is None else ():
@@ -1102,11 +1059,10 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
 def named_figures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yields the settings that name a figure of evaluations: `field = value`, the figure's environment, "" for all of
     them, and the figure."""
-    for field, each in environment_fields(config):
-        how = config.held_out[each.name]
-        if how.solved is not None and how.pass_at:
-            own = f"{field}." if each.evaluation.solved is not None else ""
-            yield f"{own}evaluation.solved.figure = {how.solved.figure!r}", each.name, how.solved.figure
+    solved = config.evaluation.solved.figure
+    for name, how in config.held_out.items():
+        if how.pass_at:
+            yield f"evaluation.solved.figure = {solved!r}", name, solved
     if (goal := config.evaluation.goal) is not None:
         yield f"evaluation.goal.figure = {goal.figure!r}", "", goal.figure
     if (best := config.checkpoint.best) is not None:
@@ -1127,7 +1083,7 @@ def _best_problems(config: RunConfig) -> Iterator[str]:
     if name and name not in config.held_out:
         yield f"checkpoint.best = {best!r}: expected an environment of {', '.join(config.held_out)}"
     sets = [config.held_out[name]] if name else config.held_out.values()
-    passes = set.intersection(*({f"pass@{k}" for k in how.pass_at or ()} for how in sets))
+    passes = set.intersection(*({f"pass@{k}" for k in how.pass_at} for how in sets))
     if figure.startswith("pass@") and figure not in passes:
         found = ", ".join(sorted(passes)) or "none"
         yield f"checkpoint.best = {best!r}: expected a pass@k of evaluation.pass_at, which has {found}"
@@ -1174,11 +1130,6 @@ def _parity_problems(config: RunConfig) -> Iterator[str]:
             f"engine.head_dtype = {engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the trainer's head "
             "is float32, and on one side only it widens the gap; expected 'float32', or parity.gate = 'off' to run "
             "with it all the same"
-        )
-    if engine.prefix_caching and engine.cache_salt == "none":
-        yield (
-            "engine.cache_salt = 'none' with engine.prefix_caching = true: prompts are served from what older weights "
-            "computed; expected 'version', or parity.gate = 'off' to run with it all the same"
         )
 
 

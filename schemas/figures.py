@@ -24,7 +24,7 @@ def missing_figures(
     for setting, environment, figure in named_figures(config):
         measured = environments.get(environment, {}) if environment else figures
         is_solved = "solved.figure" in setting
-        wanted = {pass_key(k) for k in config.held_out[environment].pass_at or ()} if is_solved else {figure}
+        wanted = {pass_key(k) for k in config.held_out[environment].pass_at} if is_solved else {figure}
         if "completion_tokens" in measured and not measured.keys() >= wanted:
             is_best = setting.startswith("checkpoint.best")
             place = f"environments/{environment}/" if is_best and environment else ""

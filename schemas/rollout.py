@@ -125,8 +125,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         return sum(segment.num_sampled_tokens for segment in self.segments)
 
 
-class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling settings: the part of the behavior policy that is not its weights."""
+class ReproducibleSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling settings whose distribution the trainer computes again."""
 
     temperature: float = 1.0
     """Softmax temperature; below 1e-5 sampling is greedy and logprobs are those of temperature 1, as in vLLM."""
@@ -138,17 +138,6 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens one completion may have."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, in addition to the model's own end of sequence."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that was sampled before. The three penalties are vLLM's; the trainer
-    reproduces none of them, and the parity check recognizes them in records of other engines."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token for each time it was sampled before."""
-    repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens in the context or sampled before."""
-
-    @property
-    def has_penalties(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def is_truncated(self) -> bool:
@@ -160,6 +149,22 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The encoded size of a sampled token: id, logprob and, with top-k or top-p, the `top_k` ids that could be
         sampled."""
         return 8 + self.is_truncated * (5 + 4 * self.top_k)
+
+
+class SamplingSettings(ReproducibleSampling, frozen=True, kw_only=True):
+    """The sampling settings: the part of the behavior policy that is not its weights."""
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that was sampled before. The three penalties are vLLM's; the trainer
+    reproduces none of them, and the parity check recognizes them in records of other engines."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time it was sampled before."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in the context or sampled before."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 class EngineFingerprint(msgspec.Struct, frozen=True, kw_only=True):

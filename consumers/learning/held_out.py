@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.consumers.learning.outcome import mean_rewards, reward_table
-from penstock.schemas.config import HeldOutConfig
+from penstock.schemas.config import HeldOut
 from penstock.schemas.metrics import REWARD, error_key, pass_key
 from penstock.schemas.rollout import RolloutGroup
 
@@ -53,7 +53,7 @@ def standard_error(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldOutConfig]) -> dict[str, float]:
+def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldOut]) -> dict[str, float]:
     """Returns the figures of prompts of one or several environments.
 
     A failed answer counts as 0 and as not solved.
@@ -68,7 +68,7 @@ def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldO
         num_samples: answers requested.
     """
     each_k = [_measurable(prompts, name, sets[name]) for name in {each.environment for each in prompts}]
-    asked = [max(sets[each.environment].num_samples or 1, len(each.rewards)) for each in prompts]
+    asked = [max(sets[each.environment].num_samples, len(each.rewards)) for each in prompts]
     tables = [
         mean_rewards(each.rewards, number - len(each.rewards)) for each, number in zip(prompts, asked, strict=True)
     ]
@@ -90,13 +90,12 @@ def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldO
     return found | {"num_samples": sum(asked)}
 
 
-def _measurable(prompts: Sequence[HeldOutAnswers], environment: str, how: HeldOutConfig) -> set[int]:
+def _measurable(prompts: Sequence[HeldOutAnswers], environment: str, how: HeldOut) -> set[int]:
     """Returns the k of an environment's pass@k; none if its answers lack the figure that says what is solved."""
     answers = [rewards for each in prompts if each.environment == environment for rewards in each.rewards]
-    is_there = how.solved is None or not answers or any(how.solved.figure in rewards for rewards in answers)
-    return set(how.pass_at or ()) if is_there else set()
+    is_there = not answers or any(how.solved.figure in rewards for rewards in answers)
+    return set(how.pass_at) if is_there else set()
 
 
-def _num_solved(answers: HeldOutAnswers, how: HeldOutConfig) -> int:
-    assert how.solved is not None
+def _num_solved(answers: HeldOutAnswers, how: HeldOut) -> int:
     return sum(rewards.get(how.solved.figure, -math.inf) >= how.solved.value for rewards in answers.rewards)

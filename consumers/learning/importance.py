@@ -7,7 +7,7 @@ float64 whatever the input. tau_0 is the configuration's threshold, lower_0 its 
     token_truncate      min(max(rho, lower_0), tau(d))
     token_mask          rho where lo(d) <= rho <= tau(d), else masked
     sequence_truncate   min(max(R, lower_0), tau(D)) on every token of the row
-    sequence_mask       where lo(D) <= R <= tau(D), else the whole row masked: rho, or R (`sequence_mask_weight`)
+    sequence_mask       where lo(D) <= R <= tau(D), else the whole row masked: rho if R is geometric, else R
 
     R                   geometric: exp of the mean of c(l) over the row's unmasked tokens; product: exp of c(sum of l)
     d, D                the token's lag, the mean lag of the row's unmasked tokens
@@ -127,7 +127,7 @@ def _weigh(log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig
     outside = (judged < lower) | (judged > upper)
     if action == "truncate":
         return judged.clamp(lower, upper), nothing, outside
-    return (judged if config.sequence_mask_weight == "sequence" else ratio), outside, nothing
+    return (judged if level == "sequence" and config.sequence_ratio == "product" else ratio), outside, nothing
 
 
 def _bounds(lag: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:

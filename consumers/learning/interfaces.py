@@ -83,10 +83,8 @@ def check_objective(config: RunConfig, objective: Objective) -> None:
             "itself, and the gap would be counted twice; expected correction.mode = 'none' without bypass"
         )
     reads_reference = getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient > 0
-    fields = ("reference", "reference_every")
-    unread = next((name for name in fields if getattr(config.model, name) is not None), None)
-    if unread is not None and not reads_reference:
+    if config.model.reference is not None and not reads_reference:
         raise ConfigError(
-            f"model.{unread} = {getattr(config.model, unread)!r}: the objective {config.objective.path!r} has no KL "
+            f"model.reference = {config.model.reference!r}: the objective {config.objective.path!r} has no KL "
             "term that reads it; expected it to be left out, or a KL coefficient above 0"
         )

@@ -59,8 +59,6 @@ class Learner:
         """Optimizer steps taken, which determine the learning rate."""
         self.before_update: Callable[[], object] = lambda: None
         """Called on every rank before each optimizer step, during which nobody may read the masters."""
-        self.num_updates = 0
-        """Batches that count as updates, which determine when the reference is replaced."""
         self._warned = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
@@ -83,9 +81,7 @@ class Learner:
         check_advantage(config.advantage)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
-        reference = self.scorer.reference
-        self._replaced = reference if config.model.reference_every and isinstance(reference, PackedModel) else None
-        self._saved = LearnerState(self.model, self.optimizer, self.ranks, self._replaced)
+        self._saved = LearnerState(self.model, self.optimizer, self.ranks)
 
     def step(self, batch: Batch) -> StepReport:
         """Trains a batch: for each epoch and mini-batch forward, loss, backward and one clipped AdamW step.
@@ -124,10 +120,6 @@ class Learner:
                 if place not in tally.failed:
                     self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
         report = tally.report(batch, rate)
-        self.num_updates += report.counts_as_update
-        every = self.config.model.reference_every
-        if self._replaced is not None and every and report.counts_as_update and self.num_updates % every == 0:
-            self._replaced.copy(self.model.state())
         self.ranks.phase = BETWEEN_STEPS
         return report
 
@@ -170,7 +162,7 @@ class Learner:
     def _load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
         self.ranks.phase = "load the checkpoint"
         self._saved.load(folder)
-        self.num_steps, self.num_updates = state["num_steps"], state["num_updates"]
+        self.num_steps = state["num_steps"]
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(torch.tensor(state["rng_cuda"], dtype=torch.uint8), self.device)
@@ -184,7 +176,6 @@ class Learner:
         """Returns counters and random generators' states as JSON types."""
         state: dict[str, Any] = {
             "num_steps": self.num_steps,
-            "num_updates": self.num_updates,
             "rng": torch.get_rng_state().tolist(),
         }
         if self._adapter is not None:

@@ -13,25 +13,15 @@ from penstock.consumers.learning.tensor_files import Specs, read_tensors, specs_
 from penstock.schemas.config import ConfigError
 
 MASTERS = "masters/"
-"""Tensors are named `masters/<parameter>` and `<moment>/<parameter>`, as in `exp_avg/lm_head.weight`; a reference that
-training replaces has `reference/<parameter>`."""
-REFERENCE = "reference/"
+"""Tensors are named `masters/<parameter>` and `<moment>/<parameter>`, as in `exp_avg/lm_head.weight`."""
 MOST_NAMED = 3
 
 
 class LearnerState:
     """The tensors of a model and its optimizer as files, by the names of the parameters. Its methods are collective."""
 
-    def __init__(
-        self,
-        model: PackedModel,
-        optimizer: torch.optim.Optimizer,
-        ranks: Ranks,
-        reference: PackedModel | None = None,
-    ) -> None:
-        """reference: the model of the KL term, if training replaces it."""
+    def __init__(self, model: PackedModel, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         self._model = model
-        self._reference = reference
         self._optimizer = optimizer
         self._ranks = ranks
         self._writers = ranks.for_thread("checkpoint")
@@ -51,9 +41,7 @@ class LearnerState:
             self._writers.phase = ""
 
     def load(self, folder: Path) -> None:
-        """Replaces masters, moments and reference by those in `folder`, written by any number of ranks.
-
-        A checkpoint without a reference, from a run that never replaced it, leaves the reference as it is.
+        """Replaces masters and moments by those in `folder`, written by any number of ranks.
 
         Raises:
             ConfigError: they are another model's.
@@ -65,7 +53,7 @@ class LearnerState:
         self._optimizer.state.clear()
         for place, (shape, dtype) in found.items():
             moment, _, name = place.partition("/")
-            if not place.startswith((MASTERS, REFERENCE)):
+            if not place.startswith(MASTERS):
                 parameter = parameters[name]
                 whole = shape == parameter.shape
                 self._optimizer.state[parameter][moment] = (
@@ -73,10 +61,7 @@ class LearnerState:
                     if whole
                     else torch.zeros(shape, dtype=dtype, device=parameter.device)
                 )
-        wanted = {name: tensor.detach() for name, tensor in self._tensors().items()}
-        if not any(name.startswith(REFERENCE) for name in found):
-            wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(REFERENCE)}
-        read_tensors(wanted, folder, self._ranks)
+        read_tensors({name: tensor.detach() for name, tensor in self._tensors().items()}, folder, self._ranks)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns the tensors in use by their names in a checkpoint."""
@@ -86,8 +71,6 @@ class LearnerState:
             if parameter in self._optimizer.state:
                 moments = self._optimizer.state[parameter]
                 tensors |= {f"{moment}/{name}": value for moment, value in moments.items()}
-        if self._reference is not None:
-            tensors |= {REFERENCE + name: tensor for name, tensor in self._reference.state().items()}
         return tensors
 
 

@@ -293,12 +293,6 @@ class PackedModel:
         factors = [tensor for name, tensor in self.state().items() if name.endswith("lora_B")]
         return self.lora is not None and not any(bool(held(each, self._ranks)[1].any()) for each in factors)
 
-    @torch.no_grad()
-    def copy(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies the `state` of a model of the same shapes and ranks; each tensor keeps its own type."""
-        for name, tensor in self.state().items():
-            tensor.copy_(weights[name])
-
     def state(self) -> dict[str, Tensor]:
         """Returns the masters as `tensors_of` does; with adapters, theirs only."""
         return tensors_of(self.at_rest()) if self.lora is None else adapter_of(self.at_rest())

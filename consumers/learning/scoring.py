@@ -107,11 +107,6 @@ class TokenScorer:
                     f"model.reference = {config.model.reference!r}: a vocabulary of {self.reference.vocabulary}, "
                     f"expected the model's {model.vocabulary}"
                 )
-            if config.model.reference_every and _shapes(self.reference) != _shapes(model):
-                raise ConfigError(
-                    f"model.reference_every = {config.model.reference_every} with model.reference = "
-                    f"{config.model.reference!r}: expected a reference of the model's own shapes"
-                )
 
     def step_constants(self, batch: Batch) -> tuple[Batch, list[list[StepConstants]]]:
         """Computes the constants before the first optimizer step: per mini-batch for its micro-batches, then `skipped`.
@@ -266,10 +261,6 @@ def head_logprobs(
         support=sampled.support,
         token_grads=token_grads,
     )
-
-
-def _shapes(model: PackedModel) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state().items()}
 
 
 def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:

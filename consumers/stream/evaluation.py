@@ -10,7 +10,7 @@ from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figure
 from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
 from penstock.consumers.stream.scripts import Scripts
-from penstock.schemas.config import HeldOutConfig
+from penstock.schemas.config import HeldOut
 from penstock.schemas.keys import Field, Kind, number_in
 from penstock.schemas.rollout import RecordError, decode_group
 
@@ -56,7 +56,7 @@ class Evaluator:
     def __init__(
         self,
         scripts: Scripts,
-        sets: Mapping[str, HeldOutConfig],
+        sets: Mapping[str, HeldOut],
         is_held: Callable[[Iterable[str]], bool] = lambda samplers: False,
     ) -> None:
         self._scripts = scripts

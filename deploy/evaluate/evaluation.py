@@ -210,7 +210,7 @@ def _claim(environment: str, n: int) -> Claim:
 
 def _most_at_once(config: RunConfig) -> int:
     """Returns how many prompts may be in flight, so that their answers fit a producer's room."""
-    most = max(how.num_samples or 1 for how in config.held_out.values())
+    most = max(how.num_samples for how in config.held_out.values())
     return max(1, config.producers.groups_in_flight * config.group_size // most)
 
 

@@ -99,8 +99,6 @@ def _check_without_gpus(config: RunConfig, machine: Machine) -> None:
     for name in ("trainer", "producers"):
         if (devices := getattr(config, name).devices) is not None:
             raise ConfigError(f"{name}.devices = {list(devices)}: no GPU to use here ({here}); expected none")
-    if config.engine.async_scheduling and not machine.needs_gpu:
-        raise ConfigError("engine.async_scheduling = true: vLLM's CPU build turns it off; expected false without a GPU")
     if machine.needs_gpu:
         raise ConfigError(
             f"the installed vLLM is built for GPUs: none to use here ({here}); expected an NVIDIA GPU that "

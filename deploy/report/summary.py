@@ -130,7 +130,7 @@ def mismatch_by_lag(updates: Sequence[Update]) -> dict[str, dict[str, float]]:
 
 def answered(config: RunConfig | None) -> str:
     """Says how held-out prompts are answered, for a label: `greedy`, or `avg@8` if all have 8 samples."""
-    found = {(how.num_samples or 1, bool(how.temperature)) for how in config.held_out.values()} if config else set()
+    found = {(how.num_samples, bool(how.temperature)) for how in config.held_out.values()} if config else set()
     numbers = {number for number, _ in found}
     if not any(is_sampled for _, is_sampled in found):
         return "greedy"

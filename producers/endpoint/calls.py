@@ -97,8 +97,8 @@ class Calls:
             raise ConfigError(
                 f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
             )
-        own, exact = copy.deepcopy(tokenizer), config.endpoint.history == "token_exact"
-        prompts = Prompts(own, exact=exact, stop_token_ids=config.sampling.stop_token_ids)
+        own = copy.deepcopy(tokenizer)
+        prompts = Prompts(own, stop_token_ids=config.sampling.stop_token_ids)
         return cls(config, engine, weights, prompts, Answers(own, parser or PlainText()), metrics)
 
     async def answer(self, rollout: AgentRollout, request: ChatRequest, number: int, identity: bytes = b"") -> Answered:

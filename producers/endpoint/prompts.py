@@ -40,16 +40,14 @@ class Prompts:
     """Renders prompts by the model's own chat template.
 
     tokenizer: a transformers tokenizer with a chat template. Not thread-safe.
-    exact: whether a continuation keeps the sampled tokens (`token_exact`).
     """
 
-    def __init__(self, tokenizer: Any, *, exact: bool, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int]) -> None:
         """
         Raises:
             ConfigError: a chat template that refuses a conversation.
         """
         self._tokenizer = tokenizer
-        self._exact = exact
         self._encoder = SuffixEncoder(tokenizer)
 
         def render(messages: list[Json], add_generation_prompt: bool) -> list[int]:
@@ -79,11 +77,6 @@ class Prompts:
             return RenderedPrompt(rendered.token_ids, "first", None, reason, rendered)
         parent, index = found
         known = parent.rendered
-        if not self._exact:
-            rendered = self._encode(request, messages, True, known)
-            ids = parent.token_ids
-            reason = "" if rendered.token_ids[: len(ids)] == ids else "history_as_sent"
-            return RenderedPrompt(rendered.token_ids, "as_sent", parent, reason, rendered)
         prefix = self._encode(request, messages[: index + 1], False, known)
         rendered = self._encode(request, messages, True, prefix)
         try:

@@ -17,7 +17,6 @@ FIELDS = {
     "seed": "seed",
     "logprobs_mode": "engine.logprobs_mode",
     "enable_prefix_caching": "engine.prefix_caching",
-    "async_scheduling": "engine.async_scheduling",
     "head_dtype": "engine.head_dtype",
     "max_model_len": "engine.max_model_len",
     "max_num_seqs": "engine.max_num_seqs",
@@ -86,7 +85,7 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
         "seed": seed,
         "logprobs_mode": engine.logprobs_mode,
         "enable_prefix_caching": engine.prefix_caching,
-        "async_scheduling": engine.async_scheduling,
+        "async_scheduling": False,  # vLLM's own default differs by device
         "max_num_seqs": engine.max_num_seqs,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "disable_log_stats": True,
@@ -176,7 +175,7 @@ def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Ma
         expected = dict(wanted)
         if report["device"] == "cpu":
             expected["num_threads"] = config.producers.num_threads
-        required = {*FIELDS, "float32_matmul_precision"} & set(expected)
+        required = {*FIELDS, "async_scheduling", "float32_matmul_precision"} & set(expected)
         for name, value in expected.items():
             if name not in report and name not in required:
                 continue
@@ -189,7 +188,7 @@ def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Ma
 def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> EngineFingerprint:
     """Returns the engine as it reports itself; `other` holds `engine.args` and Penstock's non-default settings."""
     other = {name: json.dumps(value, sort_keys=True, default=str) for name, value in config.engine.args.items()}
-    for name, usual in (("update", "in_flight"), ("cache_salt", "version"), ("tensor_parallel_size", 1)):
+    for name, usual in (("update", "in_flight"), ("tensor_parallel_size", 1)):
         if (value := getattr(config.engine, name)) != usual:
             other[f"engine.{name}"] = json.dumps(value)
     if config.lora is not None:

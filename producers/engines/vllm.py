@@ -50,7 +50,7 @@ class VllmEngine:
         self._llm = llm
         self._base = base
         self._dtype = config.model.dtype
-        self._salted = config.engine.prefix_caching and config.engine.cache_salt == "version"
+        self._salted = config.engine.prefix_caching
         self._masked = config.sampling.is_truncated
         self._drained = config.engine.update == "drained"
         self._lora = config.lora

@@ -38,7 +38,7 @@ class RunEnvironment:
             rewards=reward_components(config, environment),
             sampling=training_sampling(config, settings),
             evaluation_sampling=evaluation_sampling(config, settings),
-            num_samples=config.held_out[settings.name].num_samples or 1,
+            num_samples=config.held_out[settings.name].num_samples,
         )
 
     @property

@@ -11,7 +11,7 @@ import msgspec
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.schemas.config import EnvironmentConfig, RunConfig
 from penstock.schemas.process.cancellation import gather_or_cancel
-from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
+from penstock.schemas.rollout import ReproducibleSampling, SamplingSettings, VersionSpan, unpack_ids
 from penstock.schemas.segments import joined_masks
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ RESUMES_WITHOUT_A_TOKEN = 3
 
 def training_sampling(config: RunConfig, environment: EnvironmentConfig) -> SamplingSettings:
     """Returns the settings with which an environment's training prompts are sampled."""
-    shared = {name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__}
+    shared = {name: getattr(config.sampling, name) for name in ReproducibleSampling.__struct_fields__}
     return SamplingSettings(**shared | {"max_tokens": environment.max_tokens or config.sampling.max_tokens})
 
 

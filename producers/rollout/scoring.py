@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from penstock.producers.interfaces import RolloutFacts
 from penstock.producers.rollout.rewards import RewardCall, RewardComponent, RewardError, weighted
-from penstock.schemas.config import RewardConfig, TeacherConfig
+from penstock.schemas.config import RewardConfig
 from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.prompt import Prompt, Reward
 
@@ -78,37 +78,50 @@ class RewardScorer:
         async def once() -> Scores:
             return call.checked(await call.function())
 
-        return await tried("reward", once, call.failure, self._limits, self._slots)
+        limits = self._limits
+        return await tried(
+            "reward",
+            once,
+            call.failure,
+            self._slots,
+            timeout_s=limits.timeout_s,
+            retries=limits.retries,
+            setting=" (reward.timeout_s)",
+        )
 
 
 async def tried(
-    section: str,
+    what: str,
     function: Callable[[], Awaitable[T]],
     failure: Callable[[Exception, int], RewardError],
-    limits: RewardConfig | TeacherConfig,
     slots: asyncio.Semaphore,
+    *,
+    timeout_s: float | None,
+    retries: int,
+    setting: str = "",
 ) -> T:
-    """Awaits a call, and after each failure another one, up to `limits.retries` times.
+    """Awaits a call for up to `timeout_s` and, after each failure, another one, up to `retries` times.
 
-    section: of the run file, for messages. failure: makes the error from the exception and the number of tries.
+    what: who is called, for messages. setting: what is said of the time limit.
+    failure: makes the error from the exception and the number of tries.
     slots: bound the calls at once.
 
     Raises:
         RewardError: from the call, at once: its answer cannot be used. Or the `failure` of the last try.
     """
-    tries, num_tries = 0, 1 + limits.retries
+    tries, num_tries = 0, 1 + retries
     while True:
         tries += 1
-        limit = asyncio.timeout(limits.timeout_s)
+        limit = asyncio.timeout(timeout_s)
         try:
             async with slots, limit:
                 return await function()
         except Exception as error:  # user code: any exception becomes the group's reason
-            late = TimeoutError(f"no answer within {limits.timeout_s} s ({section}.timeout_s)")
+            late = TimeoutError(f"no answer within {timeout_s} s{setting}")
             failed = failure(late if limit.expired() else error, tries)
             if isinstance(error, RewardError) or tries == num_tries:
                 break
-        log.warning("%s: try %d of %d: %s", section, tries, num_tries, failed)
+        log.warning("%s: try %d of %d: %s", what, tries, num_tries, failed)
         await asyncio.sleep(RETRY_PAUSE_S * 2 ** (tries - 1))
     raise failed
 

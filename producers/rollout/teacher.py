@@ -32,14 +32,20 @@ class TeacherServer:
     model's distribution at temperature 1. A request that fails is retried.
 
     Construct it on the event loop that uses it.
+
+    concurrency: requests, one per segment, that are open at once. timeout_s: a request that takes longer fails.
+    retries: of a request that fails; then its group is dead.
     """
 
-    def __init__(self, config: TeacherConfig) -> None:
+    def __init__(
+        self, config: TeacherConfig, *, concurrency: int = 64, timeout_s: float = 60.0, retries: int = 8
+    ) -> None:
         assert config.url is not None
         self._config = config
         self._url = config.url.rstrip("/")
-        self._slots = asyncio.Semaphore(config.concurrency)
-        self._session = ClientSession(connector=TCPConnector(limit=config.concurrency), timeout=ClientTimeout(None))
+        self._slots = asyncio.Semaphore(concurrency)
+        self._timeout_s, self._retries = timeout_s, retries
+        self._session = ClientSession(connector=TCPConnector(limit=concurrency), timeout=ClientTimeout(None))
 
     async def close(self) -> None:
         await self._session.close()
@@ -92,7 +98,14 @@ class TeacherServer:
         return replace(segment, teacher_logprobs=await self._tried(once))
 
     async def _tried(self, once: Callable[[], Awaitable[T]]) -> T:
-        return await tried("teacher", once, partial(explained, kind=TeacherError), self._config, self._slots)
+        return await tried(
+            "teacher",
+            once,
+            partial(explained, kind=TeacherError),
+            self._slots,
+            timeout_s=self._timeout_s,
+            retries=self._retries,
+        )
 
     async def _text(self, token_ids: Sequence[int]) -> Any:
         async def once() -> Any:

@@ -59,6 +59,8 @@ class Claims:
         self._more_waiting = True
         self._reply_lost = False
         self._recoveries_seen = 0
+        self.refresh_s = config.claim_idle_s / 3
+        """Interval at which claims are refreshed."""
         self._takeover_from = 0.0
 
     async def open(self) -> None:
@@ -79,12 +81,12 @@ class Claims:
         return await self._connection.retrying(self._take_lost)
 
     async def keep(self) -> None:
-        """Waits `claim_refresh_s`, then tells Redis that the claims in the table are alive; runs until cancelled.
+        """Waits `refresh_s`, then tells Redis that the claims in the table are alive; runs until cancelled.
 
         A group past its deadline is no longer kept, so that a hanging generation cannot hold its prompt for ever.
         """
         while True:
-            await asyncio.sleep(self._config.claim_refresh_s)
+            await asyncio.sleep(self.refresh_s)
             async with self._table.marking:
                 # An empty refresh would count as an answer of Redis, so it does not go through the connection.
                 if kept := self.to_be_kept():
@@ -146,7 +148,7 @@ class Claims:
                 for stream in self._streams:
                     if await self.take_over(stream) is not None:
                         return
-                self._takeover_from = time.monotonic() + self._config.claim_refresh_s
+                self._takeover_from = time.monotonic() + self.refresh_s
             # Between sending the command and receiving its reply, entries may be ours unknown to us.
             self._reply_lost = True
             await self._read_new()

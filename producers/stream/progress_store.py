@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_PROGRESS_MB = 64.0
+"""Most memory in Redis for the progress of one producer's rollouts; the oldest rollouts come first."""
 SHORTEST_TTL_S = 3600.0
 """Progress that is not taken over, renewed or dropped with its claim expires after this long."""
 FULL_PAUSE_S = 60.0
@@ -128,9 +130,9 @@ class ProgressStore:
         """Returns whether a claim's progress may take so many bytes."""
         self.saved = {other: saved for other, saved in self.saved.items() if self.holds(other)}
         others = sum(saved.num_bytes for other, saved in self.saved.items() if other is not claim)
-        if num_bytes + others <= self.config.progress_mb * 1e6:
+        if num_bytes + others <= MAX_PROGRESS_MB * 1e6:
             return True
-        self.fail("size", "%s: no room left (producers.progress_mb = %d)", claim, self.config.progress_mb)
+        self.fail("size", "%s: no room left (%g MB)", claim, MAX_PROGRESS_MB)
         return False
 
     def holds(self, claim: Claim) -> bool:

@@ -137,7 +137,6 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
             count=3,
             groups_in_flight=8,
             claim_idle_s=1.0,
-            claim_refresh_s=0.25,
             max_attempts=16,
             progress_s=0.01,  # a completion takes 20 ms
         ),

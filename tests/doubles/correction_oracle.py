@@ -79,7 +79,7 @@ def _mode(token: CorrectionToken, row: Row, config: CorrectionConfig) -> float |
         return min(max(ratio, low), high)
     if ratio < low or ratio > high:
         return None
-    return ratio if config.sequence_mask_weight == "sequence" else rho
+    return ratio if config.sequence_ratio == "product" else rho
 
 
 def _estimate(estimator: str, value: float) -> float:

@@ -12,7 +12,7 @@ from penstock.schemas.prompt import Prompt
 from scripted_engine import ScriptedEngine
 
 KEYS = Keys("test")
-QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.4, claim_refresh_s=0.1)
+QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.4)
 """For producers that take over each other's claims. On a busy machine one may take over a live producer's claim."""
 PATIENT = ProducersConfig(groups_in_flight=8)
 

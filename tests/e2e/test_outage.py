@@ -24,7 +24,7 @@ def test_half_a_minute_without_redis_loses_nothing_and_trains_nothing_twice(
     server = RealServer(server_binary, "--appendfsync", "everysec")
     bench = TrainerBench(server.url, tmp_path)
     # When the server is back, every claim may be taken over by another producer.
-    bench.overrides = ["producers.claim_idle_s=4", "producers.claim_refresh_s=1"]
+    bench.overrides = ["producers.claim_idle_s=4"]
     producers = [
         ProducerThread(bench.config, server.url, tmp_path, tasks=VariedTasks(), producer_id=f"producer-{n}")
         for n in range(2)

@@ -146,7 +146,7 @@ async def test_what_is_finished_is_appended_before_a_prompt_runs_alone_and_after
 @pytest.mark.parametrize("is_known", [True, False], ids=["sampled", "unreadable"])
 async def test_a_prompt_handed_out_too_often_is_dead(run, is_known) -> None:
     """Its letter has what the last holder had sampled, which is longer than most if its length has ended it."""
-    one = run(producers=ProducersConfig(max_attempts=2, claim_idle_s=0.4, claim_refresh_s=0.1))
+    one = run(producers=ProducersConfig(max_attempts=2, claim_idle_s=0.4))
     came = encode_group(group_of_lengths(70, 90, index=5), dead=True)
     one.client.set(KEYS.progress(5), came if is_known else b"what an earlier holder sampled")
     one.client.xadd(KEYS.prompts, {Field.INDEX: 5, Field.VERSION: 0, Field.ATTEMPT: 2})

@@ -47,7 +47,7 @@ def test_a_killed_producers_prompts_are_answered_by_a_second_one(
     redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
 ) -> None:
     server = redis_server()
-    config = make_config(producers=ProducersConfig(claim_idle_s=1.0, claim_refresh_s=0.2))
+    config = make_config(producers=ProducersConfig(claim_idle_s=1.0))
     trainer = hand_trainer(server.client, config, tmp_path)
     trainer.announce(0)
     trainer.release(1, 8)

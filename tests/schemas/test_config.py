@@ -5,6 +5,8 @@ import inspect
 import re
 import sys
 import types
+from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from penstock.schemas.config import (
     NAMES_IN_TRL,
     ConfigError,
     EnvironmentConfig,
+    HeldOut,
     ModelConfig,
     Plug,
     RunConfig,
@@ -97,15 +100,14 @@ def test_limits_of_an_environment_are_its_own_or_the_runs(tmp_path):
 def test_each_environment_is_evaluated_in_its_own_way_or_the_runs(tmp_path):
     file = tmp_path / "run.toml"
     tables = "[[environments]]\nname='a'\npath='a:B'\nweight=0\nmax_tokens=7\n[environments.evaluation]\n"
-    tables += "num_samples=8\ntemperature=0.6\ntop_p=0.95\nsolved={figure='reward/right', value=0.5}\n"
+    tables += "num_samples=8\n"
     file.write_text(MINIMAL.partition("[environment]")[0] + tables + "[[environments]]\nname='b'\npath='a:B'\n")
-    held_out = load_config(file, ["evaluation.top_k=5"]).held_out
-    a, b = held_out["a"], held_out["b"]
-    assert (a.num_samples, a.temperature, a.top_p, a.top_k, a.max_tokens, a.pass_at) == (8, 0.6, 0.95, 5, 7, (8,))
-    assert (b.num_samples, b.temperature, b.top_p, b.top_k, b.max_tokens, b.pass_at) == (1, 0.0, 1.0, 5, 256, ())
-    assert (a.solved.figure, a.solved.value, b.solved.figure, b.solved.value) == ("reward/right", 0.5, "reward", 1.0)
-    longer = load_config(file, ["evaluation.max_tokens=9", "evaluation.pass_at=[1]"]).held_out["a"]
-    assert (longer.max_tokens, longer.pass_at) == (9, (1,))
+    shared = ["evaluation.temperature=0.6", "evaluation.top_k=5"]
+    held_out = load_config(file, shared).held_out
+    assert held_out["a"] == HeldOut(num_samples=8, temperature=0.6, top_k=5, max_tokens=7, pass_at=(8,))
+    assert held_out["b"] == HeldOut(num_samples=1, temperature=0.6, top_k=5, max_tokens=256)
+    held_out = load_config(file, [*shared, "evaluation.max_tokens=9", "evaluation.pass_at=[1, 4]"]).held_out
+    assert [(how.max_tokens, how.pass_at) for how in held_out.values()] == [(9, (1, 4)), (9, (1,))]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,11 @@ def test_each_environment_is_evaluated_in_its_own_way_or_the_runs(tmp_path):
         (["evaluation.num_samples=8"], "evaluation.num_samples = 8 with evaluation.temperature = 0.0: greedy answers"),
         (
             ["evaluation.num_samples=4", "evaluation.temperature=1.0", "evaluation.pass_at=[1, 8]"],
-            "evaluation.pass_at = (1, 8) with evaluation.num_samples = 4: pass@k needs k answers; expected at most 4",
+            "evaluation.pass_at = (1, 8) with num_samples = 4: pass@k needs k answers; expected at most 4",
         ),
-        (["evaluation.pass_at=[2]"], "evaluation.pass_at = (2,) with evaluation.num_samples = 1"),
         (
-            ["environment.evaluation.pass_at=[2]"],
-            "environment.evaluation.pass_at = (2,) with evaluation.num_samples = 1",
+            ["environment.evaluation.num_samples=2"],
+            "environment.evaluation.num_samples = 2 with evaluation.temperature",
         ),
         (["evaluation.pass_at=[0]"], "evaluation.pass_at[0] = 0"),
         (
@@ -152,7 +153,6 @@ def test_evaluations_that_cannot_be_are_refused_by_the_field_that_asks_for_them(
     ("override", "message"),
     [
         ("evaluation.solved.figure=reward/exat", "evaluation.solved.figure = 'reward/exat'"),
-        ("environment.evaluation.solved.figure=reward/exat", "environment.evaluation.solved.figure = 'reward/exat'"),
         ("evaluation.goal={figure='reward/exat', value=1}", "evaluation.goal.figure = 'reward/exat'"),
         ("checkpoint.best=environments/main/reward/exat", "checkpoint.best = 'environments/main/reward/exat'"),
     ],
@@ -180,11 +180,6 @@ def test_the_credit_leaves_room_for_groups_that_batches_skip(run_file):
     assert load_config(run_file, ["batch={fill='with_variance', max_skipped=16}"]).most_open == 144
     assert load_config(run_file, ["batch.fill=with_variance", "mode=synchronous"]).most_open == 32
     assert load_config(run_file).most_open == 96
-
-
-def test_penalties_written_out_at_their_neutral_values_change_nothing(run_file):
-    neutral = ["presence_penalty=0.0", "frequency_penalty=0.0", "repetition_penalty=1.0"]
-    assert load_config(run_file, [f"sampling.{each}" for each in neutral]) == load_config(run_file)
 
 
 TWO = """
@@ -299,7 +294,7 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("lora.rank=1024", r"lora.rank = 1024: Expected `int` <= 512"),
         ("lora.alpha=0", r"lora.alpha = 0: Expected `float` > 0.0"),
         ("lora.targets=[]", r"lora.targets = \[\]: Expected `array` of length >= 1"),
-        ("lora.dropout=0.1", r"lora = .*dropout = 0.1: expected 0.0, as the trainer has to reproduce the policy"),
+        ("lora.dropout=0.1", r"lora.dropout: unknown field: the trainer has to reproduce the policy"),
         ("trainer.decay=wsd", r"trainer.decay = 'wsd': expected one of 'constant', 'linear', 'cosine'"),
         ("trainer.decay_steps=9", r"trainer.*decay_steps = 9 with decay = 'constant': expected decay = 'linear' or"),
         ("trainer={decay='linear', decay_steps=101}", r"decay_steps = 101 .*at most the run's 100 optimizer steps"),
@@ -320,12 +315,6 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
             "teacher.url='localhost:8000'",
             r"teacher = .*: url = 'localhost:8000': expected http://host:port/v1, without",
         ),
-        (
-            "teacher={model='m', retries=3}",
-            r"teacher = .*: retries = 3 with model = 'm': it is for url; expected it to",
-        ),
-        ("teacher={model='m', timeout_s=5}", r"timeout_s = 5.0 with model = 'm': it is for url; expected it to"),
-        ("teacher={model='m', concurrency=5}", r"concurrency = 5 with model = 'm': it is for url; expected it to"),
         ("teacher={model='m', coefficient=0.0}", r"teacher.coefficient = 0.0: Expected `float` > 0.0"),
         ("trainer.betas=[0.9,1.5]", r"trainer.betas\[1\] = 1.5: Expected `float` < 1.0"),
         ("trainer.betas=[1.0,0.95]", r"trainer.betas\[0\] = 1.0: Expected `float` < 1.0"),
@@ -334,7 +323,6 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("name=a/b", r"run name 'a/b': expected letters, digits"),
         ("environment.path=nonsense", r"environment.path = 'nonsense': expected package.module:Name"),
         ("correction.threshold=0.5", r"correction.threshold = 0.5: Expected `float` >= 1"),
-        ("producers.claim_refresh_s=40.0", r"claim_refresh_s = 40.0: expected less than claim_idle_s"),
         ("seed", r"override 'seed': expected dotted.path=value"),
         ("name.first=1", r"name is a value, not a table"),
     ],
@@ -486,3 +474,27 @@ def test_fields_by_their_names_elsewhere_lead_to_fields_that_are_there():
 def test_a_plug_that_does_not_fit_is_refused_with_what_was_expected(lab, a_plug, protocol, message):
     with pytest.raises(ConfigError, match=message):
         construct(a_plug, "environment", protocol, seed=1)
+
+
+def fields_of(table: type[msgspec.Struct]) -> set[str]:
+    """The fields of a table and of the tables in it that hold values, each by its class and name.
+
+    A table that stands in two places, as `[environment]` and `[[environments]]`, counts once, and so does a field that
+    several tables share; `path` of `[objective]` and `path` of `[environment]` are two.
+    """
+    found = set()
+    for name, kind in get_type_hints(table).items():
+        tables = [each for each in (kind, *_parts(kind)) if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+        found |= {f"{table.__name__}.{name}"} if not tables else set().union(*map(fields_of, tables))
+    return found
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    for part in get_args(kind):
+        yield part
+        yield from _parts(part)
+
+
+def test_the_run_file_has_few_fields():
+    """Who adds one removes one; a default that is right for everyone is a constant."""
+    assert len(fields_of(RunConfig)) <= 141, sorted(fields_of(RunConfig))

@@ -20,13 +20,12 @@ def test_a_run_has_no_endpoint_unless_it_says_so(run_file: Path) -> None:
     assert load_config(run_file).endpoint is None
     run_file.write_text(RUN + "[endpoint]\n")
     assert load_config(run_file).endpoint == EndpointConfig()
-    assert EndpointConfig().host == "127.0.0.1" and EndpointConfig().history == "token_exact"
+    assert EndpointConfig().host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("endpoint.history=exact", r"endpoint.history = 'exact'"),
         ("endpoint.port=70000", r"endpoint.port = 70000"),
         ("endpoint.idle_timeout_s=0", r"endpoint.idle_timeout_s = 0"),
         ("endpoint.api_key=secret", r"endpoint.api_key: unknown field"),

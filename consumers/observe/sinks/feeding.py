@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.consumers.observe.sinks.points import Sink, SinkPoint, numbers_of
-from penstock.schemas.config import ConfigError, MetricsConfig, RunConfig, WandbConfig
+from penstock.schemas.config import WANDB_OFFLINE, ConfigError, MetricsConfig, RunConfig, WandbConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def check_sinks(config: MetricsConfig) -> list[str]:
                 f"metrics.{package} is set: the package {package} is not installed; expected the extra: "
                 f"pip install 'penstock[{package}]'"
             )
-    if config.wandb is None or config.wandb.mode == "offline" or any(map(os.environ.get, _WANDB_KEYS)):
+    if config.wandb is None or os.environ.get("WANDB_MODE") in WANDB_OFFLINE or any(map(os.environ.get, _WANDB_KEYS)):
         return []
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
@@ -48,7 +48,7 @@ def check_sinks(config: MetricsConfig) -> list[str]:
             return []
     return [
         f"metrics.wandb: no key for {host}, neither in WANDB_API_KEY nor in {file}: the run would train and W&B get "
-        "nothing; expected a key (`wandb login` writes one), or metrics.wandb.mode = 'offline'"
+        "nothing; expected a key (`wandb login` writes one), or WANDB_MODE=offline"
     ]
 
 

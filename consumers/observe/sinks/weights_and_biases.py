@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.consumers.observe.sinks.points import SinkPoint
-from penstock.schemas.config import RunConfig, WandbConfig
+from penstock.schemas.config import WANDB_OFFLINE, RunConfig, WandbConfig
 from penstock.schemas.process import logs
 from penstock.schemas.process.files import write_whole
 
@@ -142,12 +142,10 @@ class _Run:
         logging.getLogger("wandb").setLevel(logging.WARNING)  # it would log the whole configuration
         self._run = package.init(
             project=wandb.project,
-            entity=wandb.entity,
             name=config.name,
             id=run_id,
             # Offline the server cannot be asked, and `wandb sync` goes by the id.
-            resume="allow" if wandb.mode == "online" else None,
-            mode=wandb.mode,
+            resume=None if os.environ.get("WANDB_MODE") in WANDB_OFFLINE else "allow",
             dir=run_folder,
             config=msgspec.to_builtins(config),
             settings=package.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),

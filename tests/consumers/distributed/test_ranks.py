@@ -39,14 +39,13 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         model: str = "tied",
         dtype: str = "float32",
         reference: str | None = None,
-        reference_every: int | None = None,
         **changes: Any,
     ) -> RunConfig:
         path = str(folder / model)
         if "teacher" in changes:
             changes["teacher"] = TeacherConfig(model=str(folder / "untied"), **changes["teacher"])
         reference = reference and str(folder / reference)
-        model_config = ModelConfig(path=path, dtype=dtype, reference=reference, reference_every=reference_every)
+        model_config = ModelConfig(path=path, dtype=dtype, reference=reference)
         return configuration(path, **{"trainer": _trainer(), "record": True} | changes | {"model": model_config})
 
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1, "entropy_coefficient": 0.01})
@@ -61,7 +60,6 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "one-pass": run(trainer=_trainer(tokens_per_microbatch=100_000)),
         "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
         "reference": run(objective=kl, reference="untied"),
-        "replaced": run(objective=kl, reference="tied", reference_every=2),
         "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
         "lora": run(lora=LORA, objective=kl, trainer=_trainer(learning_rate=1e-2, gradient_checkpointing=True)),
         "lora-bfloat16": run(
@@ -186,8 +184,7 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(
 ) -> None:
     tiny_model(tmp_path / "model", tied=False)
     trainer = _trainer(optimizer=optimizer, weight_decay=0.0 if optimizer else 0.1)
-    # On two ranks at first the reference is replaced, once before the checkpoint and once after it.
-    model = ModelConfig(path=str(tmp_path / "model"), reference_every=2 if before == 2 else None)
+    model = ModelConfig(path=str(tmp_path / "model"))
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1 if before == 2 else 0.0})
     config = configuration(model.path, trainer=trainer, model=model, objective=kl, lora=lora)
     batches = _batches()[4:]

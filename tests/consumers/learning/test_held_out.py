@@ -7,12 +7,12 @@ import random
 import pytest
 
 from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures, pass_at, standard_error
-from penstock.schemas.config import HeldOutConfig, SolvedConfig
+from penstock.schemas.config import HeldOut, SolvedConfig
 
 
-def how(num_samples: int, *pass_at: int, figure: str = "reward", value: float = 1.0) -> HeldOutConfig:
+def how(num_samples: int, *pass_at: int, figure: str = "reward", value: float = 1.0) -> HeldOut:
     solved = SolvedConfig(figure=figure, value=value)
-    return HeldOutConfig(num_samples=num_samples, pass_at=pass_at, solved=solved)
+    return HeldOut(num_samples=num_samples, pass_at=pass_at, solved=solved)
 
 
 def answers(*rewards: float, environment: str = "main", **parts: float) -> HeldOutAnswers:

@@ -74,11 +74,11 @@ def test_geometric_and_product_ratios_differ_by_the_length() -> None:
     assert _weights(row, product) == [[round(math.exp(0.6), 6)] * 3]
 
 
-def test_a_kept_sequence_weighs_by_token_or_by_row_as_configured() -> None:
+def test_a_kept_sequence_weighs_by_token_or_with_a_product_by_row() -> None:
     row = [[0.3, -0.1, 0.1]]
     assert _weights(row, CorrectionConfig("sequence_mask", 1.2)) == [[1.349859, 0.904837, 1.105171]]
-    by_row = CorrectionConfig("sequence_mask", 1.2, sequence_mask_weight="sequence")
-    assert _weights(row, by_row) == [[1.105171] * 3]
+    by_row = CorrectionConfig("sequence_mask", 1.4, sequence_ratio="product")
+    assert _weights(row, by_row) == [[1.349859] * 3]
     assert _weights(row, CorrectionConfig("sequence_mask", 1.1)) == [[0.0] * 3]
 
 
@@ -188,10 +188,6 @@ def test_a_lower_bound_left_out_is_the_inverse_of_the_upper() -> None:
         ({"off_policy_delta": -0.1}, r"off_policy_delta = -0.1: Expected `float` >= 0"),
         ({"bypass": True}, r"bypass = True with mode = 'token_truncate'.*expected mode = 'none'"),
         ({"sequence_ratio": "product"}, r"sequence_ratio = 'product' with mode = 'token_truncate'"),
-        (
-            {"mode": "sequence_truncate", "sequence_mask_weight": "sequence"},
-            r"sequence_mask_weight = 'sequence' with mode = 'sequence_truncate'",
-        ),
         ({"rejection": ("token_k1",)}, r"rejection = \('token_k1',\): Expected `object`, got `str`"),
     ],
 )

@@ -67,8 +67,6 @@ def configs(draw, *, masks_beside: bool = True) -> CorrectionConfig:
     }
     if mode.startswith("sequence"):
         chosen["sequence_ratio"] = draw(st.sampled_from(["geometric", "product"]))
-    if mode == "sequence_mask":
-        chosen["sequence_mask_weight"] = draw(st.sampled_from(["token", "sequence"]))
     if masks_beside:
         chosen["rejection"] = tuple(draw(st.lists(rejections(), max_size=2)))
         chosen["off_policy_delta"] = draw(st.none() | st.floats(0, 1))

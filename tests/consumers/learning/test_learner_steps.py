@@ -286,54 +286,6 @@ def test_the_reference_is_the_frozen_base_model(folder, tmp_path) -> None:
         Learner(config)
 
 
-def _replacing(folder: Path, **changes: Any):
-    kl = Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs={"kl_coefficient": 0.1})
-    model = ModelConfig(path=str(folder), **{"dtype": "bfloat16", "reference_every": 2} | changes)
-    return configuration(folder, objective=kl, model=model, trainer=_trainer())
-
-
-def test_the_reference_becomes_the_policy_every_so_many_updates_and_survives_a_resume(folder, tmp_path) -> None:
-    def reference(of: Learner) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in of.scorer.reference.state().items()}
-
-    def train(of: Learner, number: int) -> float:
-        return of.step(pack(_groups(seed=number), lag_from(7), of.config)).metrics["reference_kl"]
-
-    learner = Learner(_replacing(folder))
-    base = reference(learner)
-    penalties = [train(learner, 0), train(learner, 1)]
-    second = reference(learner)
-    published = learner.published_weights()
-    assert all(torch.equal(tensor, published[name]) for name, tensor in second.items())
-    nothing = learner.step(pack([random_group(9, 0, rewards=[1.0] * 4)], lag_from(7), learner.config))
-    assert nothing.skipped_reason == NOTHING_TO_TRAIN and learner.num_updates == 3
-    learner.begin_checkpoint(tmp_path / "saved").result()
-    resumed = Learner(_replacing(folder))
-    resumed.load_checkpoint(tmp_path / "saved", learner.state())
-    for name, tensor in reference(resumed).items():
-        assert torch.equal(tensor, second[name]) and tensor.dtype == torch.bfloat16
-    penalties += [train(each, 2) for each in (learner, resumed)]
-    assert penalties[0] == pytest.approx(0, abs=1e-6) and penalties[1] > 1e-6
-    assert penalties[2] == penalties[3] == pytest.approx(0, abs=1e-6), "measured before the step, from the copy"
-    assert not any(torch.equal(tensor, second[name]) for name, tensor in reference(resumed).items()), "at the fourth"
-    assert all(torch.equal(tensor, reference(resumed)[name]) for name, tensor in reference(learner).items())
-    # A run that never replaced its reference has none in its checkpoint, and one that no longer does keeps its own.
-    fixed = Learner(_replacing(folder, reference_every=None))
-    fixed.load_checkpoint(tmp_path / "saved", learner.state())
-    assert all(torch.equal(tensor, base[name]) for name, tensor in reference(fixed).items())
-    fixed.begin_checkpoint(tmp_path / "fixed").result()
-    resumed.load_checkpoint(tmp_path / "fixed", fixed.state())
-
-
-def test_a_reference_that_cannot_be_replaced_is_refused(folder, tmp_path) -> None:
-    tiny_model(tmp_path / "deeper", num_hidden_layers=3)
-    with pytest.raises(ConfigError, match=r"reference_every = 2 with model.reference = .*of the model's own shapes"):
-        Learner(_replacing(folder, reference=str(tmp_path / "deeper")))
-    config = configuration(folder, model=ModelConfig(path=str(folder), reference_every=5))
-    with pytest.raises(ConfigError, match=r"model\.reference_every = 5: .*has no KL term"):
-        Learner(config)
-
-
 def _applied(recorder: RecordingObjective) -> tuple[Tensor, Tensor]:
     weights = torch.cat([inputs.importance_weights for inputs in recorder.seen])
     return weights, torch.cat([inputs.loss_mask for inputs in recorder.seen])

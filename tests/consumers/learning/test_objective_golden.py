@@ -43,10 +43,6 @@ VARIANTS: dict[tuple[str, str], tuple[PolicyObjective, CorrectionConfig]] = {
     ("areal", "decoupled_token_mask@5"): (DecoupledPpo(), mask(5.0)),
     ("areal", "decoupled_token_mask@0.8:1.25"): (DecoupledPpo(), mask(1.25, 0.8)),
     ("areal", "decoupled_token_clamp@2"): (DecoupledPpo(), truncate(2.0)),
-    ("areal", "decoupled_seq_mask@0.8:1.1"): (
-        DecoupledPpo(),
-        CorrectionConfig("sequence_mask", threshold=1.1, lower=0.8, sequence_mask_weight="sequence"),
-    ),
     ("areal", "decoupled_clip_higher_dual"): (DecoupledPpo(clip_high=0.28, dual_clip=3.0), mask(5.0)),
     ("areal", "gspo"): (Gspo(clip_low=0.2, clip_high=0.2, aggregation="token"), NONE),
     ("areal", "decoupled_loglinear_prox"): (DecoupledPpo(proximal="loglinear", total_weight_cap=ANY_WEIGHT), NONE),
@@ -88,7 +84,7 @@ VARIANTS: dict[tuple[str, str], tuple[PolicyObjective, CorrectionConfig]] = {
     ("trl", "grpo+token_truncate"): (Grpo(**SEQUENCE), truncate(3.0)),
     ("trl", "dapo+sequence_mask(default)"): (
         Grpo(),
-        CorrectionConfig("sequence_mask", threshold=3.0, sequence_ratio="product", sequence_mask_weight="sequence"),
+        CorrectionConfig("sequence_mask", threshold=3.0, sequence_ratio="product"),
     ),
     ("trl", "grpo+opsm@0.1"): (Grpo(**SEQUENCE), OPSM),
     ("verl", "ppo_clip"): (Grpo(dual_clip=3.0), NONE),
@@ -111,6 +107,10 @@ VARIANTS: dict[tuple[str, str], tuple[PolicyObjective, CorrectionConfig]] = {
 }
 
 NOT_OFFERED = {
+    (
+        "areal",
+        "decoupled_seq_mask@0.8:1.1",
+    ): "tokens of a row kept by its geometric mean weigh that mean; one peer only",
     ("prime-rl", "default"): "DPPO's mask by a difference of probabilities, with a penalty of its own; not asked for",
     ("prime-rl", "ipo"): "a threshold on the difference of probabilities, with a penalty of its own; not asked for",
     ("trl", "vespo"): "its gamma weight needs the sequence's product ratio against the behavior policy; one peer only",

@@ -36,7 +36,7 @@ from penstock.schemas.config import (
 from scripted_learner import KilledError
 from waiting import wait_for
 
-OFFLINE = WandbConfig(project="lab", mode="offline")
+WANDB = WandbConfig(project="lab")
 ROOT = Path(__file__).parents[3]
 
 
@@ -154,8 +154,9 @@ def test_a_resumed_run_has_each_point_once_in_tensorboard(tmp_path, errors):
     assert errors == []
 
 
-def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_path, errors):
-    config = run_config(wandb=OFFLINE)
+def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_path, errors, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = run_config(wandb=WANDB)
     for start in (0, 3):
         opened = Sinks(config, tmp_path, start, errors.append)
         opened.evaluation(evaluation(start, 0.25))
@@ -184,7 +185,7 @@ def test_a_run_resumed_at_wandb_loses_no_evaluation_and_repeats_no_update(monkey
     def session(start: int, updates: range, evaluations: dict[int, list[int]]) -> None:
         """evaluations: by the update after whose line they come in."""
         run = _Run(config.metrics.wandb, config, tmp_path, "0a1b2c3d")
-        assert server.asked["mode"] == "online" and server.asked["resume"] == "allow"
+        assert server.asked["resume"] == "allow"
         for update in (start, *updates):
             if update > start:
                 run.write(SinkPoint("updates", update, 0.0, {"reward": update / 8}))
@@ -245,9 +246,7 @@ def test_a_batch_that_made_no_update_is_not_written_twice(tmp_path, monkeypatch,
     assert [point.update for point in written] == [5, 6]
 
 
-@pytest.mark.parametrize(
-    ("package", "metrics"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": OFFLINE})]
-)
+@pytest.mark.parametrize(("package", "metrics"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": WANDB})])
 @pytest.mark.parametrize("found", [None, SimpleNamespace(origin=None)], ids=["not there", "a folder of that name"])
 def test_a_sink_whose_package_is_missing_is_refused_with_the_extra(package, metrics, found, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
@@ -405,8 +404,11 @@ def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_pa
 
 
 @pytest.mark.redis
-def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_it_repeats_in_both_sessions(bench):
-    bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab", "metrics.wandb.mode=offline"]
+def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_it_repeats_in_both_sessions(
+    bench, monkeypatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab"]
     bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
@@ -492,7 +494,5 @@ def run_file(tmp_path: Path) -> Iterator[Path]:
 def test_sinks_are_off_unless_asked_for(run_file):
     assert load_config(run_file).metrics.wandb == WandbConfig(project="lab")
     assert MetricsConfig().wandb is None and MetricsConfig().tensorboard is False
-    with pytest.raises(ConfigError, match=r"metrics\.wandb\.mode = 'later': expected one of 'online', 'offline'"):
-        load_config(run_file, ["metrics.wandb.mode=later"])
     with pytest.raises(ConfigError, match=r"metrics\.wandb\.project = ''"):
         load_config(run_file, ['metrics.wandb.project=""'])

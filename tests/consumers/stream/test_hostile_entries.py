@@ -10,7 +10,7 @@ from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import MAX_KIND_CHARACTERS, MAX_KINDS, OTHER_KIND, Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.scripts import Scripts
-from penstock.schemas.config import HeldOutConfig
+from penstock.schemas.config import HeldOut
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, MAX_REASON_CHARACTERS
 from trainer_bench import assert_settled_once
@@ -156,7 +156,7 @@ def test_a_server_that_was_emptied_and_whose_clock_is_behind_has_its_refused_ent
 def test_a_result_of_no_evaluation_prompt_is_passed_over(connection, redis_client):
     scripts = Scripts(connection, KEYS)
     scripts.open_epoch(0)
-    evaluator = Evaluator(scripts, {"main": HeldOutConfig(num_prompts=3, num_samples=1)})
+    evaluator = Evaluator(scripts, {"main": HeldOut(num_prompts=3, num_samples=1)})
     evaluator.request(5, update=5)
     failed = {Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
     names = ["5-" + "9" * 5000, "9" * 5000 + "-1", "5-0", "5-4", "5", "5-1-1", "x-y", "", "5--1"]

@@ -13,7 +13,7 @@ from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import FencedError, Scripts, announced_of, forks_of
-from penstock.schemas.config import EnvironmentConfig, HeldOutConfig, ModelConfig, RunConfig, SolvedConfig
+from penstock.schemas.config import EnvironmentConfig, HeldOut, ModelConfig, RunConfig, SolvedConfig
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.metrics import figures_of
 from penstock.schemas.policy import make_version
@@ -57,9 +57,9 @@ def tasks(first: int, last: int) -> list[ReleasedTask]:
     return [ReleasedTask("main", number) for number in range(first, last + 1)]
 
 
-def sets(**num_prompts: int) -> dict[str, HeldOutConfig]:
+def sets(**num_prompts: int) -> dict[str, HeldOut]:
     """How each environment is evaluated: one answer to each of so many held-out prompts."""
-    return {name: HeldOutConfig(num_prompts=n, num_samples=1, solved=SolvedConfig()) for name, n in num_prompts.items()}
+    return {name: HeldOut(num_prompts=n, num_samples=1, solved=SolvedConfig()) for name, n in num_prompts.items()}
 
 
 def test_every_write_of_an_older_epoch_is_refused(connection, scripts):
@@ -304,7 +304,7 @@ def test_an_answer_is_of_the_environment_that_its_group_names(connection, script
 
 
 def test_an_evaluation_of_several_answers_a_prompt_has_means_and_pass_at_k(connection, scripts, redis_client):
-    how = HeldOutConfig(num_prompts=2, num_samples=4, pass_at=(1, 2), solved=SolvedConfig(value=0.5))
+    how = HeldOut(num_prompts=2, num_samples=4, pass_at=(1, 2), solved=SolvedConfig(value=0.5))
     evaluator = Evaluator(scripts, {"main": how})
     evaluator.request(5, update=5)
     for n, rewards in enumerate([(1.0, 0.5, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)], start=1):

@@ -60,13 +60,14 @@ class ProducerAtHand:
     """A producer's claims and writer, each step of which the test takes. Its engine is the test's word."""
 
     def __init__(self, url: str, bench: TrainerBench, name: str, metrics: ProducerMetrics) -> None:
-        config = ProducersConfig(groups_in_flight=4, claim_refresh_s=0.001)
+        config = ProducersConfig(groups_in_flight=4)
         self.connection = ProducerConnection.open(url, outage_s=90, metrics=metrics)
         self.table = InFlightTable(num_groups=4, group_size=2)
         streams = (bench.keys.prompts,)
         self._claims = Claims(
             self.connection, bench.keys, name, self.table, config, streams=streams, one_at_a_time=True
         )
+        self._claims.refresh_s = 0.001
         self._writer = Writer(self.connection, bench.keys, self.table, metrics, name, f"{name}-1")
         self.held: list[Claim] = []
 

@@ -42,8 +42,6 @@ weight = 0
 [environments.evaluation]
 num_prompts = 1
 num_samples = 1
-temperature = 0.0
-pass_at = []
 """
 A, B, END = 2, 3, 1
 
@@ -91,8 +89,14 @@ def test_every_set_is_answered_as_it_asks_also_one_that_is_not_trained_on(model,
         {**figures, "pass@2": 5 / 6, "completion_tokens": 4.5, "truncated_frac": 0.5}
     )
     assert (greedy.name, greedy.num_prompts, greedy.num_samples) == ("greedy", 1, 1)
-    assert greedy.figures == {"reward": 1.0, "completion_tokens": 3.0, "truncated_frac": 0.0, "num_samples": 1}
-    assert sorted((each.temperature, each.max_tokens) for each in engine.samplings) == [(0.0, 6), (0.7, 6), (0.7, 6)]
+    assert greedy.figures == {
+        "reward": 1.0,
+        "pass@1": 1.0,
+        "completion_tokens": 3.0,
+        "truncated_frac": 0.0,
+        "num_samples": 1,
+    }
+    assert sorted((each.temperature, each.max_tokens) for each in engine.samplings) == [(0.7, 6)] * 3
     assert (found.model, engine.model, engine.closed) == (str(model), str(model), True)
 
 
@@ -129,7 +133,7 @@ def test_a_figure_that_no_answer_has_is_named_and_no_pass_at_k_is_made_of_it(mod
     misspelt = config("evaluation.solved={figure='reward/exat'}")
     found = evaluate(model, misspelt, start_engine=scripted()[1], say=said.append)
     assert not [key for each in found.sets for key in each.figures if key.startswith("pass@")]
-    assert said[-1].startswith("evaluation.solved.figure = 'reward/exat' of letters: held-out answers have no such")
+    assert said[-2].startswith("evaluation.solved.figure = 'reward/exat' of letters: held-out answers have no such")
 
 
 class OneFails(Letters):
@@ -177,7 +181,7 @@ def test_the_command_prints_a_column_for_each_set(command, model, tmp_path):
         "prompts 2 1",
         "samples 4 1",
         "avg@k 0.500 ± 0.000 1.000",
-        "pass@1 0.500 ± 0.000 -",
+        "pass@1 0.500 ± 0.000 1.000",
         "pass@2 0.833 ± 0.000 -",
         "length 4.5 3.0",
         "truncated 50.0% 0.0%",
@@ -233,7 +237,7 @@ def test_from_python_an_engine_that_dies_is_an_error_that_can_be_caught(in_place
         (["none/such"], "none/such: neither a folder nor a run in"),
         (["{model}", "evaluation.num_prompts=0", "environments=[{{path='letters_environment:Letters'}}]"],
          "environments[0].path = 'letters_environment:Letters': no held-out prompts; expected some"),
-        (["{model}", "evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with evaluation.num_samples = 4"),
+        (["{model}", "evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with num_samples = 4"),
         (["{model}", "evaluation.num_prompts=3"], "evaluation.num_prompts = 3: the environment has 2 held-out prompts"),
         (["{adapter}"], "an adapter without its base; expected a whole model (`penstock export RUN FOLDER --merged`)"),
         (["{best}"], "expected a whole model (`penstock export RUN FOLDER --checkpoint best --merged`)"),

@@ -155,7 +155,6 @@ def test_the_table_says_who_has_what_for_what():
             Machine(),
             r"producers\.devices = \[0\]: no GPU .* \(torch is a build for CPUs\)",
         ),
-        ({"engine": {"async_scheduling": True}}, Machine(), r"engine\.async_scheduling = true: .* expected false"),
         (
             {},
             Machine((), "13.0", needs_gpu=True),

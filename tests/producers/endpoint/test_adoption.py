@@ -17,6 +17,7 @@ from penstock.producers.endpoint.holders import FORWARDED
 from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, RunningCall, decode, encode
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.adoption import UnusableProgressError
+from penstock.producers.stream import progress_store
 from penstock.producers.stream.claims import FREE_AT_ONCE_MS
 from penstock.producers.stream.in_flight import Claim
 from penstock.producers.stream.journals import Journal, JournalHolder, Journals
@@ -468,7 +469,7 @@ def test_progress_that_breaks_the_rules_is_refused_whole() -> None:
 
 async def test_without_room_for_it_a_conversation_has_no_progress(serve, caplog, monkeypatch) -> None:
     one = await serve(group_size=1)
-    monkeypatch.setattr(one.producer._store, "config", replace(QUICK_PRODUCERS, progress_mb=0.0015))
+    monkeypatch.setattr(progress_store, "MAX_PROGRESS_MB", 0.0015)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     assert one.server.client.exists(KEYS.progress(1))

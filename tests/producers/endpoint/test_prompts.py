@@ -23,8 +23,8 @@ def request(messages: list[dict], **fields: object) -> ChatRequest:
     return parse_chat({"messages": messages, **fields}, SamplingSettings())
 
 
-def prompts(style: str, *, exact: bool = True) -> Prompts:
-    return Prompts(tokenizer_of(style), exact=exact, stop_token_ids=())
+def prompts(style: str) -> Prompts:
+    return Prompts(tokenizer_of(style), stop_token_ids=())
 
 
 def letters(style: str, text: str) -> list[int]:
@@ -95,27 +95,16 @@ def test_an_answer_as_the_template_writes_it_is_continued_without_drift() -> Non
     assert second.kind == "spliced" and second.token_ids == render("chatml", messages, True)
 
 
-def test_reasoning_that_the_template_would_strip_stays_where_tokens_are_exact() -> None:
+def test_reasoning_that_the_template_would_strip_stays() -> None:
     text = "<think>\nthree and four\n</think>\n\n" + TEXT
     reply = {"role": "assistant", "content": TEXT, "reasoning": "three and four"}
     messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
-    for exact, kind, reason in ((True, "drifted", ""), (False, "as_sent", "history_as_sent")):
-        served, ledger = prompts("qwen3", exact=exact), CallLedger()
-        first = served.prompt(request(ASKED), ledger)
-        call = answered(ledger, first, ASKED, [*encode("qwen3", text), *end("qwen3")], reply)
-        second = served.prompt(request(messages), ledger)
-        assert (second.kind, second.reason) == (kind, reason)
-        assert (second.token_ids[: len(call.token_ids)] == call.token_ids) is exact
-        if not exact:
-            assert second.token_ids == render("qwen3", messages, True)
-
-
-def test_as_sent_history_that_is_what_was_sampled_opens_no_segment() -> None:
-    served, ledger = prompts("chatml", exact=False), CallLedger()
-    sampled = [*encode("chatml", TEXT), *end("chatml")]
-    answered(ledger, served.prompt(request(ASKED), ledger), ASKED, sampled, {"role": "assistant", "content": TEXT})
-    second = served.prompt(request([*ASKED, {"role": "assistant", "content": TEXT}, MORE]), ledger)
-    assert (second.kind, second.reason) == ("as_sent", "")
+    served, ledger = prompts("qwen3"), CallLedger()
+    first = served.prompt(request(ASKED), ledger)
+    call = answered(ledger, first, ASKED, [*encode("qwen3", text), *end("qwen3")], reply)
+    second = served.prompt(request(messages), ledger)
+    assert (second.kind, second.reason) == ("drifted", "")
+    assert second.token_ids[: len(call.token_ids)] == call.token_ids
 
 
 @pytest.mark.parametrize(
@@ -138,7 +127,7 @@ def test_a_history_that_the_template_renders_otherwise_is_refused_by_the_splice(
     """Other tools than before: the messages are the same, and what the model saw of them is not."""
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     tokenizer.chat_template = "{%- if tools -%}{{ tools | tojson }}<|im_end|>{%- endif -%}" + tokenizer.chat_template
-    served, ledger = Prompts(tokenizer, exact=True, stop_token_ids=()), CallLedger()
+    served, ledger = Prompts(tokenizer, stop_token_ids=()), CallLedger()
     sampled = [*letters("chatml", TEXT), *end("chatml")]
     tools = [{"type": "function", "function": {"name": "add"}}]
     first = served.prompt(request(ASKED, tools=tools), ledger)
@@ -153,7 +142,7 @@ def test_a_template_that_refuses_the_messages_is_the_request_s_fault() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     refusal = "{%- if messages[0].role == 'tool' -%}{{ raise_exception('a tool cannot begin') }}{%- endif -%}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
-    served = Prompts(tokenizer, exact=True, stop_token_ids=())
+    served = Prompts(tokenizer, stop_token_ids=())
     with pytest.raises(ApiError, match=r"chat template refuses the messages: .*a tool cannot begin") as caught:
         served.prompt(request([{"role": "tool", "content": "7"}]), CallLedger())
     assert caught.value.status == 400
@@ -199,6 +188,6 @@ def test_mistrals_own_templates_take_an_answer_s_calls_back(version: str) -> Non
     (call,) = message.pop("tool_calls")
     said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
     said.append({"role": "tool", "tool_call_id": call["id"], "content": "7"})
-    ids = Prompts(tokenizer, exact=True, stop_token_ids=()).prompt(request(said, tools=tools), CallLedger()).token_ids
+    ids = Prompts(tokenizer, stop_token_ids=()).prompt(request(said, tools=tools), CallLedger()).token_ids
     assert call["id"] in decode("mistral", ids) or version == "v13"
     assert encode("mistral", "[TOOL_RESULTS]")[0] in ids

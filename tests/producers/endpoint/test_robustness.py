@@ -105,7 +105,7 @@ async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_
     one = await serve(
         ScriptedEngine(script=tool_user(), token_s=0.0001, max_model_len=8192),
         group_size=GROUP_SIZE,
-        producers=ProducersConfig(groups_in_flight=NUM_AGENTS // GROUP_SIZE, claim_idle_s=30.0, claim_refresh_s=1.0),
+        producers=ProducersConfig(groups_in_flight=NUM_AGENTS // GROUP_SIZE, claim_idle_s=30.0),
         sampling=SamplingConfig(max_tokens=200),
         endpoint=EndpointConfig(port=0, idle_timeout_s=IDLE_S, group_deadline_s=3600.0),
     )

@@ -90,30 +90,28 @@ async def test_the_ids_that_an_agent_s_tokens_were_sampled_from_go_with_them(ser
 
 
 async def test_every_trained_token_is_preceded_by_exactly_what_the_engine_was_given(serve) -> None:
-    """With ids passed back and without, and whichever history is sent."""
-    for history in ("token_exact", "as_sent"):
-        given: list[tuple[list[int], list[int]]] = []
-        script = tool_user()
+    """With ids passed back and without."""
+    given: list[tuple[list[int], list[int]]] = []
+    script = tool_user()
 
-        def record(prompt_ids: list[int], sibling: int, given=given, script=script) -> list[int]:
-            given.append((prompt_ids, script(prompt_ids, sibling)))
-            return given[-1][1]
+    def record(prompt_ids: list[int], sibling: int) -> list[int]:
+        given.append((prompt_ids, script(prompt_ids, sibling)))
+        return given[-1][1]
 
-        endpoint = EndpointConfig(port=0, history=history)
-        one = await serve(ScriptedEngine(script=record, max_model_len=4096), endpoint=endpoint, group_size=2)
-        one.trainer.release(1, 1)
-        for keep_ids in (True, False):
-            rollout = await one.client.open()
-            await one.client.converse(rollout, 4, keep_ids=keep_ids)
-            await one.client.finish(rollout, float(keep_ids))
-        (group,) = await one.groups(1)
-        trained = []
-        for rollout in group.rollouts:
-            assert len(rollout.segments) == (1 if history == "token_exact" else 4)
-            for segment in rollout.segments:
-                ids = unpack_ids(segment.token_ids).tolist()
-                trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
-        assert sorted(trained) == sorted(given) and len(given) == 8
+    one = await serve(ScriptedEngine(script=record, max_model_len=4096), group_size=2)
+    one.trainer.release(1, 1)
+    for keep_ids in (True, False):
+        rollout = await one.client.open()
+        await one.client.converse(rollout, 4, keep_ids=keep_ids)
+        await one.client.finish(rollout, float(keep_ids))
+    (group,) = await one.groups(1)
+    trained = []
+    for rollout in group.rollouts:
+        assert len(rollout.segments) == 1
+        for segment in rollout.segments:
+            ids = unpack_ids(segment.token_ids).tolist()
+            trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
+    assert sorted(trained) == sorted(given) and len(given) == 8
 
 
 async def test_answers_that_another_token_than_the_end_of_turn_has_ended_are_counted(serve) -> None:

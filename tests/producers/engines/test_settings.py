@@ -127,7 +127,7 @@ def test_a_parity_setting_that_is_not_reported_counts_as_wrong():
     run = config()
     found = report(run)
     del found["async_scheduling"]
-    with pytest.raises(EngineError, match=r"engine\.async_scheduling: wanted False, .* 'nothing'"):
+    with pytest.raises(EngineError, match=r"async_scheduling: wanted False, .* 'nothing'"):
         verify(arguments_of(run), run, [found])
 
 

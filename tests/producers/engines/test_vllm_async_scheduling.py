@@ -26,7 +26,7 @@ async def test_no_token_is_mislabelled_by_an_engine_that_computes_a_step_ahead(
     from penstock.producers.engines import vllm
 
     monkeypatch.setattr(vllm, "EngineReport", AsyncWorker)
-    settings = {"async_scheduling": True, "args": {"enforce_eager": True}}
+    settings = {"args": {"async_scheduling": True, "enforce_eager": True}}
     with async_scheduling_kept():
         shared = await boot_shared(vllm_engine, tmp_path, tied=True, **settings)
     assert shared.engine.fingerprint.async_scheduling

@@ -23,10 +23,10 @@ async def drained_engine(vllm_engine, make_qwen3, make_config, tmp_path):
     settings = {
         "update": "drained",
         "prefix_caching": True,
-        "cache_salt": "none",
         "args": {"block_size": 32, "enforce_eager": True},
     }
     engine = await vllm_engine.start(make_config(tmp_path / "model", engine=settings))
+    engine._salted = False
     yield engine
     await engine.close()
 

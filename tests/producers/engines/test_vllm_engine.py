@@ -160,9 +160,9 @@ async def test_a_setting_that_the_engine_reports_otherwise_stops_the_start(
 ):
     # The CPU build switches asynchronous scheduling off, whatever it is asked for.
     make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
-    config = make_config(tmp_path / "model", engine=EAGER | {"async_scheduling": True})
+    config = make_config(tmp_path / "model", engine={"args": {"enforce_eager": True, "async_scheduling": True}})
     before = engine_processes()
-    with pytest.raises(EngineError, match=r"engine\.async_scheduling: wanted True, .* reports False"):
+    with pytest.raises(EngineError, match=r"engine\.args\.async_scheduling: wanted True, .* reports False"):
         await vllm_engine.start(config)
     assert engine_processes() <= before
 

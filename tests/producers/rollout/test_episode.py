@@ -20,7 +20,6 @@ from penstock.schemas.config import (
     ConfigError,
     EnvironmentConfig,
     EvaluationConfig,
-    HeldOutConfig,
     ModelConfig,
     ProducersConfig,
     RewardConfig,
@@ -124,9 +123,11 @@ async def test_a_group_holds_prompt_and_answers_as_the_engine_saw_them(episodes)
 async def test_each_prompt_is_posed_and_limited_by_its_own_environment(make_config, metrics, tmp_path) -> None:
     settings = (
         EnvironmentConfig(path="a:B", name="sums", max_tokens=3),
-        EnvironmentConfig(path="a:B", name="words", evaluation=HeldOutConfig(max_tokens=5)),
+        EnvironmentConfig(path="a:B", name="words"),
     )
-    config = make_config(group_size=2, environment=None, environments=settings)
+    config = make_config(
+        group_size=2, environment=None, environments=settings, evaluation=EvaluationConfig(max_tokens=5)
+    )
     posing = {"sums": OneTask(SUM), "words": OneTask(Prompt(text="one", answer="5"))}
     episodes = Episodes(
         config,

@@ -17,7 +17,7 @@ from pipelines import intercept
 from waiting import until
 
 KEYS = Keys("test")
-QUICK = ProducersConfig(groups_in_flight=8, claim_refresh_s=0.05)
+QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.15)
 """Claims are idle when a test lets them be: see `let_idle`."""
 
 

@@ -60,7 +60,7 @@ def test_a_producer_killed_between_generation_and_append_costs_one_attempt_at_mo
     redis_server, make_config, hand_trainer, start_producer, tmp_path, appended: bool
 ) -> None:
     server = redis_server()
-    config = make_config(producers=ProducersConfig(claim_idle_s=1.0, claim_refresh_s=0.2))
+    config = make_config(producers=ProducersConfig(claim_idle_s=1.0))
     trainer = hand_trainer(server.client, config, tmp_path)
     trainer.announce(0)
     with CuttingProxy(server.url) as proxy:
@@ -99,7 +99,7 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
     )
     server = redis_server()
     config = make_config(
-        producers=ProducersConfig(claim_idle_s=0.5, claim_refresh_s=0.1, max_attempts=max_attempts),
+        producers=ProducersConfig(claim_idle_s=0.5, max_attempts=max_attempts),
         environment=EnvironmentConfig(path="poisoned:Poisoned"),
     )
     trainer = hand_trainer(server.client, config, tmp_path)
@@ -297,7 +297,7 @@ def test_producers_that_come_and_go_leave_nothing_open(
     redis_server, make_config, hand_trainer, start_producer, tmp_path
 ) -> None:
     server = redis_server()
-    config = make_config(producers=ProducersConfig(groups_in_flight=8, claim_idle_s=1.0, claim_refresh_s=0.2))
+    config = make_config(producers=ProducersConfig(groups_in_flight=8, claim_idle_s=1.0))
     trainer = hand_trainer(server.client, config, tmp_path)
     trainer.announce(0)
     trainer.release(1, 40)

@@ -334,15 +334,16 @@ async def test_evaluations_have_no_progress_and_with_an_interval_of_0_nothing_ha
     assert one.saved() == [1] and await off.progress.find(off.claim(1)) is None
 
 
-async def test_progress_is_bounded_the_oldest_first(desk, caplog) -> None:
-    one = desk(progress_mb=1)
+async def test_progress_is_bounded_the_oldest_first(desk, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(progress_store, "MAX_PROGRESS_MB", 1)
+    one = desk()
     claims = [one.claim(n, 50_000) for n in (1, 2, 3)]  # 8 bytes a token
     await one.progress.save()
     assert one.saved() == [1, 2] and one.failures("size") == 1
     one.table.remove(claims[0])
     await one.progress.save()
     assert one.saved() == [1, 2, 3]
-    assert caplog.messages == ["progress of rollouts is not kept: group 3: no room left (producers.progress_mb = 1)"]
+    assert caplog.messages == ["progress of rollouts is not kept: group 3: no room left (1 MB)"]
 
 
 async def test_a_group_too_large_for_an_entry_has_no_progress(desk, caplog) -> None:
@@ -498,8 +499,9 @@ async def test_a_journal_that_redis_has_lost_or_may_have_is_written_again_as_a_w
     assert await one.journals.read(journal.claim) == [b"anew"]
 
 
-async def test_a_journal_without_room_is_given_up_as_a_whole(desk, caplog) -> None:
-    one = desk(progress_mb=1)
+async def test_a_journal_without_room_is_given_up_as_a_whole(desk, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(progress_store, "MAX_PROGRESS_MB", 1)
+    one = desk()
     journal = await one.talk(1, b"said")
     journal.add(bytes(1_000_001))
     await one.journals.append(journal)
@@ -507,7 +509,7 @@ async def test_a_journal_without_room_is_given_up_as_a_whole(desk, caplog) -> No
     journal.add(b"more")
     await one.journals.append(journal)
     assert one.saved() == [] and journal.entries == []
-    assert caplog.messages == ["progress of rollouts is not kept: group 1: no room left (producers.progress_mb = 1)"]
+    assert caplog.messages == ["progress of rollouts is not kept: group 1: no room left (1 MB)"]
 
 
 async def test_appends_that_the_server_refuses_drop_the_progress_too(desk, monkeypatch) -> None:
