@@ -18,6 +18,7 @@ from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.record import RolloutRecorder
 from penstock.consumers.observe.run_log import RunLog
+from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.recheck import Recheck
@@ -250,17 +251,7 @@ def _assemble(
     if config.record or (folder / RECORD_FOLDER).is_dir():
         recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of, learner.ranks.size)
 
-    def record_untrained() -> None:
-        if recorder is not None and intake.died:
-            recorder.add_dead(intake.died, progress.num_taken, progress.num_batches, lag_of.current)
-            progress.num_taken += 1
-            intake.died.clear()
-
-    def sync_record() -> None:
-        record_untrained()
-        if recorder is not None:
-            recorder.sync()
-
+    record = RunRecord(recorder, intake, progress, keeps_batches=config.record)
     run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection))
     best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, keys), epoch)
     shard = PolicyShard(learner.ranks, keys, connection.call, learner.published_parts)
@@ -285,13 +276,12 @@ def _assemble(
         publisher=publisher,
         evaluator=evaluator,
         best=best,
-        commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
+        commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, record.sync),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, run_log.alert.narrow, learner.ranks, intake.quarantine.are_others),
         watch=watch,
         recheck=Recheck(config, WeightReader(connection.call, keys), metrics.count_recheck),
-        recorder=recorder,
-        record_untrained=record_untrained,
+        record=record,
         run_log=run_log,
     )
 

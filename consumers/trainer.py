@@ -50,13 +50,13 @@ stands. In both cases a best model that is being written is left to the next tra
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.observe.run_log import RunLog
+from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.parity.gate import Gate
 from penstock.consumers.parity.recheck import Recheck
 from penstock.consumers.parity.watch import ProducerWatch
@@ -83,10 +83,7 @@ WAITING_LOG_S = 30.0
 
 @dataclass
 class Trainer:
-    """One trainer epoch. All state that it needs after a crash is in its checkpoint or on the streams.
-
-    record_untrained: records groups that died or were skipped before they could be trained.
-    """
+    """One trainer epoch. All state that it needs after a crash is in its checkpoint or on the streams."""
 
     config: RunConfig
     learner: Learner
@@ -102,8 +99,7 @@ class Trainer:
     gate: Gate
     watch: ProducerWatch
     recheck: Recheck
-    recorder: RolloutRecorder | None
-    record_untrained: Callable[[], None]
+    record: RunRecord
     run_log: RunLog
 
     def stop(self) -> None:
@@ -142,8 +138,7 @@ class Trainer:
 
     def close(self) -> None:
         self.leadership.end()
-        if self.recorder is not None:
-            self.recorder.close()
+        self.record.close()
         self.recheck.close()
         self.run_log.close()  # last: sinks may take their time
 
@@ -169,10 +164,7 @@ class Trainer:
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
             self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
-            self.record_untrained()
-            if self.recorder is not None and self.config.record:  # before the ledger, which is not committed without it
-                self.recorder.add(Taken(progress.num_taken, progress.num_batches, groups, batch, report, lag_of))
-            progress.num_taken += 1
+            self.record.add(groups, batch, report)  # before the ledger, which is not committed without it
             self.intake.settle(groups, report)
             if report.skipped_reason is None:
                 self.policy.publish()

@@ -23,7 +23,6 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("deduplication", "producer frozen", 1, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
     Case("reconciling", "Redis emptied", 2, "indexes lost", lambda verdict: verdict.num_lost),
     Case("ledger", "trainer killed", 2, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
     Case(

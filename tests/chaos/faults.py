@@ -103,7 +103,7 @@ def _trainer_replace(supervisor: "Supervisor", draw: Random) -> str | None:
 def _redis_kill(supervisor: "Supervisor", draw: Random) -> str | None:
     if not supervisor.server.is_running:
         return None
-    supervisor.server.kill()
+    supervisor.server.stop()
     return f"back after {supervisor.redis_later(draw.uniform(0.0, 2.0)):.1f} s"
 
 
@@ -136,9 +136,9 @@ def _redis_freeze(supervisor: "Supervisor", draw: Random) -> str | None:
     if not supervisor.server.is_running or supervisor.server.is_stopped:
         return None
     seconds = draw.uniform(0.1, 2.0)
-    child = supervisor.server.child
+    process = supervisor.server.process
     supervisor.server.freeze()
-    supervisor.later(seconds, lambda: supervisor.server.thaw() if supervisor.server.child is child else None)
+    supervisor.later(seconds, lambda: supervisor.server.thaw() if supervisor.server.process is process else None)
     return f"for {seconds:.1f} s"
 
 

@@ -1,10 +1,7 @@
 """The verdict: compares the records of the witness and the environment with each other and with the run's ledger."""
 
-import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.deploy.operate.audit import audit
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
 from tests.chaos.supervisor import Supervisor
@@ -145,22 +143,10 @@ def _judge_redis(verdict: ChaosVerdict, supervisor: Supervisor) -> None:
 
 
 def _audit(verdict: ChaosVerdict, supervisor: Supervisor) -> None:
-    """Checks that `penstock audit` agrees, if there is one."""
-    if importlib.util.find_spec("penstock.deploy.operate.audit") is None:
-        return
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.deploy.cli",
-        "audit",
-        supervisor.config.name,
-        "--runs",
-        str(supervisor.runs),
-    ]
-    environment = {**os.environ, "REDIS_URL": f"unix://{supervisor.server.socket}"}
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    if shown.returncode:
-        verdict.problems.append(f"penstock audit: status {shown.returncode}: {(shown.stdout + shown.stderr)[-600:]}")
+    """Checks that `penstock audit` agrees."""
+    os.environ["REDIS_URL"] = supervisor.server.url
+    found = audit(supervisor.config.name, runs=supervisor.runs)
+    verdict.problems += [f"penstock audit: {problem}" for problem in found.ledger.problems]
 
 
 def _complain(verdict: ChaosVerdict, what: str, indexes: Iterable[int]) -> None:

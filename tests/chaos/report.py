@@ -28,8 +28,8 @@ ledger, the dead letters and `penstock audit` must agree.
 
 The counts of **rollouts** in the checkpoint must close: each settled index has all of its siblings in them.
 
-Four broken protocols (no deduplication, no reconciling, ledger not restored, every rank trains the rows of all) are
-caught by it in `make test-all`.
+Three broken protocols (no reconciling, ledger not restored, every rank trains the rows of all) are caught by it in
+`make test-all`.
 """
 
 NOT_TRIED = """## What is simulated, and what is not

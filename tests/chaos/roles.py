@@ -1,6 +1,5 @@
 """Programs of the suite's processes: the real entry points, observed, and the deliberately broken protocols."""
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,9 +11,7 @@ import penstock.consumers.stream.recovery as recovery
 import penstock.consumers.trainer as trainer
 import penstock.producers.__main__ as producer_entry
 from penstock.consumers.learning.batch import MiniBatch
-from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.ledger import Ledger, LedgerState, ReleasedTask
-from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import RunConfig
@@ -68,43 +65,6 @@ class ChaosEngine(ScriptedEngine):
                 self.requests.remove(request_id)
 
 
-def _without_deduplication() -> None:
-    """Accepts every record that arrives, settled before or not, and trains it each time.
-
-    Which records come twice, and soon enough not to be stale, is a matter of chance: so a trainer that waits reads the
-    stream from its start every time, and nothing counts as stale.
-    """
-    read, receive, settle = Reader.read, Reader._receive, Ledger.settle
-
-    class Nothing:
-        def __contains__(self, index: int) -> bool:
-            return False
-
-    @functools.wraps(read)
-    def read_again(self, lag_of, *, block):
-        if block:
-            self.rewind()
-        return read(self, lag_of, block=block)
-
-    @functools.wraps(receive)
-    def receive_all(self, entry_id, fields, lag_of):
-        settled, self._ledger.settled = self._ledger.settled, Nothing()
-        try:
-            receive(self, entry_id, fields, lag_of)
-        finally:
-            self._ledger.settled = settled
-
-    @functools.wraps(settle)
-    def settle_again(self, index, *rest, **more):
-        if index not in self.settled:
-            settle(self, index, *rest, **more)
-
-    Intake._postpone_stale = lambda self: None  # type: ignore[method-assign]
-    Reader.read = read_again  # type: ignore[method-assign]
-    Reader._receive = receive_all  # type: ignore[method-assign]
-    Ledger.settle = settle_again  # type: ignore[method-assign]
-
-
 def _without_reconciling() -> None:
     """Does not release again the indexes that Redis has lost."""
 
@@ -141,7 +101,6 @@ def _without_sharing() -> None:
 
 
 BROKEN: dict[str, Callable[[], None]] = {
-    "deduplication": _without_deduplication,
     "reconciling": _without_reconciling,
     "ledger": _with_forgotten_ledger,
     "sharing": _without_sharing,

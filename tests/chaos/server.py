@@ -1,7 +1,6 @@
-"""The suite's Redis or Valkey: it can be killed, stopped, emptied, and lose what a power loss would take."""
+"""The suite's server, with faults that only a server of one's own can have."""
 
 import shutil
-import signal
 import time
 from collections import deque
 from pathlib import Path
@@ -11,13 +10,13 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.deploy.launch.child import Child
+from real_server import RealServer
 
 WINDOW_S = 1.0
 """The most that a power loss may cost under `everysec`: the server syncs its append-only file once a second."""
 
 
-class ChaosServer:
+class ChaosServer(RealServer):
     """A server on a UNIX socket with an append-only file.
 
     A power loss is simulated: the server is killed with SIGKILL, and the append-only file (the incremental part of the
@@ -26,33 +25,22 @@ class ChaosServer:
     lost; under `always` an answered write never is, and only the kill remains.
     """
 
-    def __init__(self, binary: Path, folder: Path, *, appendfsync: str) -> None:
-        self.folder = folder
+    def __init__(self, binary: Path, *, appendfsync: str) -> None:
         self.appendfsync = appendfsync
-        self.socket = folder / "redis.sock"
-        self._data = folder / "data"
-        self._binary = binary
         self._sizes: deque[tuple[float, int]] = deque()
-        self.child: Child | None = None
-        self.client = redis.Redis(
-            unix_socket_path=str(self.socket), protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0
-        )
         self.is_stopped = False
+        super().__init__(binary, "--appendfsync", appendfsync, "--maxmemory", "256mb")
+        self.client.close()
+        self.client = redis.Redis.from_url(self.url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0)
 
     def start(self) -> None:
-        """Starts the server; `answers` tells when it is ready."""
-        self._data.mkdir(parents=True, exist_ok=True)
-        self.socket.unlink(missing_ok=True)
-        command = [str(self._binary), "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self._data)]
-        command += ["--save", "", "--appendonly", "yes", "--appendfsync", self.appendfsync]
-        command += ["--maxmemory", "256mb", "--maxmemory-policy", "noeviction", "--loglevel", "warning"]
-        self.child = Child("redis", command, log=self.folder / "redis.log")
+        super().start()
         self._sizes.clear()
         self.is_stopped = False
 
     @property
     def is_running(self) -> bool:
-        return self.child is not None and self.child.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     def answers(self) -> bool:
         try:
@@ -70,17 +58,10 @@ class ChaosServer:
         while self._sizes and self._sizes[0][0] < now - 2 * WINDOW_S:
             self._sizes.popleft()
 
-    def kill(self) -> None:
-        assert self.child is not None
-        self.child.kill()
-        while self.child.poll() is None:
-            time.sleep(0.001)
-        self.socket.unlink(missing_ok=True)
-
     def lose_power(self, draw: Random) -> str:
         """Kills the server and cuts its file; returns a description of what was lost."""
         self.watch()
-        self.kill()
+        self.stop()
         file = self._append_only_file()
         if file is None or self.appendfsync == "always":
             return "nothing was unsynced"
@@ -95,30 +76,22 @@ class ChaosServer:
 
     def empty(self) -> None:
         """Kills the server and removes its data."""
-        self.kill()
-        shutil.rmtree(self._data)
+        self.stop()
+        shutil.rmtree(self._folder / "appendonlydir")
 
     def freeze(self) -> None:
-        assert self.child is not None
         self.is_stopped = True
-        self.child.send(signal.SIGSTOP)
+        super().freeze()
 
     def thaw(self) -> None:
-        assert self.child is not None
         self.is_stopped = False
-        self.child.send(signal.SIGCONT)
+        super().thaw()
 
     def limit_memory(self, room: int | None) -> None:
         """Sets the memory limit to `room` bytes above the memory in use; None removes the limit."""
         limit = 256 << 20 if room is None else self.client.info("memory")["used_memory"] + room
         self.client.config_set("maxmemory", limit)
 
-    def remove(self) -> None:
-        self.client.close()
-        if self.child is not None:
-            self.child.send(signal.SIGCONT)
-            self.kill()
-
     def _append_only_file(self) -> Path | None:
-        files = sorted(self._data.glob("appendonlydir/*.incr.aof"), key=lambda file: int(file.name.split(".")[-3]))
-        return files[-1] if files else None
+        files = self._folder.glob("appendonlydir/*.incr.aof")
+        return max(files, key=lambda file: int(file.name.split(".")[-3]), default=None)

@@ -90,7 +90,7 @@ class Supervisor:
         self.say = say
         # Not below `folder`: a socket's path may have at most 107 characters.
         self._sockets = Path(tempfile.mkdtemp(prefix="chaos-"))
-        self.server = ChaosServer(binary, self._sockets, appendfsync=leg.appendfsync)
+        self.server = ChaosServer(binary, appendfsync=leg.appendfsync)
         self.trainers = [Slot(name, name) for name in (("trainer", "standby") if leg.with_standby else ("trainer",))]
         self.producers = [Slot(f"producer-{n}", f"producer-{n}") for n in range(config.producers.count)]
         self.slots = [*self.trainers, *self.producers]
@@ -169,7 +169,6 @@ class Supervisor:
 
     def run(self) -> None:
         """Injects the faults, then waits until the run has ended."""
-        self.server.start()
         for slot in self.slots:
             self.start(slot)
         due = time.monotonic() + 1.0

@@ -64,7 +64,7 @@ class RealServer:
         self._command = [str(binary), "--port", "0", "--unixsocket", str(self._folder / "redis.sock")]
         self._command += ["--dir", str(self._folder), "--save", "", "--appendonly", "yes", "--appendfsync", "always"]
         self._command += ["--maxmemory-policy", "noeviction", *arguments]
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
         self.socket = self._folder / "redis.sock"
         self.url = f"unix://{self.socket}"
         self.client = redis.Redis.from_url(self.url, protocol=2)
@@ -73,9 +73,9 @@ class RealServer:
     def start(self) -> None:
         """Starts the server and waits until it answers."""
         with (self._folder / "redis.log").open("ab") as output:
-            self._process = subprocess.Popen(self._command, stdout=output, stderr=output, env=self._environment)
+            self.process = subprocess.Popen(self._command, stdout=output, stderr=output, env=self._environment)
         deadline = time.monotonic() + START_S
-        while self._process.poll() is None and time.monotonic() < deadline:
+        while self.process.poll() is None and time.monotonic() < deadline:
             try:
                 if self.client.ping():
                     return
@@ -88,19 +88,19 @@ class RealServer:
 
     def stop(self) -> None:
         """Kills the server; after `start` it has all that it confirmed."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
             self.socket.unlink(missing_ok=True)
 
     def freeze(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def remove(self) -> None:
         """Stops the server and removes its folder."""

@@ -119,13 +119,6 @@ def test_what_a_rollback_undid_is_left_out_and_what_was_done_again_is_there_once
     assert len(record.undone) == 3 + 3 and "6 batches were undone by a rollback" in record.notes[-1]
 
 
-def test_an_epoch_whose_successor_began_anew_is_undone_wholly(tmp_path):
-    write_record(tmp_path, range(3), epoch=0)
-    write_record(tmp_path, range(0), epoch=1, line={})
-    record = Record(tmp_path)
-    assert record.batches == [] and len(record.undone) == 3
-
-
 def test_batches_that_are_not_there_are_named(tmp_path):
     write_record(tmp_path, range(2, 5), epoch=0)
     write_record(tmp_path, range(6, 7), epoch=1, line={0: 6})
@@ -133,12 +126,6 @@ def test_batches_that_are_not_there_are_named(tmp_path):
     assert record.missing == [(0, 2), (5, 6)]
     assert record.notes[0].startswith("2 batches are missing, the oldest")
     assert record.notes[1].startswith("1 batches are missing, from number 5")
-
-
-def test_batches_between_the_record_and_a_trainer_that_has_none_yet_are_missing(tmp_path):
-    write_record(tmp_path, range(2), epoch=0)
-    write_record(tmp_path, range(0), epoch=1, line={0: 6})
-    assert Record(tmp_path).missing == [(2, 6)]
 
 
 def test_a_record_that_is_being_written_is_followed(tmp_path):
@@ -165,16 +152,6 @@ def test_a_closed_record_is_read_where_nothing_can_be_written(tmp_path):
     finally:
         (tmp_path / FOLDER).chmod(0o700)
     assert [file.suffix for file in (tmp_path / FOLDER).iterdir()] == [".sqlite"], "one file, without a WAL beside it"
-
-
-def test_a_file_dropped_while_it_is_looked_at_is_said(tmp_path):
-    write_record(tmp_path, range(2))
-    record = Record(tmp_path)
-    only_file(tmp_path).unlink()
-    with pytest.raises(RecordReadError, match="dropped from the record meanwhile"):
-        record.head(record.batches[0])
-    record.refresh()
-    assert record.batches == []
 
 
 @pytest.mark.parametrize(

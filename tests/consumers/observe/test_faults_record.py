@@ -172,7 +172,7 @@ def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
     first.learner.fail_at[7] = KilledError()
     with pytest.raises(KilledError):
         first.run()
-    first.recorder.sync()
+    first.record.recorder.sync()
     before = Record(bench.folder)
     assert len(before.batches) == 7, "what follows the checkpoint counts while nobody has gone back to it"
     second = bench.trainer(resume=True)
@@ -280,7 +280,7 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
     with monkeypatch.context() as patch:
 
         def refuse_from_now_on() -> None:
-            first.recorder.sync()  # the batch before is written in a thread
+            first.record.recorder.sync()  # the batch before is written in a thread
             patch.setattr(penstock.schemas.record, "MAX_UNPACKED_BYTES", 100)
 
         at_step(first, 5, refuse_from_now_on)
@@ -307,7 +307,7 @@ def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redi
     with monkeypatch.context() as patch:
         patch.setattr(RecordFiles, "append", lambda *_: 1 // 0)
         patch.setattr(RecordFiles, "close", fail)
-        trainer.recorder.add_dead([], 0, 0, 0)
+        trainer.record.recorder.add_dead([], 0, 0, 0)
         trainer.close()
     assert "a batch cannot be recorded: ZeroDivisionError" in caplog.text
     assert "the record of rollouts is not closed: no such file" in caplog.text
@@ -321,7 +321,7 @@ def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(b
     first.learner.fail_at[7] = KilledError()
     with pytest.raises(KilledError):
         first.run()
-    first.recorder.sync()
+    first.record.recorder.sync()
     bench.overrides = ["record=false"]
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4

@@ -1,7 +1,5 @@
 """The address of Redis, the options of its URL, and the sources of its password."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,12 +44,6 @@ def test_a_password_file_completes_a_url_without_a_password(monkeypatch, tmp_pat
     assert found == expected.format("a%2Fb%3Fc%23d%40e%3Af%25g%20%C3%A9")
     with redis.Redis.from_url(found) as client:
         assert client.get_connection_kwargs()["password"] == "a/b?c#d@e:f%g é"
-
-
-def test_a_password_in_the_url_is_the_one_that_counts(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("REDIS_PASSWORD_FILE", str(tmp_path / "missing"))
-    monkeypatch.setenv("REDIS_URL", "redis://:own@host")
-    assert configured_url(None) == "redis://:own@host"
 
 
 @pytest.mark.parametrize(
@@ -112,17 +104,3 @@ def test_a_run_file_holds_no_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"redis\.url holds a password; expected it in the environment") as caught:
         load_config(file)
     assert "marker" not in str(caught.value)
-
-
-def test_a_refused_url_ends_a_command_with_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('name = "r"\n[model]\npath = "m"\n[environment]\npath = "a:B"\n')
-    command = [sys.executable, "-m", "penstock.deploy.cli", "producer", str(file)]
-    ended = subprocess.run(
-        command,
-        env={"REDIS_URL": "redis://user:mar/ker@host", "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert "REDIS_URL is no Redis URL" in ended.stderr and "mar" not in ended.stderr
