@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+from msgspec.structs import force_setattr
 from rich.console import Console
 from rich.table import Table
 
@@ -46,62 +47,34 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class Figure(msgspec.Struct, frozen=True):
     """One measurement and the reference that was measured in the same run.
 
-    ratio: measured / reference. reached: None without a goal, or without anything to compare.
-    details: further numbers that belong to it, by name, units as suffixes.
+    measured: None if it did not finish within its limits, which misses the goal. reference_is: the reference in words.
+    ratio: measured / reference, unless it was taken otherwise (as a median over pairs). reached: whether the ratio
+    reaches the goal; None without a goal or a reference. details: further numbers by name, units as suffixes.
     """
 
     name: str
-    unit: str
-    measured: float | None
-    reference: float | None
-    reference_is: str
-    """The reference in words."""
-    ratio: float | None
-    goal: Goal | None
-    reached: bool | None
+    unit: str = ""
+    measured: float | None = None
+    reference: float | None = None
+    reference_is: str = ""
+    ratio: float | None = None
+    goal: Goal | None = None
+    reached: bool | None = None
     details: dict[str, Any] = {}
 
-
-def compare(
-    name: str,
-    *,
-    unit: str,
-    measured: float | None,
-    reference: float | None = None,
-    reference_is: str = "",
-    goal: Goal | None = None,
-    ratio: float | None = None,
-    details: dict[str, Any] | None = None,
-) -> Figure:
-    """Makes a figure with its ratio and whether that reaches the goal.
-
-    `ratio` replaces measured / reference if it was taken otherwise (as a median over pairs). A measurement that is None
-    did not finish within its limits and misses its goal; without a reference there is no goal to miss.
-    """
-    if ratio is None and measured is not None and reference:
-        ratio = measured / reference
-    reached = None
-    if goal is not None and reference is not None:
-        reached = ratio is not None and goal.reached(ratio)
-    return Figure(
-        name=name,
-        unit=unit,
-        measured=measured,
-        reference=reference,
-        reference_is=reference_is,
-        ratio=ratio,
-        goal=goal,
-        reached=reached,
-        details=details or {},
-    )
+    def __post_init__(self) -> None:
+        if self.ratio is None and self.measured is not None and self.reference:
+            force_setattr(self, "ratio", self.measured / self.reference)
+        if self.goal is not None and self.reference is not None:
+            force_setattr(self, "reached", self.ratio is not None and self.goal.reached(self.ratio))
 
 
 def absent(name: str, reason: str) -> Figure:
     """Makes a figure that says why there is none."""
-    return compare(f"{name}: not measured", unit="", measured=None, details={"reason": reason})
+    return Figure(f"{name}: not measured", details={"reason": reason})
 
 
 def compare_rounds(
@@ -117,7 +90,7 @@ def compare_rounds(
     """Compares medians over the rounds; the ratio is the median of the rounds' own, which a slow moment affects
     less."""
     ratios = [value / against for value, against in zip(measured, reference, strict=True)]
-    return compare(
+    return Figure(
         name,
         unit=unit,
         measured=median(measured),

@@ -12,7 +12,7 @@ import msgspec
 
 from bench.endpoint.chat_model import Topics, make_chat_model
 from bench.endpoint.servers import Answer, ChatServer, penstock_server, vllm_server
-from bench.result import BenchError, Figure, Goal, compare
+from bench.result import BenchError, Figure, Goal
 from bench.section import Bench, BenchSection
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import (
@@ -178,7 +178,7 @@ def time_figure(what: str, held: Sequence[list[Pair]], goal: Goal | None) -> Fig
     if not even:
         raise BenchError(f"{what}: in none of {len(pairs)} pairs of calls did both sample equally many tokens")
     by_round = [[pair.ratio for pair in conversation if pair.is_even] for conversation in held]
-    return compare(
+    return Figure(
         f"time per call, {what}",
         unit="ms",
         measured=median(pair.ours.seconds for pair in even) * 1000,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from bench.gpu.part import CHANGED, HEAD_MATMULS, GpuJob, GpuSizes
 from bench.pipeline.section import stream
 from bench.pipeline.streaming import Load, StreamingSettings
-from bench.result import BenchError, Figure, Goal, absent, compare
+from bench.result import BenchError, Figure, Goal, absent
 from bench.running import RUN_FILE, demo_config, make_model, random_model, save_config
 from bench.section import Bench, BenchSection, host_folder, measure_apart, wait_for
 from bench.sizing import save_random
@@ -62,7 +62,7 @@ TOY_SIZES = GpuSizes(
 def failed(name: str, reason: str) -> Figure:
     """Returns a figure whose goal is to be measured at all."""
     goal = Goal(at_least=1.0)
-    return compare(f"{name}: failed", unit="", measured=None, reference=1.0, goal=goal, details={"reason": reason})
+    return Figure(f"{name}: failed", unit="", measured=None, reference=1.0, goal=goal, details={"reason": reason})
 
 
 def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench) -> Sequence[Figure]:
@@ -116,7 +116,7 @@ def passed_figure(name: str, junit: Path) -> Figure:
     if total == skipped:
         return absent(name, f"{skipped} tests skipped, none ran")
     bad = [case for suite in suites for case in suite.iter("testcase") if {"failure", "error"} & {e.tag for e in case}]
-    return compare(
+    return Figure(
         name,
         unit="passed",
         measured=float(total - skipped - failures - errors),
@@ -132,7 +132,7 @@ def measure_head(bench: Bench) -> Iterator[Figure]:
     found = _apart(bench, "head", shape)
     for name, matmuls in HEAD_MATMULS.items():
         operations = matmuls * 2 * sizes.head_tokens * shape.hidden * shape.vocabulary
-        yield compare(
+        yield Figure(
             f"head, forward and backward, {name}",
             unit="TFLOP/s",
             measured=operations / median(found[name]) / 1e12,
@@ -162,7 +162,7 @@ def measure_trainer(bench: Bench) -> Iterator[Figure]:
 def trainer_figures(name: str, found: dict[str, Any], formula_gb: float) -> Iterator[Figure]:
     seconds = median(found["seconds"])
     rate = found["flops"] / seconds / 1e12
-    yield compare(
+    yield Figure(
         f"{name}: model FLOPs of an update",
         unit="TFLOP/s",
         measured=rate,
@@ -175,7 +175,7 @@ def trainer_figures(name: str, found: dict[str, Any], formula_gb: float) -> Iter
             "share_of_matrix_product": rate / found["gemm_tflops"],
         },
     )
-    yield compare(
+    yield Figure(
         f"{name}: peak memory",
         unit="GB",
         measured=found["peak_bytes"] / 1e9,
@@ -194,7 +194,7 @@ def measure_weights(bench: Bench) -> Iterator[Figure]:
         f"what has changed of it, {CHANGED:.0%}, found, encoded and written": ("write_s", None),
     }
     for name, (part, goal) in parts.items():
-        yield compare(
+        yield Figure(
             name,
             unit="GB/s",
             measured=num_bytes / median(found[part]) / 1e9,
@@ -209,7 +209,7 @@ def measure_load(bench: Bench) -> Iterator[Figure]:
     num_bytes = bench.settings.sizes.weights_bytes
     with host_folder("gpu") as folder:
         found = _apart(bench, "load", folder=folder)
-    yield compare(
+    yield Figure(
         f"a policy of {num_bytes / 1e9:g} GB from the host's copy to the device",
         unit="GB/s",
         measured=num_bytes / median(found["pinned_s"]) / 1e9,
@@ -231,7 +231,7 @@ def measure_demo(bench: Bench) -> Iterator[Figure]:
     wait_for([Child("penstock run", command, log=bench.folder / "demo.log", environment={})])
     report = msgspec.json.decode((runs / "demo" / REPORT_FILE).read_bytes())
     gap, verdict = report["hypotheses"][0]["gap"], report["verdict"]
-    yield compare(
+    yield Figure(
         "parity gate, the demo in bfloat16: mean gap",
         unit="nats",
         measured=gap["mean"],
@@ -241,7 +241,7 @@ def measure_demo(bench: Bench) -> Iterator[Figure]:
         details={"status": verdict["status"], "sentence": verdict["sentence"], **gap},
     )
     rewards = [point.reward for point in read_telemetry(runs / "demo").evaluations]
-    yield compare(
+    yield Figure(
         "the demo in bfloat16: held-out sums that are exact",
         unit="",
         measured=max(rewards, default=0.0),

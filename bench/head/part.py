@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bench.machine import reset_peak, status_bytes
 from penstock.consumers.learning.head import selected_logprobs
-
-Dtype = Literal["float32", "bfloat16"]
 
 
 class HeadProblem(NamedTuple):
@@ -78,11 +76,10 @@ class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     hidden_size: int
     vocabulary: int
-    dtype: Dtype = "float32"
     rounds: int = 1
 
     def problem(self) -> HeadProblem:
-        return make_problem(self.num_tokens, self.hidden_size, self.vocabulary, getattr(torch, self.dtype))
+        return make_problem(self.num_tokens, self.hidden_size, self.vocabulary, torch.float32)
 
 
 def run(name: str, problem: HeadProblem) -> tuple[Tensor, Tensor]:
@@ -91,25 +88,6 @@ def run(name: str, problem: HeadProblem) -> tuple[Tensor, Tensor]:
     found = HEADS[name](problem)
     problem.loss(*found).backward()
     return found
-
-
-def measure_errors(job: HeadJob) -> dict[str, dict[str, float]]:
-    """Returns each head's errors against float64 from the same inputs: the largest difference of results, and the
-    relative norm of the gradients' differences."""
-    problem = job.problem()
-    exact = HeadProblem(*(part.detach().double() if part.is_floating_point() else part for part in problem))
-    exact.hidden.requires_grad_(), exact.weight.requires_grad_()
-    expected = run("naive", exact)
-    errors = {}
-    for name in job.heads:
-        logprobs, entropy = run(name, problem)
-        errors[name] = {
-            "logprobs": _largest_difference(logprobs, expected[0]),
-            "entropy": _largest_difference(entropy, expected[1]),
-            "grad_hidden": _relative(problem.hidden.grad, exact.hidden.grad),
-            "grad_weight": _relative(problem.weight.grad, exact.weight.grad),
-        }
-    return errors
 
 
 def measure_seconds(job: HeadJob) -> dict[str, list[float]]:
@@ -138,12 +116,3 @@ def measure_peak(job: HeadJob) -> int:
     before = status_bytes("VmRSS")
     run(name, problem)
     return status_bytes("VmHWM") - before
-
-
-def _largest_difference(found: Tensor, exact: Tensor) -> float:
-    return float((found.detach().double() - exact.detach()).abs().max())
-
-
-def _relative(found: Tensor | None, exact: Tensor | None) -> float:
-    assert found is not None and exact is not None
-    return float((found.double() - exact).norm() / exact.norm())

@@ -9,7 +9,7 @@ from statistics import mean
 import msgspec
 
 from bench.machine import usable_cores
-from bench.result import BenchError, Figure, Goal, absent, compare
+from bench.result import BenchError, Figure, Goal, absent
 from bench.running import DeathsView, demo_config, demo_model, launch
 from bench.section import Bench
 from penstock.deploy.report.summary import summarize
@@ -129,7 +129,7 @@ def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) 
     In a run that learns, later batches hold more groups without variance, which cost the trainer next to nothing.
     """
     rate, reference = (groups_per_s(run, config) for run in (asynchronous, synchronous))
-    return compare(
+    return Figure(
         "groups trained per second, asynchronous",
         unit="/s",
         measured=rate,
@@ -151,7 +151,7 @@ def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
     """Compares the time to `ACCURACY` of two runs that learn. A synchronous one that was cut off counts with the time
     it had."""
     reference_s = synchronous.time_to_accuracy_s
-    return compare(
+    return Figure(
         f"time to {ACCURACY} held-out accuracy, asynchronous",
         unit="s",
         measured=asynchronous.time_to_accuracy_s,
@@ -171,7 +171,7 @@ def checkpoint_figure(run: ModeRun, config: RunConfig) -> Figure:
     if not run.checkpoints_s:
         return absent("a checkpoint", "the run ended before its first one")
     s_per_update = config.groups_per_batch / groups_per_s(run, config)
-    return compare(
+    return Figure(
         "a checkpoint, against the time between two",
         unit="s",
         measured=mean(run.checkpoints_s),

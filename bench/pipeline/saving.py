@@ -12,7 +12,7 @@ import msgspec
 
 from bench.feeder import make_manifest
 from bench.machine import children_cpu_s
-from bench.result import Figure, Goal, compare
+from bench.result import Figure, Goal
 from bench.running import open_producer
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
@@ -108,7 +108,7 @@ async def measure_saving(job: SavingJob) -> Figure:
             producer.stop.set()
     finally:
         await engine.close()
-    return compare(
+    return Figure(
         f"processor seconds of saving progress, {GROUPS * config.group_size} rollouts of "
         f"{config.sampling.max_tokens:,} tokens",
         unit="s",

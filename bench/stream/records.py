@@ -6,7 +6,7 @@ from functools import partial
 from statistics import median
 
 from bench.groups import random_group
-from bench.result import Figure, Goal, compare, in_turns
+from bench.result import Figure, Goal, in_turns
 from penstock.schemas.rollout import RolloutGroup, decode_group, encode_group
 
 GROUP_SIZE = 8
@@ -30,7 +30,7 @@ def record_figures() -> list[Figure]:
     encode_s, copy_s, decode_s = (median(values) for values in seconds.values())
     shape = {"num_siblings": GROUP_SIZE, "completion_tokens": COMPLETION_TOKENS, "prompt_tokens": PROMPT_TOKENS}
     return [
-        compare(
+        Figure(
             "rollout bytes per completion token",
             unit="B",
             measured=len(payload) / num_tokens,
@@ -39,7 +39,7 @@ def record_figures() -> list[Figure]:
             goal=Goal(at_most=8.1),
             details={"payload_bytes": len(payload), "version_spans": VERSIONS_SEEN, **shape},
         ),
-        compare(
+        Figure(
             "encoding a group",
             unit="µs",
             measured=encode_s * 1e6,

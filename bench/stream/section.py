@@ -12,17 +12,19 @@ import redis
 
 from bench.result import BenchError, Figure, Goal, compare_rounds, in_turns
 from bench.section import Bench, BenchSection, found_apart, redis_server, start_apart, wait_for
-from bench.stream.ends import Span, TrainerEnd, append_groups, fill, group_of, plain_client, release_prompts
+from bench.stream.ends import (
+    ENTRIES_PER_ROUND_TRIP,
+    Span,
+    TrainerEnd,
+    append_groups,
+    fill,
+    group_of,
+    plain_client,
+    release_prompts,
+)
 from bench.stream.load import GO, READY, Append
 from bench.stream.records import record_figures
-from bench.stream.references import (
-    MEGABYTE,
-    RECEIVE_BYTES,
-    add_benchmark_user,
-    benchmark_xadd,
-    loopback_mb_per_s,
-    open_tcp_port,
-)
+from bench.stream.references import MEGABYTE, RECEIVE_BYTES, loopback_mb_per_s, open_tcp_port
 from penstock.producers.stream.in_flight import SHARE
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import encode_group
@@ -32,10 +34,7 @@ MAXMEMORY_MB = 2048
 GROUPS_IN_FLIGHT = 32
 """A producer's, as in the demo."""
 KILOBYTES = 1024
-MIN_REQUESTS = 250
-"""redis-benchmark takes its time in whole milliseconds."""
-APPEND_GOALS = {16: 0.4, 64: 0.6}
-"""Kilobytes of an entry to the goal."""
+APPEND_KILOBYTES = (16, 64)
 READ_KILOBYTES = (16, 64, 256)
 READ_GOAL = 0.5
 NUM_PRODUCERS = 64
@@ -87,24 +86,22 @@ def expect(found: object, expected: object, what: str) -> None:
 
 
 def append_figures(bench: Bench) -> list[Figure]:
-    """Compares XADD by the producer's writer with `redis-benchmark` with one client, both on the UNIX socket."""
+    """Compares XADD by the producer's writer with a bare client that appends the same groups, both on the UNIX
+    socket."""
     with bench_server(bench, "xadd") as (url, client):
-        add_benchmark_user(client)
-        return [_append_figure(bench, url, client, *goal) for goal in APPEND_GOALS.items()]
+        return [_append_figure(bench, url, client, kilobytes) for kilobytes in APPEND_KILOBYTES]
 
 
-def _append_figure(bench: Bench, url: str, client: "redis.Redis", kilobytes: int, at_least: float) -> Figure:
+def _append_figure(bench: Bench, url: str, client: "redis.Redis", kilobytes: int) -> Figure:
     group = group_of(kilobytes * KILOBYTES)
-    payload_bytes = len(encode_group(group))
-    num_groups = groups_for(bench, payload_bytes)
+    num_groups = groups_for(bench, len(encode_group(group)))
 
-    def benchmark() -> float:
-        socket_path = client.connection_pool.connection_kwargs["path"]
-        num_requests = max(MIN_REQUESTS, num_groups)
-        rate = benchmark_xadd(socket_path, KEYS.rollouts, payload_bytes, num_requests)
-        expect(client.xlen(KEYS.rollouts), num_requests, "entries by redis-benchmark")
+    def bare() -> float:
+        began = time.monotonic()
+        fill(client, KEYS, group, num_groups)
+        took_s = time.monotonic() - began
         empty(client)
-        return rate
+        return num_groups / took_s
 
     def writer() -> float:
         release_prompts(client, KEYS, num_groups)
@@ -113,15 +110,13 @@ def _append_figure(bench: Bench, url: str, client: "redis.Redis", kilobytes: int
         empty(client)
         return num_groups / (ended - began)
 
-    found = in_turns(bench.settings.rounds, {"benchmark": benchmark, "writer": writer})
+    found = in_turns(bench.settings.rounds, {"bare": bare, "writer": writer})
     return compare_rounds(
         f"XADD by the writer, {kilobytes} kB",
         found["writer"],
-        found["benchmark"],
-        reference_is="redis-benchmark -c 1: XADD of as many bytes, one at a time",
-        goal=Goal(at_least=at_least),
+        found["bare"],
+        reference_is=f"redis-py: encoded, {ENTRIES_PER_ROUND_TRIP} XADD a round trip",
         details={
-            "payload_bytes": payload_bytes,
             "num_groups": num_groups,
             "what": "groups that wait, encoded; each in a MULTI with its prompt's XACK and XDEL, several in one",
         },
@@ -132,7 +127,6 @@ def read_figures(bench: Bench) -> list[Figure]:
     """Compares the trainer's reader and its commit with a plain TCP connection, both over loopback."""
     figures = []
     with bench_server(bench, "read") as (url, client):
-        add_benchmark_user(client)
         tcp_url = f"redis://:{urlsplit(url).password}@127.0.0.1:{open_tcp_port(client)}"
         for kilobytes in READ_KILOBYTES:
             figures += _read_figures(bench, client, tcp_url, kilobytes)

@@ -2,17 +2,13 @@
 
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import msgspec
-import torch
 from msgspec.structs import replace
 
 from bench.groups import learner_config, random_group
 from bench.result import in_turns
-from bench.trainer.plain import PlainLoop
 from bench.trainer.ranks import RankJob
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
@@ -36,30 +32,24 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_groups * self.group_size * self.sampled_tokens
 
 
-class AgainstPlain(msgspec.Struct, frozen=True, kw_only=True):
-    """The learner and the plain loop on the same batch, `steps` of each a round, in turns in one process.
-
-    compiled: the learner with `trainer.compile`, and in the plain loop's place the learner without.
-    """
+class Compiled(msgspec.Struct, frozen=True, kw_only=True):
+    """A learner with `trainer.compile` and one without on the same batch, `steps` of each a round, in turns."""
 
     model: str
     work: Work
     rounds: int
     steps: int
-    compiled: bool = False
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
     """By round, of all its steps: processor seconds on one thread, which other load hardly lengthens.
 
-    diagnostics_share: of the learner's last step. weights_apart: the largest relative difference of a parameter between
-        the two after the first step of each.
+    diagnostics_share: of the last step without `trainer.compile`.
     """
 
-    learner: list[float]
+    compiled: list[float]
     plain: list[float]
     diagnostics_share: float
-    weights_apart: float
 
 
 class OnRanks(RankJob, frozen=True, kw_only=True):
@@ -70,25 +60,25 @@ class OnRanks(RankJob, frozen=True, kw_only=True):
     steps: int
 
 
-def against_plain(job: AgainstPlain) -> Timed:
+def time_compiled(job: Compiled) -> Timed:
     config = _config(job.model, job.work)
-    learner = Learner(replace(config, trainer=replace(config.trainer, compile=job.compiled)))
-    other: Any = Learner(config) if job.compiled else PlainLoop(Path(job.model), config)
-    batch = _batch(learner, job.work)
-    learner.step(batch)
-    other.step(batch)
-    weights_apart = _weights_apart(learner.model.module, other.model.module if job.compiled else other.module)
+    learners = {
+        "compiled": Learner(replace(config, trainer=replace(config.trainer, compile=True))),
+        "plain": Learner(config),
+    }
+    batch = _batch(learners["plain"], job.work)
 
-    def seconds(step: Callable[[Batch], Any]) -> float:
+    def seconds(learner: Learner) -> float:
         began = time.process_time()
         for _ in range(job.steps):
-            step(batch)
+            learner.step(batch)
         return time.process_time() - began
 
-    found = in_turns(job.rounds, {"learner": lambda: seconds(learner.step), "plain": lambda: seconds(other.step)})
-    phases = learner.step(batch).phase_s
-    share = phases.get("diagnostics", 0.0) / sum(phases.values())
-    return Timed(**found, diagnostics_share=share, weights_apart=weights_apart)
+    for learner in learners.values():
+        learner.step(batch)
+    found = in_turns(job.rounds, {name: partial(seconds, learner) for name, learner in learners.items()})
+    phases = learners["plain"].step(batch).phase_s
+    return Timed(**found, diagnostics_share=phases.get("diagnostics", 0.0) / sum(phases.values()))
 
 
 def on_ranks(job: OnRanks) -> list[float]:
@@ -121,8 +111,3 @@ def _batch(learner: Learner, work: Work) -> Batch:
         for index in range(work.num_groups)
     ]
     return learner.pack(groups, lambda version: 0)
-
-
-def _weights_apart(first: torch.nn.Module, second: torch.nn.Module) -> float:
-    others = dict(second.named_parameters())
-    return max(float((weight - others[name]).norm() / weight.norm()) for name, weight in first.named_parameters())

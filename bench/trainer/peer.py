@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 
 from bench.pipeline.modes import ACCURACY, EVALUATE_EVERY, ModeRun, accuracy_by_update, run_mode, trainer_parts
-from bench.result import BenchError, Figure, Goal, compare
+from bench.result import BenchError, Figure, Goal
 from bench.running import demo_config, demo_model, random_model, save_config
 from bench.section import Bench, NoPeersError, measure_apart, peers_python
 from bench.trainer.peer_job import PeerUpdates, TrlJob, TrlUpdates
@@ -133,7 +133,7 @@ def long_answer_figures(ours: PeerUpdates, theirs: TrlUpdates | str) -> list[Fig
     peer = None if isinstance(theirs, str) else theirs
     reference_is = f"{peer.name} with transformers' generate on both cores" if peer else "not measured"
     return [
-        compare(
+        Figure(
             "answers of up to 512 tokens, 98 on average: tokens trained per second",
             unit="/s",
             measured=ours.tokens_per_s,
@@ -142,7 +142,7 @@ def long_answer_figures(ours: PeerUpdates, theirs: TrlUpdates | str) -> list[Fig
             goal=Goal(at_least=8.0),
             details={"penstock": msgspec.to_builtins(ours), "trl": msgspec.to_builtins(theirs)},
         ),
-        compare(
+        Figure(
             "the same: seconds per update",
             unit="s",
             measured=ours.s_per_update,
@@ -156,7 +156,7 @@ def demo_figure(ours: ModeRun, theirs: TrlUpdates | str) -> Figure:
     """Compares the times to `ACCURACY`: Penstock's from the first admitted prompt on with evaluations, TRL's from the
     start of training without."""
     peer = None if isinstance(theirs, str) else theirs
-    return compare(
+    return Figure(
         f"seconds to {ACCURACY} held-out accuracy, the demo",
         unit="s",
         measured=ours.time_to_accuracy_s,

@@ -13,7 +13,7 @@ from bench.result import Figure, Goal, compare_rounds, in_turns
 from bench.running import random_model
 from bench.section import Bench, BenchSection, found_apart, measure_apart, wait_for
 from bench.sizing import SMALL, save_random
-from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work
+from bench.trainer.part import Compiled, OnRanks, Timed, Work
 from bench.trainer.peer import LongAnswersSettings, measure_demo, measure_long_answers
 from bench.trainer.ranks import start_ranks
 from penstock.deploy.launch.memory import ModelShape
@@ -28,7 +28,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelShape = SMALL
     work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=496, tokens_per_pass=4096)
-    plain_rounds: int = 5
+    rounds: int = 5
     demo_steps: int = 30
     ranks_rounds: int = 3
     ranks_steps: int = 2
@@ -37,35 +37,22 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_limit_s: float = 600.0
 
 
-def plain_figures(bench: Bench) -> Iterator[Figure]:
-    reference_is = "a plain loop without diagnostics on the same batches, in turns; processor time of one thread"
-    return _against(bench, "", reference_is, Goal(at_least=0.97))
-
-
 def compiled_figures(bench: Bench) -> Iterator[Figure]:
-    reference_is = "without trainer.compile, in turns; processor time of one thread, without the first step"
-    return _against(bench, ", compiled", reference_is, None, compiled=True)
-
-
-def _against(
-    bench: Bench, suffix: str, reference_is: str, goal: Goal | None, *, compiled: bool = False
-) -> Iterator[Figure]:
-    """Compares the learner's rate with another's in one process, for the demo's model and a larger one."""
+    """Compares the learner's rate with `trainer.compile` and without, for the demo's model and a larger one."""
     settings = bench.settings
     jobs = {
         "the demo's model": (random_model(bench, "demo"), DEMO_WORK, settings.demo_steps),
         settings.model.name: (_model(bench, settings.model), settings.work, 1),
     }
     for name, (folder, work, steps) in jobs.items():
-        job = AgainstPlain(model=str(folder), work=work, rounds=settings.plain_rounds, steps=steps, compiled=compiled)
-        timed = measure_apart(f"{folder.name}{suffix}", "bench.trainer.part:against_plain", job, Timed, bench.folder)
+        job = Compiled(model=str(folder), work=work, rounds=settings.rounds, steps=steps)
+        timed = measure_apart(f"{folder.name}-compiled", "bench.trainer.part:time_compiled", job, Timed, bench.folder)
         num_tokens = work.num_tokens * steps
         yield compare_rounds(
-            f"one rank: tokens trained per second, {name}{suffix}",
-            [num_tokens / seconds for seconds in timed.learner],
+            f"one rank: tokens trained per second, {name}, compiled",
+            [num_tokens / seconds for seconds in timed.compiled],
             [num_tokens / seconds for seconds in timed.plain],
-            reference_is=reference_is,
-            goal=goal,
+            reference_is="without trainer.compile, in turns; processor time of one thread, without the first step",
             details=msgspec.to_builtins(timed),
         )
 
@@ -113,7 +100,6 @@ def _model(bench: Bench, model: ModelShape) -> Path:
 TRAINER = BenchSection(
     "trainer",
     {
-        "plain": plain_figures,
         "compiled": compiled_figures,
         "ranks": ranks_figures,
         "long-answers": measure_long_answers,
@@ -123,7 +109,7 @@ TRAINER = BenchSection(
     quick=TrainerSettings(
         model=ModelShape("tiny", 64, 128, 2, 2, 1, 64, 300, tied=True),
         work=Work(num_groups=4, group_size=2, prompt_tokens=4, sampled_tokens=16, tokens_per_pass=64),
-        plain_rounds=1,
+        rounds=1,
         demo_steps=2,
         ranks_rounds=1,
         ranks_steps=1,

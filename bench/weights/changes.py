@@ -11,7 +11,7 @@ from statistics import median
 import msgspec
 import torch
 
-from bench.result import Figure, Goal, compare
+from bench.result import Figure, Goal
 from penstock.schemas.weights.codec import changed, pack
 from penstock.schemas.weights.layout import as_bits
 
@@ -48,7 +48,7 @@ def measure_changes(job: ChangesJob) -> Figure:
         if step >= job.warm_steps:
             found.append(_change(before, after))
         before = after
-    return compare(
+    return Figure(
         f"bytes per update, AdamW at a learning rate of {job.learning_rate:g}, shapes of a 508M model",
         unit="MB",
         measured=median(num_bytes for num_bytes, _ in found) / 1e6,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.pipeline.bare import BareEngine
-from bench.result import Figure, Goal, compare
+from bench.result import Figure, Goal
 from penstock.producers.engines.weight_files import read_header
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.policy import WeightManifest
@@ -80,7 +80,7 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
     gaps = [longest_gap(arrivals, began, ended) for began, ended, _ in pauses]
     pause_s, bare_load_s = median(pause_s for _, _, pause_s in pauses), median(bare_loads)
     token_gap_s, step_s = median(gap for gap in gaps if gap is not None), step_time(arrivals)
-    return compare(
+    return Figure(
         f"pause per update, {settings.size} of weights",
         unit="ms",
         measured=pause_s * 1000,

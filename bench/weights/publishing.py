@@ -4,7 +4,6 @@ Float32 masters of any size, of which a share changes between two policies, and 
 backward passes matrix products on the main thread.
 """
 
-import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
@@ -34,7 +32,6 @@ class PublishingJob(msgspec.Struct, frozen=True, kw_only=True):
     """num_bytes: of the policy in bfloat16. num_versions: after the first. folder: scratch on tmpfs.
 
     burn_s: of products between two policies. holders: producers that must hold a policy before the next is made.
-    today: measures the file in a shared folder as well.
     """
 
     url: str
@@ -46,21 +43,17 @@ class PublishingJob(msgspec.Struct, frozen=True, kw_only=True):
     anchors: str | None = None
     burn_s: float = 0.0
     holders: int = 0
-    today: bool = False
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
     """blocked_s: by version after the first, the waits for the snapshot before included. began_s: monotonic.
 
-    copy_s: the policy's bytes copied once. today_publish_s, today_verify_s: the whole policy written as a file and
-    hashed, read and hashed again by its reader.
+    copy_s: the policy's bytes copied once.
     """
 
     blocked_s: list[float]
     began_s: list[float]
     copy_s: float
-    today_publish_s: float = 0.0
-    today_verify_s: float = 0.0
 
 
 class Masters:
@@ -119,7 +112,6 @@ def publish(job: PublishingJob) -> Published:
         blocked_s=blocked_s,
         began_s=began_s,
         copy_s=_copy_s(job.num_bytes),
-        **(_today(masters, Path(job.folder)) if job.today else {}),
     )
 
 
@@ -141,21 +133,3 @@ def _copy_s(num_bytes: int) -> float:
         np.copyto(target, source)
         seconds.append(time.perf_counter() - began)
     return float(np.median(seconds))
-
-
-def _today(masters: Masters, folder: Path) -> dict[str, float]:
-    """Returns the seconds of a copy, a whole file and its BLAKE2b on one side, and of the same hash on the other."""
-    file = folder / "today.safetensors"
-    began = time.perf_counter()
-    save_file({f"layers.{n}.weight": weight.bfloat16() for n, weight in enumerate(masters.weights)}, file)
-    _hash(file)
-    written = time.perf_counter()
-    _hash(file)
-    verified = time.perf_counter()
-    file.unlink()
-    return {"today_publish_s": written - began, "today_verify_s": verified - written}
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

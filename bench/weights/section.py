@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.result import Figure, Goal, compare
+from bench.result import Figure, Goal
 from bench.running import demo_config, random_model, save_config
 from bench.section import (
     Bench,
@@ -67,9 +67,9 @@ def measure_blocked(bench: Bench) -> Iterator[Figure]:
     for size_mb in bench.settings.sizes_mb:
         what = f"{size_mb:g} MB, {CHANGED:.0%} changed"
         burn_s = max(0.2, BURN_S_PER_GB * size_mb / 1000)
-        published, _ = _run(bench, f"blocked-{size_mb:g}", size_mb, burn_s=burn_s, today=True)
+        published, _ = _run(bench, f"blocked-{size_mb:g}", size_mb, burn_s=burn_s)
         blocked_s = median(published.blocked_s)
-        yield compare(
+        yield Figure(
             f"seconds that the trainer is blocked per update, {what}",
             unit="ms",
             measured=blocked_s * 1000,
@@ -77,14 +77,6 @@ def measure_blocked(bench: Bench) -> Iterator[Figure]:
             reference_is="one copy of the same bytes in memory",
             goal=Goal(at_most=1.0),
             details=msgspec.to_builtins(published),
-        )
-        yield compare(
-            f"the same against a whole file, {what}",
-            unit="ms",
-            measured=blocked_s * 1000,
-            reference=published.today_publish_s * 1000,
-            reference_is="copied, written to tmpfs as one file, read back and hashed by BLAKE2b",
-            goal=Goal(at_most=0.1),
         )
 
 
@@ -104,20 +96,17 @@ def measure_changed(bench: Bench) -> Iterator[Figure]:
 
 def measure_way(bench: Bench) -> Iterator[Figure]:
     size_mb = bench.settings.way_mb
-    published, alone = _run(bench, "one-producer", size_mb, holders=1, today=True)
+    published, alone = _run(bench, "one-producer", size_mb, holders=1)
     one_s = _way_s(published, alone)
-    yield compare(
+    yield Figure(
         f"optimizer step to a producer that holds the policy, {size_mb:g} MB, 1% changed, through Redis",
         unit="s",
         measured=median(one_s),
-        reference=published.today_publish_s + published.today_verify_s,
-        reference_is="a whole file on tmpfs, hashed by BLAKE2b on both sides; no load",
-        goal=Goal(at_most=0.5),
         details={"by_version_s": one_s},
     )
     published, several = _run(bench, "producers", size_mb, holders=NUM_PRODUCERS)
     several_s = _way_s(published, several)
-    yield compare(
+    yield Figure(
         f"the same until {len(several)} producers of one host hold it",
         unit="s",
         measured=median(several_s),
@@ -127,7 +116,7 @@ def measure_way(bench: Bench) -> Iterator[Figure]:
         details={"by_version_s": several_s, "fetched_bytes": [held.num_bytes for held in several]},
     )
     copy_bytes, own_bytes = max(held.copy_bytes for held in several), most_at_once([held.own_bytes for held in several])
-    yield compare(
+    yield Figure(
         f"memory of a host with {len(several)} producers, without their engines",
         unit="MB",
         measured=(copy_bytes + own_bytes) / MB,
@@ -172,7 +161,7 @@ def measure_late(bench: Bench) -> list[Figure]:
 
     anchor, late = joined("anchor", 0), joined("late", num_versions)
     return [
-        compare(
+        Figure(
             f"a producer that joins {num_versions} policies late holds the newest, {size_mb:g} MB",
             unit="s",
             measured=late.first_s,

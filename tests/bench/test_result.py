@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from bench.result import BenchError, Goal, Result, absent, compare, compare_rounds, in_turns, print_result, write_result
+from bench.result import BenchError, Figure, Goal, Result, absent, compare_rounds, in_turns, print_result, write_result
 
 
 def result(*figures):
@@ -34,11 +34,11 @@ def test_a_figure_compares_and_says_whether_its_goal_is_reached():
     """What did not finish misses its goal; without a reference or a goal there is nothing to miss."""
     goal = Goal(at_least=0.97)
     rows = [
-        (compare("a", unit="s", measured=3.0, reference=2.0, goal=goal), 1.5, True),
-        (compare("a", unit="s", measured=3.0, reference=2.0, goal=goal, ratio=0.5), 0.5, False),
-        (compare("a", unit="s", measured=None, reference=2.0, goal=goal), None, False),
-        (compare("a", unit="s", measured=3.0, goal=goal), None, None),
-        (compare("a", unit="s", measured=3.0, reference=2.0), 1.5, None),
+        (Figure("a", unit="s", measured=3.0, reference=2.0, goal=goal), 1.5, True),
+        (Figure("a", unit="s", measured=3.0, reference=2.0, goal=goal, ratio=0.5), 0.5, False),
+        (Figure("a", unit="s", measured=None, reference=2.0, goal=goal), None, False),
+        (Figure("a", unit="s", measured=3.0, goal=goal), None, None),
+        (Figure("a", unit="s", measured=3.0, reference=2.0), 1.5, None),
     ]
     for n, (figure, ratio, reached) in enumerate(rows):
         assert (figure.ratio, figure.reached) == (ratio, reached), n
@@ -60,7 +60,7 @@ def test_rounds_are_measured_in_turns_and_the_ratio_is_the_median_of_the_rounds_
 
 
 def test_a_result_is_written_under_section_rows_date_and_device_and_printed(tmp_path):
-    whole = result(compare("rate", unit="/s", measured=1.0, reference=2.0, goal=Goal(at_least=1.0)), absent("b", "no"))
+    whole = result(Figure("rate", unit="/s", measured=1.0, reference=2.0, goal=Goal(at_least=1.0)), absent("b", "no"))
     file = write_result(whole, tmp_path)
     assert file.name == "pipeline-2026-01-02.json"
     assert msgspec.json.decode(file.read_bytes(), type=Result) == whole
@@ -70,4 +70,4 @@ def test_a_result_is_written_under_section_rows_date_and_device_and_printed(tmp_
     shown = console.export_text()
     assert "rate" in shown and "0.5" in shown and "≥ 1" in shown and "no" in shown and "b: not measured: no" in shown
     with pytest.raises(BenchError, match="rate: nan, expected a finite number"):
-        write_result(result(compare("rate", unit="/s", measured=math.nan)), tmp_path)
+        write_result(result(Figure("rate", unit="/s", measured=math.nan)), tmp_path)

@@ -32,14 +32,13 @@ HERE = {
     ("stream", "xadd"): 2,
     ("stream", "read"): 6,
     ("stream", "producers"): 1,
-    ("head", "accuracy"): 8,
     ("head", "memory"): 2,
     ("head", "time"): 2,
-    ("weights", "blocked"): 4,
+    ("weights", "blocked"): 2,
     ("weights", "changed"): 2,
     ("weights", "way"): 3,
     ("weights", "late"): 1,
-    ("trainer", "plain"): 2,
+    ("trainer", "compiled"): 2,
     ("trainer", "ranks"): 2,
     ("gpu", "head"): 2,
     ("gpu", "trainer"): 2,
@@ -98,7 +97,7 @@ def test_rows_choose_their_sections():
     assert command.choose_rows([], ["time", "records"]) == {"stream": ("records",), "head": ("time",)}
     assert set(command.choose_rows([], [])) == set(command.SECTIONS) - {"gpu"}
     assert command.choose_rows(["gpu"], ["head"]) == {"gpu": ("head",)}
-    with pytest.raises(command.ConfigError, match="--only records: no row of head; expected one of accuracy"):
+    with pytest.raises(command.ConfigError, match="--only records: no row of head; expected one of memory"):
         command.choose_rows(["head"], ["records"])
     with pytest.raises(command.ConfigError, match="heads: no section; expected pipeline, weights, stream, head"):
         command.choose_rows(["heads"], [])
