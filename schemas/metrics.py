@@ -389,7 +389,7 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
     "loss": _M("Loss of the last batch", "none"),
     "grad_norm": _M("Gradient norm before clipping", "none", (), "gradient norm"),
     "learning_rate": _M("Learning rate of the last batch's first optimizer step", "none", (), "learning rate"),
-    "entropy": _M("Mean token entropy of the current policy", title="entropy"),
+    "entropy": _M("Mean token entropy of the current policy", title="entropy (nats)"),
     "policy_clipped_frac": _M("Share of tokens whose policy ratio was clipped", title="clip fraction", bad_above=0.1),
     "policy_clipped_low_frac": _M("Share of tokens whose policy ratio was clipped from below"),
     "policy_clipped_high_frac": _M("Share of tokens whose policy ratio was clipped from above"),
@@ -434,10 +434,12 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
         "Share of tokens within the lag bound that the correction rejected", "", BOTH, "masked", bad_above=0.5
     ),
     "masked_frac_positive": _M(
-        "Share of tokens with an advantage above 0 that the correction rejected", "share", (LAG,), bad_above=0.5
+        "Share of tokens with an advantage above 0 that the correction rejected", "share", (LAG,),
+        "masked, advantage > 0", bad_above=0.5,
     ),
     "masked_frac_negative": _M(
-        "Share of tokens with an advantage below 0 that the correction rejected", "share", (LAG,), bad_above=0.5
+        "Share of tokens with an advantage below 0 that the correction rejected", "share", (LAG,),
+        "masked, advantage < 0", bad_above=0.5,
     ),
     "ratio_mean": _M("Mean ratio of proximal to behavior policy before truncation", "none"),
     "ratio_max": _M("Largest ratio of proximal to behavior policy of a token", "none"),

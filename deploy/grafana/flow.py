@@ -10,7 +10,6 @@ from penstock.deploy.grafana.panels import (
     quantiles,
     rate,
     stat,
-    states,
     timeseries,
 )
 from penstock.schemas import limits
@@ -26,13 +25,6 @@ GLANCE = [
         base="blue",
         name_only=True,
         no_value="no batch in 5 min",
-    ),
-    stat(
-        "Trainer busy",
-        "Share of the trainer's time spent on optimizer steps and on publishing weights, over five minutes.",
-        {"busy": '1 - penstock:trainer_waiting:ratio_rate5m{run="$run"}'},
-        limits={0.5: "orange", 1 - limits.WAITING: "green"},
-        base="red",
     ),
     stat(
         "Queue",
@@ -114,12 +106,6 @@ QUEUE = [
         "Share of the groups settled in fifteen minutes. `penstock dead list` has the reasons.",
         {"dead": of_run("penstock:groups_dead:ratio_rate15m")},
         limits={limits.DEAD: "red"},
-    ),
-    states(
-        "Waited for, over time",
-        "The bottleneck, as at the top.",
-        {"{{part}}": of_run("penstock:bottleneck")},
-        on="waited for",
     ),
 ]
 PRODUCERS = [
@@ -267,17 +253,6 @@ TRAINER = [
 ]
 REDIS = [
     timeseries(
-        "Memory",
-        "From redis_exporter; empty without one (the runbook says how to have it). At the limit producers are "
-        "refused. The server may hold other runs as well.",
-        {
-            "used, {{instance}}": "max by (instance) (redis_memory_used_bytes)",
-            "limit": "min(redis_memory_max_bytes > 0)",
-        },
-        unit="bytes",
-        bound="limit",
-    ),
-    timeseries(
         "Memory, of the limit",
         "Share of Redis' maxmemory. From 70 % on the trainer commits early, which makes room; above 85 % that has "
         "not helped.",
@@ -308,11 +283,11 @@ DASHBOARD = dashboard(
     "Penstock / Flow",
     "Who waits for whom: producers, queue, trainer, Redis.",
     {
-        "At a glance": Row(GLANCE, (4,)),
-        "Queue and credit": Row(QUEUE, (12, 12, 8)),
+        "At a glance": Row(GLANCE, (5, 5, 5, 4, 5)),
+        "Queue and credit": Row(QUEUE, (12,)),
         "Each producer": Row(PRODUCERS),
         "Weights": Row(WEIGHTS, (6,)),
         "Trainer": Row(TRAINER, (6,)),
-        "Redis": Row(REDIS),
+        "Redis": Row(REDIS, (12,)),
     },
 )

@@ -1,6 +1,6 @@
 """Learning: does it learn, and is it healthy?"""
 
-from penstock.deploy.grafana.panels import Row, dashboard, last, limits_of, of_update, rate, timeseries
+from penstock.deploy.grafana.panels import Row, dashboard, last, limits_of, of_update, timeseries
 from penstock.schemas.config import TrainerConfig
 
 OUTCOME = [
@@ -86,12 +86,6 @@ OPTIMIZER = [
     of_update("learning_rate", "At the last batch's first optimizer step.", unit="sci"),
     of_update("loss", "Only that it is finite says something: its level depends on the objective.", minimum=None),
     timeseries(
-        "Optimizer steps",
-        "Steps taken per second.",
-        {"taken": rate("penstock_optimizer_steps_total")},
-        unit="suffix: steps/s",
-    ),
-    timeseries(
         "Steps not taken",
         "By reason, since the trainer's start. Any but `nothing left to train` deserves a look at once.",
         {"{{reason}}": 'sum by (reason) (penstock_steps_skipped_total{run="$run"})'},
@@ -104,5 +98,5 @@ DASHBOARD = dashboard(
     "penstock-learning",
     "Penstock / Learning",
     "Does it learn, and is it healthy? Values are those of the batch that the trainer has consumed last.",
-    {"Outcome": Row(OUTCOME, (12, 12, 6)), "Policy": Row(POLICY, (6,)), "Optimizer": Row(OPTIMIZER, (8, 8, 8, 12))},
+    {"Outcome": Row(OUTCOME, (12, 12, 6)), "Policy": Row(POLICY, (6,)), "Optimizer": Row(OPTIMIZER, (12,))},
 )

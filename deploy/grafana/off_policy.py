@@ -4,7 +4,6 @@ from penstock.deploy.grafana.panels import (
     Row,
     by_lag,
     dashboard,
-    heatmap,
     last,
     limits_of,
     of_run,
@@ -15,28 +14,18 @@ from penstock.deploy.grafana.panels import (
 from penstock.schemas import limits
 
 LAG = [
-    heatmap(
-        "Lag heat map",
-        "How many tokens of which lag were consumed. Bands of steady colour are a pipeline in balance; where the "
-        "upper ones darken, rollouts wait longer.",
-        {"{{le}}": 'sum by (le) (increase(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval]))'},
-        unit="short",
-        axis="lag, at most",
-    ),
     timeseries(
         "Lag",
         "Of the tokens consumed, with the bound beyond which they are masked.",
         {**quantiles("penstock_token_lag_steps", "99 of 100 are younger"), "bound": last("penstock_lag_bound_steps")},
         unit="suffix: steps",
         bound="bound",
-        height=10,
     ),
     timeseries(
         "Tokens beyond the bound",
         "Share of the sampled tokens that were masked for their lag, over five minutes: work thrown away.",
         {"masked for lag": of_run("penstock:tokens_beyond_bound:ratio_rate5m")},
         limits={limits.BEYOND_BOUND: "red"},
-        height=10,
     ),
 ]
 LOST = [
@@ -163,7 +152,7 @@ DASHBOARD = dashboard(
     "Penstock / Off-policy",
     "How old the tokens are when they are trained, and what age and engine do to them. Lag is in optimizer steps.",
     {
-        "How old the tokens are": Row(LAG, (12, 6)),
+        "How old the tokens are": Row(LAG, (12,)),
         "What is lost": Row(LOST, (12,)),
         "The whole batch": Row(WHOLE),
         "By producer": Row(BY_PRODUCER, (12,)),

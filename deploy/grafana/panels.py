@@ -7,14 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from grafana_foundation_sdk.builders import common as builders
 from grafana_foundation_sdk.builders import dashboard as dashboards
-from grafana_foundation_sdk.builders import heatmap as heatmaps
-from grafana_foundation_sdk.builders import prometheus, statetimeline
+from grafana_foundation_sdk.builders import prometheus
 from grafana_foundation_sdk.builders import stat as stats
 from grafana_foundation_sdk.builders import timeseries as timelines
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as model
-from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
-from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
+from grafana_foundation_sdk.models.prometheus import QueryEditorMode
 
 from penstock.deploy.prometheus.metrics_reference import unit_of
 from penstock.deploy.report import drawing
@@ -26,7 +24,7 @@ from penstock.schemas.metrics import (
     title_of,
 )
 
-Panel = timelines.Panel | stats.Panel | statetimeline.Panel | heatmaps.Panel
+Panel = timelines.Panel | stats.Panel
 Kind = TypeVar("Kind", bound=Panel)
 Queries = Mapping[str, str]
 """PromQL by legend. An expression has `$run` and `$__rate_interval`; a legend names labels as `{{producer}}`."""
@@ -88,13 +86,12 @@ def timeseries(
     log_scale: bool = False,
     colours: Mapping[str, str] | None = None,
     bound: str | None = None,
-    height: int = 8,
 ) -> Panel:
     """Makes a panel of lines over time. `limits` are drawn as lines; `colours` are by legend; `bound` is the legend of
     a line that is itself a limit."""
     legend = builders.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.TABLE)
     panel = (
-        _filled(timelines.Panel(), title, description, queries, unit, limits, base, height)
+        _filled(timelines.Panel(), title, description, queries, unit, limits, base, height=8)
         .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC))
         .line_width(2)
         .point_size(4)
@@ -181,46 +178,6 @@ def stat(
     )
 
 
-def states(title: str, description: str, queries: Queries, *, on: str) -> Panel:
-    """Makes a panel with a band per series, coloured and labelled `on` while it is 1."""
-    results = {
-        "0": model.ValueMappingResult(text=" ", color="transparent", index=0),
-        "1": model.ValueMappingResult(text=on, color="orange", index=1),
-    }
-    base = "transparent"
-    return (
-        _filled(statetimeline.Panel(), title, description, queries, "none", {1: "orange"}, base, height=8)
-        .min(0)
-        .max(1)
-        .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
-        .mappings([model.ValueMap(options=results)])
-        .line_width(0)
-        .fill_opacity(80)
-        .align_value(common.TimelineValueAlignment.CENTER)
-        .legend(builders.VizLegendOptions().show_legend(False))
-        .tooltip(builders.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE).sort(common.SortOrder.NONE))
-    )
-
-
-def heatmap(title: str, description: str, queries: Queries, *, unit: str, axis: str) -> Panel:
-    """Makes a panel of a Prometheus histogram over time. The query gives its buckets by `le`; `unit` is that of a
-    bucket's count."""
-    colours = heatmaps.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Blues").fill("dark-blue")
-    return (
-        _filled(heatmaps.Panel(), title, description, queries, unit, None, "green", height=10, as_heatmap=True)
-        .min(0)
-        .color(colours.scale(HeatmapColorScale.EXPONENTIAL).exponent(0.5).steps(64))
-        .cell_gap(1)
-        .cell_values(heatmaps.CellValues().unit(unit))
-        .filter_values(heatmaps.FilterValueRange().le(1e-9))
-        .show_value(common.VisibilityMode.NEVER)
-        .y_axis(heatmaps.YAxisConfig().axis_placement(common.AxisPlacement.LEFT).axis_label(axis).unit("none"))
-        .show_legend()
-        .show_y_histogram()
-        .show_color_scale(True)
-    )
-
-
 def _filled(
     panel: Kind,
     title: str,
@@ -232,7 +189,6 @@ def _filled(
     height: int,
     *,
     instant: bool = False,
-    as_heatmap: bool = False,
 ) -> Kind:
     """Sets the properties that every kind of panel has; returns the panel."""
     any_panel: Any = panel  # the SDK has no common type
@@ -246,7 +202,7 @@ def _filled(
         query = prometheus.Dataquery().ref_id(chr(ord("A") + number)).datasource(DATASOURCE)
         query.expr(expr).legend_format(legend).editor_mode(QueryEditorMode.CODE)
         query.instant() if instant else query.range()
-        any_panel.with_target(query.format(PromQueryFormat.HEATMAP) if as_heatmap else query)
+        any_panel.with_target(query)
     return panel
 
 

@@ -90,22 +90,22 @@ FIGURES = (
         "Effective sample size by lag",
         "As a share of the tokens: of the ratios as they are, and of the weights applied. What lies between the two is "
         "what truncation hides.",
-        LagCurves("ess_fraction", "ESS of ratios", drawing.in_percent),
-        LagCurves("applied_ess_fraction", "ESS of weights", drawing.in_percent),
+        LagCurves("ess_fraction", drawing.in_percent),
+        LagCurves("applied_ess_fraction", drawing.in_percent),
     ),
     lag_figure(
         "kl-by-lag",
         "KL between engine and trainer by lag",
         "Per token. The line of lag 0 must stay flat: if it rises, the engine computes something else. That of "
         "0-mixed, in rows that met an update, is drift already. k3 is never negative.",
-        LagCurves("kl", "KL (nats)"),
-        LagCurves("k3_kl", "k3 (nats)"),
+        LagCurves("kl"),
+        LagCurves("k3_kl"),
     ),
     lag_figure(
         "chi2-by-lag",
         "χ² by lag",
         "The variance that the ratios bring into the gradient; above 1 an old token says less than its noise.",
-        LagCurves("chi2", "χ² (per token)"),
+        LagCurves("chi2"),
         height_in=3.1,
     ),
     lag_figure(
@@ -113,16 +113,16 @@ FIGURES = (
         "Importance weight and share of tokens corrected by lag",
         "Weights near 1 are without bias; one that falls with lag is the correction trusting old tokens less. Below "
         "the share of tokens whose weight it bounded or took away.",
-        LagCurves("weight_mean", "mean weight applied"),
-        LagCurves("corrected_frac", "tokens corrected", as_share),
+        LagCurves("weight_mean"),
+        LagCurves("corrected_frac", as_share),
     ),
     lag_figure(
         "masked-by-lag",
         "Rejected tokens by lag and sign of the advantage",
         "Share of the tokens of that sign that the correction gave no weight; a share that "
         "differs much between the signs tilts what is learned.",
-        LagCurves("masked_frac_positive", "advantage > 0", as_share),
-        LagCurves("masked_frac_negative", "advantage < 0", as_share),
+        LagCurves("masked_frac_positive", as_share),
+        LagCurves("masked_frac_negative", as_share),
         above_zero=True,
     ),
     curves_figure(

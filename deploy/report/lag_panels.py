@@ -22,7 +22,7 @@ from penstock.deploy.report.drawing import (
 )
 from penstock.deploy.report.summary import mismatch_by_lag
 from penstock.deploy.report.telemetry import RunTelemetry
-from penstock.schemas.metrics import LAG_LABELS, lag_key
+from penstock.schemas.metrics import LAG_LABELS, UPDATE_METRICS, lag_key, title_of
 
 
 @figure(
@@ -61,8 +61,12 @@ class LagCurves(NamedTuple):
     """A metric by update on one of a figure's axes, with a line for each lag. setup: called on the axes when drawn."""
 
     metric: str
-    ylabel: str
     setup: Callable[[Axes], None] = lambda ax: None
+
+    @property
+    def ylabel(self) -> str:
+        unit = UPDATE_METRICS[self.metric].unit
+        return title_of(self.metric) + f" ({unit})" * (unit not in ("", "none", "share"))
 
 
 def lag_figure(

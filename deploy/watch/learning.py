@@ -9,20 +9,20 @@ from rich.text import Text
 from penstock.deploy.report.telemetry import metric_values
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import number, safe, sparkline
-from penstock.schemas.metrics import REWARD, figure_name, figures_of
+from penstock.schemas.metrics import REWARD, figure_name, figures_of, title_of
 
 _ROWS = (
-    ("reward's spread", "reward_std"),
-    ("tokens a rollout", "completion_tokens"),
-    ("truncated", "truncated_frac"),
-    ("entropy (nats)", "entropy"),
-    ("KL to behavior", "rollout_correction/k3_kl"),
-    ("KL to reference", "reference_kl"),
-    ("KL to teacher", "teacher_kl"),
-    ("clip fraction", "policy_clipped_frac"),
-    ("gradient norm", "grad_norm"),
-    ("learning rate", "learning_rate"),
-    ("loss", "loss"),
+    "reward_std",
+    "completion_tokens",
+    "truncated_frac",
+    "entropy",
+    "rollout_correction/k3_kl",
+    "reference_kl",
+    "teacher_kl",
+    "policy_clipped_frac",
+    "grad_norm",
+    "learning_rate",
+    "loss",
 )
 _LABEL = 20
 _FIXED = _LABEL + 38
@@ -67,5 +67,5 @@ def _rows(seen: RunSnapshot) -> Iterator[tuple[str, list[float]]]:
         for name in (REWARD, *parts[:_PARTS]):
             label = safe(where + figure_name(name), _LABEL)
             yield label, [line[name] for line in lines if name in line]
-    for label, key in _ROWS:
-        yield label, metric_values(seen.updates, key)
+    for key in _ROWS:
+        yield title_of(key), metric_values(seen.updates, key)

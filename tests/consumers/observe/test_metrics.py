@@ -21,10 +21,7 @@ from penstock.schemas.config import EnvironmentConfig, MetricsConfig, ModelConfi
 from penstock.schemas.metrics import (
     LAG_LABELS,
     TRAINER_GAUGES,
-    TRAINER_GAUGES_BY_ENVIRONMENT,
     TRAINER_GAUGES_BY_LAG,
-    Metric,
-    TrainerMetric,
     prometheus_name,
 )
 from wire_examples import group, group_of_lengths
@@ -99,46 +96,22 @@ def test_every_number_of_the_diagnostics_has_its_gauge_and_reaches_it(metrics: T
     assert value("penstock_objective", {"name": "reward"}) is None
 
 
-def test_the_seeds_names_are_kept_with_an_underscore_for_the_slash() -> None:
-    seeds = {key: metric.name for key, metric in TRAINER_GAUGES.items() if key.startswith("rollout_correction/")}
-    assert len(seeds) == 16
-    assert seeds["rollout_correction/kl"] == "penstock_rollout_correction_kl"
-    assert all(name == "penstock_" + key.replace("/", "_") for key, name in seeds.items())
-
-
-def test_a_bucket_without_a_token_leaves_no_sample_of_the_batch_before(metrics: TrainerMetrics) -> None:
-    metrics.record(line(**diagnostics([0, 5])))
-    metrics.record(line(**diagnostics([1, 5])))
-    value = metrics.registry.get_sample_value
-    for name in TRAINER_GAUGES_BY_LAG.keys() - {"masked_frac_negative"}:
-        gauge = f"{prometheus_name(name)}_by_lag"
-        assert value(gauge, {"lag": "0"}) is None
-        assert value(gauge, {"lag": "1"}) is not None
-        assert value(gauge, {"lag": "4-7"}) is not None
-
-
-def test_a_number_that_a_batch_has_not_is_nan_and_not_that_of_the_batch_before(metrics: TrainerMetrics) -> None:
+def test_a_number_that_a_batch_has_not_is_not_that_of_the_batch_before(metrics: TrainerMetrics) -> None:
+    """A bucket without a token has no sample, a number of the whole batch is NaN, a part of the reward is gone."""
     value = metrics.registry.get_sample_value
     assert math.isnan(value("penstock_ess_fraction"))
-    metrics.record(line(**diagnostics([0, 5])))
+    metrics.record(line(**diagnostics([0, 5]), **{"reward/exact": 0.25, "reward/form": 0.75}))
     assert value("penstock_ess_fraction") < 1
-    assert value("penstock_mismatch_lag0_nats") > 0
+    metrics.record(line(**diagnostics([1, 5]), **{"reward/exact": 0.5}))
+    for name in TRAINER_GAUGES_BY_LAG.keys() - {"masked_frac_negative"}:
+        gauge = f"{prometheus_name(name)}_by_lag"
+        assert value(gauge, {"lag": "0"}) is None and value(gauge, {"lag": "1"}) is not None, name
+    assert value("penstock_reward_part", {"part": "exact"}) == 0.5
+    assert value("penstock_reward_part", {"part": "form"}) is None
     metrics.record(line(loss=None))
     for key in ("ess_fraction", "rollout_correction/kl", "loss", "mismatch_lag0"):
         assert math.isnan(value(TRAINER_GAUGES[key].name)), key
     assert value("penstock_reward") == 0.5
-
-
-def test_the_parts_of_the_reward_are_served_by_name_while_batches_have_them(metrics: TrainerMetrics) -> None:
-    value = metrics.registry.get_sample_value
-    metrics.record(line(**{"reward/exact": 0.25, "reward/form": 0.75, "truncated_frac": 0.5, "reward_std": 0.1}))
-    metrics.evaluate({"reward": 0.5, "reward/exact": 0.375}, {"main": {"reward": 0.5}})
-    metrics.record(line(**{"reward/exact": 0.5}))
-    assert value("penstock_reward_part", {"part": "exact"}) == 0.5
-    assert value("penstock_reward_part", {"part": "form"}) is None
-    assert value("penstock_objective", {"name": "reward/exact"}) is None
-    assert value("penstock_evaluation_reward") == 0.5
-    assert value("penstock_evaluation_reward_part", {"part": "exact"}) == 0.375
 
 
 def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -> None:
@@ -147,41 +120,26 @@ def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -
     own |= {"lag_mean": 1.5, "ess_fraction": 0.9, "chi2": 0.1}
     metrics.record(line(environments={"sums": own, "words": own | {"reward": 1.0}}))
     metrics.record(line(environments={"sums": own}))
-    assert value("penstock_environment_reward", {"environment": "sums"}) == 0.25
-    assert value("penstock_environment_ess_fraction", {"environment": "sums"}) == 0.9
-    assert value("penstock_environment_lag_mean", {"environment": "sums"}) == 1.5
-    assert value("penstock_environment_chi2", {"environment": "words"}) is None, "not that of a batch before"
-    assert value("penstock_environment_reward", {"environment": "words"}) is None, "not that of a batch before"
-    assert value("penstock_environment_completion_tokens", {"environment": "sums"}) == 7
+    for key in ("reward", "completion_tokens", "lag_mean", "ess_fraction", "chi2"):
+        assert value(f"penstock_environment_{key}", {"environment": "sums"}) == own[key], key
+        assert value(f"penstock_environment_{key}", {"environment": "words"}) is None, "not that of a batch before"
     assert value("penstock_environment_groups_total", {"environment": "sums", "outcome": "trained"}) == 6
     assert value("penstock_environment_groups_total", {"environment": "words", "outcome": "skipped"}) == 1
-    metrics.record(line(environments={"words": {"num_groups_trained": 0, "num_groups_skipped": 4}}))
-    assert value("penstock_environment_reward", {"environment": "words"}) is None, "no group of it in the batch"
-    assert value("penstock_environment_groups_total", {"environment": "words", "outcome": "skipped"}) == 5
-    metrics.evaluate({"reward": 0.5}, {"sums": {"reward": 0.5}})
-    assert value("penstock_environment_evaluation_reward", {"environment": "sums"}) == 0.5
 
 
-def test_what_else_an_evaluation_measured_is_served_by_environment_and_figure(metrics: TrainerMetrics) -> None:
-    def value(figure: str) -> float | None:
-        labels = {"environment": "sums", "figure": figure}
-        return metrics.registry.get_sample_value("penstock_evaluation_figure", labels)
-
-    own = {"reward": 0.5, "reward/exact": 0.25, "pass@8": 0.75, "pass@8_se": 0.125, "reward_se": 0.0625}
-    metrics.evaluate(own, {"sums": own})
-    assert (value("pass@8"), value("pass@8_se"), value("reward_se")) == (0.75, 0.125, 0.0625)
-    assert value("reward") is None and value("reward/exact") is None, "they have metrics of their own"
-    metrics.evaluate({"reward": 0.0}, {"sums": {"reward": 0.0}})
-    assert value("pass@8") is None, "not that of an evaluation before"
-
-
-def test_what_filling_batches_costs_is_counted(metrics: TrainerMetrics) -> None:
+def test_an_evaluation_is_served_and_the_one_before_is_gone(metrics: TrainerMetrics) -> None:
     value = metrics.registry.get_sample_value
-    metrics.record(line())
-    metrics.record(line(credit=18))
-    assert value("penstock_fill_skipped_groups_total") == 4
-    assert value("penstock_fill_skipped_tokens_total") == 80
-    assert value("penstock_credit_groups") == 18
+    own = {"reward": 0.5, "reward/exact": 0.25, "pass@8": 0.75, "reward_se": 0.0625}
+    metrics.evaluate(own, {"sums": own})
+    assert value("penstock_evaluation_reward") == 0.5
+    assert value("penstock_evaluation_reward_part", {"part": "exact"}) == 0.25
+    assert value("penstock_environment_evaluation_reward", {"environment": "sums"}) == 0.5
+    figures = {"pass@8": 0.75, "reward_se": 0.0625, "reward": None, "reward/exact": None}  # those have their own
+    for figure, expected in figures.items():
+        labels = {"environment": "sums", "figure": figure}
+        assert value("penstock_evaluation_figure", labels) == expected, figure
+    metrics.evaluate({"reward": 0.0}, {"sums": {"reward": 0.0}})
+    assert value("penstock_evaluation_figure", {"environment": "sums", "figure": "pass@8"}) is None
 
 
 def test_what_only_the_objective_reports_is_served_under_its_name_while_it_is_reported(
@@ -196,37 +154,30 @@ def test_what_only_the_objective_reports_is_served_under_its_name_while_it_is_re
     assert value("penstock_objective", {"name": "dual_clipped_frac"}) is None
 
 
-def test_counters_add_up_over_batches(metrics: TrainerMetrics) -> None:
+def test_counters_add_up_over_batches_and_are_there_from_the_start(metrics: TrainerMetrics) -> None:
+    value = metrics.registry.get_sample_value
+    for name, labels in (
+        ("penstock_groups_settled_total", {"outcome": "dead"}),
+        ("penstock_steps_skipped_total", {"reason": "loss is not finite"}),
+        ("penstock_step_seconds_count", {"phase": "wait"}),
+    ):
+        assert value(name, labels) == 0, name
     metrics.record(line(steps_skipped={"loss is not finite": 2, "nothing left to train": 1}))
-    metrics.record(line(steps_skipped={"loss is not finite": 1}))
-    value = metrics.registry.get_sample_value
-    assert value("penstock_optimizer_steps_total") == 8
-    assert value("penstock_steps_skipped_total", {"reason": "loss is not finite"}) == 3
-    assert value("penstock_steps_skipped_total", {"reason": "nothing left to train"}) == 1
-    assert value("penstock_tokens_trained_total") == 2 * (6 - 2)
-    assert value("penstock_tokens_masked_total", {"reason": "correction"}) == 4
-    assert value("penstock_tokens_masked_total", {"reason": "lag"}) == 2
-    assert value("penstock_updates_total") == 2
-    assert value("penstock_token_lag_steps_sum") == 16
-    assert value("penstock_token_lag_steps_bucket", {"le": "1.0"}) == 6
-
-
-def test_labels_of_the_process_are_on_every_sample_beside_its_own() -> None:
-    metrics = TrainerMetrics(run="demo")
-    metrics.record(line(**diagnostics([0, 5])))
-    value = metrics.registry.get_sample_value
-    assert value("penstock_reward", {"run": "demo"}) == 0.5
-    assert value("penstock_tokens_masked_total", {"run": "demo", "reason": "lag"}) == 1
-    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
-    assert {sample.labels["run"] for sample in samples} == {"demo"}
-
-
-def test_a_counter_is_there_from_the_start_for_each_value_known_beforehand(metrics: TrainerMetrics) -> None:
-    value = metrics.registry.get_sample_value
-    for outcome in ("trained", "skipped", "dead"):
-        assert value("penstock_groups_settled_total", {"outcome": outcome}) == 0
-    assert value("penstock_steps_skipped_total", {"reason": "loss is not finite"}) == 0
-    assert value("penstock_step_seconds_count", {"phase": "wait"}) == 0
+    metrics.record(line(steps_skipped={"loss is not finite": 1}, credit=18))
+    for name, labels, expected in (
+        ("penstock_optimizer_steps_total", {}, 8),
+        ("penstock_steps_skipped_total", {"reason": "loss is not finite"}, 3),
+        ("penstock_tokens_trained_total", {}, 2 * (6 - 2)),
+        ("penstock_tokens_masked_total", {"reason": "correction"}, 4),
+        ("penstock_tokens_masked_total", {"reason": "lag"}, 2),
+        ("penstock_updates_total", {}, 2),
+        ("penstock_token_lag_steps_sum", {}, 16),
+        ("penstock_token_lag_steps_bucket", {"le": "1.0"}, 6),
+        ("penstock_fill_skipped_groups_total", {}, 4),
+        ("penstock_fill_skipped_tokens_total", {}, 80),
+        ("penstock_credit_groups", {}, 18),
+    ):
+        assert value(name, labels) == expected, name
 
 
 def test_what_became_of_rollouts_is_what_the_ledger_says_counted_from_the_start_of_this_trainer(
@@ -306,23 +257,17 @@ def test_a_trainer_that_ends_takes_its_address_away_and_leaves_its_successors(
     assert file.read_text() == "of the successor"
 
 
-def test_every_metric_of_the_trainer_is_served(metrics: TrainerMetrics, tmp_path: Path) -> None:
-    port = metrics.serve(MetricsConfig(port=0), tmp_path)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
-        text = reply.read().decode()
-    declared = [value for value in vars(TrainerMetric).values() if isinstance(value, Metric)]
-    by_label = (*TRAINER_GAUGES_BY_LAG.values(), *TRAINER_GAUGES_BY_ENVIRONMENT.values())
-    for metric in (*declared, *TRAINER_GAUGES.values(), *by_label):
-        assert f"# HELP {metric.name} " in text, metric.name
-
-
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool")
-@pytest.mark.parametrize("lags", [[], [0, 1, 3, 5, 9]])
-def test_promtool_has_nothing_to_say_about_the_metrics(metrics: TrainerMetrics, lags: list[int]) -> None:
-    if lags:
-        metrics.record(line(**diagnostics(lags), steps_skipped={"loss is not finite": 1}, dual_clipped_frac=0.1))
-    assert PROMTOOL is not None
-    result = subprocess.run(
-        [PROMTOOL, "check", "metrics"], input=generate_latest(metrics.registry), capture_output=True, timeout=30
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+def test_promtool_has_nothing_to_say_about_the_metrics_which_have_the_labels_of_the_process(tmp_path: Path) -> None:
+    metrics = TrainerMetrics(run="demo")
+    for lags in ([], [0, 1, 3, 5, 9]):
+        if lags:
+            metrics.record(line(**diagnostics(lags), steps_skipped={"loss is not finite": 1}, dual_clipped_frac=0.1))
+        assert PROMTOOL is not None
+        result = subprocess.run(
+            [PROMTOOL, "check", "metrics"], input=generate_latest(metrics.registry), capture_output=True, timeout=30
+        )
+        assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+    assert metrics.registry.get_sample_value("penstock_reward", {"run": "demo"}) == 0.5
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    assert {sample.labels["run"] for sample in samples} == {"demo"}

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[3]
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
 LIMIT_OF_THE_RUN = {
     "Policy behind": ("lag bound", "penstock_lag_bound_steps"),
-    "Memory": ("limit", "redis_memory_max_bytes"),
     "Chunks in Redis": ("limit", "penstock_weight_redis_limit_bytes"),
     "Lag": ("bound", "penstock_lag_bound_steps"),
     "Mismatch at lag 0": ("band", "penstock_mismatch_lag0_band_nats"),
