@@ -9,10 +9,8 @@ from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, Unread, decode
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
-from penstock.producers.rollout.episode import UNSCORED, rollout_of
 from penstock.producers.rollout.sampling import join
-from penstock.schemas.rollout import Rollout, RolloutGroup, decode_group, encode_group, one_line
-from penstock.schemas.segments import segments
+from penstock.schemas.rollout import RolloutGroup, decode_group, one_line
 
 
 @dataclass
@@ -71,15 +69,6 @@ class _KeptRollout:
             rollout.restore_end(self.ended)
         return rollout
 
-    def sampled(self, rollout: AgentRollout) -> list[Rollout]:
-        """Returns all that was sampled as rollouts of a record, each of which must be valid."""
-        if rollout.finished is not None:
-            return [rollout.finished]
-        sampled = [rollout_of(b"", call.completion, UNSCORED) for call in self.calls.values()]
-        if chains := segments(rollout.ledger.recorded())[0]:
-            sampled.append(Rollout(segments=tuple(chain.segment for chain in chains), reward=UNSCORED))
-        return sampled
-
 
 def adopt(group: AgentGroup, entries: Sequence[bytes], *, held: int, lag_bound: int, replay: bool) -> int:
     """Puts the rollouts of an earlier holder into a group; returns the number of their tokens.
@@ -96,7 +85,7 @@ def adopt(group: AgentGroup, entries: Sequence[bytes], *, held: int, lag_bound: 
 
     Raises:
         UnusableProgressError: it is torn, of another prompt, engine or sampling, or of policies that are too far from
-            the one held; or it holds what no record may. The group is unchanged.
+            the one held. The group is unchanged.
     """
     here = group.record()
     try:
@@ -110,16 +99,10 @@ def adopt(group: AgentGroup, entries: Sequence[bytes], *, held: int, lag_bound: 
         rollouts, versions, num_tokens = [], set[int](), 0
         for kept in kept_rollouts:
             rollouts.append(rollout := kept.restored(group, replay=replay))
-            if rollout.reason:
-                continue
-            num_tokens += (
-                sum(call.completion.num_tokens for call in kept.calls.values())
-                if rollout.finished is None
-                else rollout.finished.num_sampled_tokens
-            )
-            for one in kept.sampled(rollout):  # one by one: together, every call twice, they may exceed an entry
-                versions |= {span.version for part in one.segments for span in part.version_spans}
-                decode_group(encode_group(replace(here, rollouts=(one,)), dead=True), dead=True)
+            if not rollout.reason:
+                completions = [call.completion for call in kept.calls.values()]
+                num_tokens += sum(completion.num_tokens for completion in completions)
+                versions |= {span.version for completion in completions for span in completion.version_spans}
     except UnusableProgressError:
         raise
     except Exception as error:  # another process's record: whatever is in it must not end this producer

@@ -20,7 +20,7 @@ from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext, Teacher
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.journals import JournalHolder, Journals
-from penstock.producers.stream.progress_store import ProgressStore
+from penstock.producers.stream.progress_store import LARGEST_SHARE, ProgressStore
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
@@ -153,18 +153,25 @@ class Agents:
                 await self.journals.append(group.journal)
         self._check_held(group)
 
-    async def save_all(self) -> None:
-        """Saves what has changed in every group, with what running calls have sampled."""
-        for group in list(self._groups):
+    async def save_all(self) -> float:
+        """Saves what has changed in every group, with what running calls have sampled. Returns the processor seconds
+        that it took to ask the engine for that."""
+        began = time.thread_time()
+        for group in self._groups:
             for rollout in group.rollouts:
                 rollout.enter_running()
+        took_s = time.thread_time() - began
+        for group in list(self._groups):
             await self.journals.append(group.journal)
+        return took_s
 
     async def keep_saved(self) -> None:
-        """Waits half of `progress_s` and saves; runs until cancelled."""
+        """Waits half of `progress_s`, or longer if saving would take more than its share of the processor's time, and
+        saves; runs until cancelled."""
+        took_s = 0.0
         while True:
-            await asyncio.sleep(self._config.producers.progress_s / 2)
-            await self.save_all()
+            await asyncio.sleep(max(self._config.producers.progress_s / 2, took_s / LARGEST_SHARE))
+            took_s = (took_s + await self.save_all()) / 2
 
     async def check_held(self, group: AgentGroup) -> None:
         """Raises ApiError 503 if another producer continues the group."""

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 MAX_PROGRESS_MB = 64.0
 """Most memory in Redis for the progress of one producer's rollouts; the oldest rollouts come first."""
+LARGEST_SHARE = 0.006
+"""The share of a processor's time that finding out what is new may take: below 1% together with what sending takes."""
 SHORTEST_TTL_S = 3600.0
 """Progress that is not taken over, renewed or dropped with its claim expires after this long."""
 FULL_PAUSE_S = 60.0

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.producers.stream.in_flight import Claim
-from penstock.producers.stream.progress_store import ProgressStore, Saved
+from penstock.producers.stream.progress_store import LARGEST_SHARE, ProgressStore, Saved
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group
 
-LARGEST_SHARE = 0.006
-"""The share of a processor's time that encoding may take: below 1% together with what sending takes."""
 BATCH_BYTES = 1024 * 1024
 """Groups are written together up to this size: one write costs more than encoding a short group."""
 

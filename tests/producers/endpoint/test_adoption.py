@@ -376,21 +376,21 @@ def new_group(answer: str = "", fingerprint: EngineFingerprint = FINGERPRINT) ->
     )
 
 
-def left(version: int = 0, logprob: float = -0.5, **reply: object) -> list[bytes]:
-    """What a rollout of two calls leaves: an answer, and a continuation of it. reply: fields of the first answer."""
+def left(version: int = 0) -> list[bytes]:
+    """What a rollout of two calls leaves: an answer, and a continuation of it."""
     group = new_group()
     rollout, base = group.open(), None
     for n, context in enumerate(([1, 2], [5])):
         completion = Completion(
             token_ids=pack_ids([3, 4]),
-            behavior_logprobs=pack_floats([logprob, -0.25]),
+            behavior_logprobs=pack_floats([-0.5, -0.25]),
             version_spans=(VersionSpan(version, 0, 2),),
             finish_reason="stop",
         )
         identity = b"%d" % n
         number, ids = rollout.begin_call(identity), pack_ids(context)
         call = Call(number=number, base=base, context=ids, completion=completion, rendered=None, request=identity)
-        message = {"role": "assistant", "content": f"said {n}"} | (reply if n == 0 else {})
+        message = {"role": "assistant", "content": f"said {n}"}
         rollout.record(RunningCall(number, b"prompt", identity, None), call, [*ASKED] * (n + 1), message)
         base = call
     return group.journal.entries
@@ -450,7 +450,6 @@ def test_progress_that_breaks_the_rules_is_refused_whole() -> None:
         (new_group(), [begun, opened, encode(replace(decode(first), start=1))], "call 0 is missing"),
         (new_group(), [begun, opened, first, encode(replace(decode(first), start=3))], "call 0 lacks tokens 2 to 3"),
         (new_group(), [begun, opened, opened], "2 siblings, expected at most 1"),
-        (new_group(), left(logprob=7.0), "at most"),
         (new_group(), [newer, opened], "knows 1"),
         (new_group(answer="another"), left(), "index 1 and its prompt, expected this one of index 1"),
         (

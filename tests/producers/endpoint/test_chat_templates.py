@@ -90,15 +90,6 @@ def test_an_answer_in_other_tokens_stays_as_it_was_sampled(name, ended):
     assert prompt != render(name, played.messages, True)
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_an_answer_as_the_template_writes_it_gives_the_templates_prompt(name):
-    user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
-    text = STYLES[name].reasoning.replace("{}", "") * (name == "glm") + ANSWER
-    played = PlayedConversation(name, START)
-    played.sample(encode(name, text) + encode(name, turn_end(name, user_turn)), {"content": ANSWER})
-    assert played.next_prompt(MORE) == render(name, played.messages, True)
-
-
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
 @pytest.mark.parametrize("name", STYLES)
 def test_a_tool_call_in_other_words_stays_as_it_was_sampled(name, ended):
@@ -168,15 +159,6 @@ def test_an_edit_of_what_the_model_was_given_and_dropped_or_foreign_turns_are_re
     foreign.messages += [MORE, {"role": "assistant", "content": "so says another model"}]
     foreign.num_said = len(foreign.messages)
     assert foreign.refusal(MORE) == "turn_count_mismatch"
-
-
-@pytest.mark.parametrize("name", [name for name in STYLES if name != "glm"])
-def test_an_end_of_turn_spelled_as_text_is_refused(name):
-    """The model wrote the name of the token, letter by letter; the template makes the token of it."""
-    spelled = [letter for word in STYLES[name].turn_end for letter in encode(name, word)]
-    played = PlayedConversation(name, START)
-    played.sample([*spelled, *encode(name, ANSWER)], {"content": STYLES[name].turn_end + ANSWER})
-    assert played.refusal(MORE) == "turn_count_mismatch"
 
 
 # Any conversation

@@ -198,38 +198,6 @@ async def test_a_call_waits_for_weights_that_are_fresh_enough_for_its_group(serv
     assert {span.version for span in group.rollouts[0].segments[0].version_spans} == {version}
 
 
-async def test_tokens_of_policies_that_changed_in_between_are_labelled_one_by_one(serve) -> None:
-
-    class Gate(asyncio.Event):
-        """Lets `left` tokens through, then none until weights are loaded."""
-
-        left = 0
-
-        async def wait(self) -> bool:
-            if self.left == 0:
-                self.clear()
-            self.left -= 1
-            return await super().wait()
-
-    engine, gate = ScriptedEngine(script=tool_user(), max_model_len=4096), Gate()
-    engine.sampling = gate
-    gate.set()
-    one = await serve(engine, group_size=2)
-    one.trainer.release(1, 1)
-    for reward in (0.0, 1.0):
-        rollout = await one.client.open()
-        gate.left = 10
-        conversing = asyncio.create_task(one.client.converse(rollout, 2))
-        await until(lambda: gate.left < 0)
-        one.trainer.announce(one.engine.policy_version + 1)
-        await conversing
-        await one.client.finish(rollout, reward)
-    (group,) = await one.groups(1)
-    spans = group.rollouts[0].segments[0].version_spans
-    assert {span.version for span in spans} == {0, 1}
-    assert sum(span.end - span.start for span in spans) == group.rollouts[0].num_sampled_tokens
-
-
 async def test_an_agent_that_is_silent_leaves_its_group_short(serve) -> None:
     one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=300.0, group_deadline_s=900.0), group_size=2)
     one.trainer.release(1, 1)
@@ -477,17 +445,6 @@ async def test_a_producer_that_stops_lets_agents_finish_but_opens_no_more(serve,
     assert len((await one.groups(1))[0].rollouts) == 2
 
 
-async def test_an_engine_that_dies_under_an_agent_ends_the_producer(serve) -> None:
-    one = await serve(ScriptedEngine(die_after=0, max_model_len=4096))
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
-    status, body = await one.client.request("POST", f"/r/{rollout['id']}/v1/chat/completions", {"messages": ASKED})
-    assert (status, body["error"]["code"]) == (503, "producer_failed")
-    with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(one.task, 60)
-    assert caught.group_contains(EngineError)
-
-
 async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None:
     folder = tmp_path / "test"
     folder.mkdir(exist_ok=True)
@@ -549,7 +506,7 @@ async def test_a_rollout_that_would_make_its_group_too_large_is_told_at_the_call
     while not statuses or statuses[-1] == 200:
         status, body = await one.client.request("POST", path, question)
         statuses.append(status)
-    assert len(statuses) > 2
+    assert len(statuses) > 2 and len(one.engine.requests) == len(statuses) - 1
     assert (status, body["error"]["code"], body["error"]["type"]) == (400, "rollout_too_large", "invalid_request_error")
     await one.client.converse(rollouts[1], 1)
     for rollout in rollouts:
@@ -557,20 +514,6 @@ async def test_a_rollout_that_would_make_its_group_too_large_is_told_at_the_call
     (group,) = await one.groups(1)
     assert [len(rollout.segments) for rollout in group.rollouts] == [len(statuses) - 1, 1]
     assert len(encode_group(group)) < GROUP_BYTES + 2 * 8000
-
-
-async def test_an_answer_ends_where_its_rollout_s_share_does(serve, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 700)
-    engine = ScriptedEngine(num_tokens=1000, first_token=300, max_model_len=4096)
-    one = await serve(engine, group_size=2)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
-    path = f"/r/{rollout['id']}/v1/chat/completions"
-    assert 0 < len((await one.client.chat(rollout, ASKED))["generation_token_ids"]) < 60
-    status, body = await one.client.request("POST", path, {"messages": ASKED})
-    assert (status, body["error"]["code"]) == (400, "rollout_too_large")
-    assert len(one.engine.requests) == 1
-    await one.client.finish(rollout, 1.0)
 
 
 async def test_what_no_record_can_hold_costs_its_own_rollout_alone(serve, monkeypatch) -> None:

@@ -3,15 +3,13 @@
 import asyncio
 import io
 import json
-import threading
 
 import openai
 import pytest
 
 from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
 from chat_templates import decode, encode
-from penstock.producers.endpoint.chat.requests import parse_json
-from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
+from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN
 from penstock.schemas.config import EndpointConfig, SamplingConfig
 from penstock.schemas.rollout import unpack_ids
 from producer_run import KEYS
@@ -290,22 +288,6 @@ async def test_parallel_tool_calls_can_be_switched_off(serve) -> None:
     assert len((await one.client.chat(rollout, ASKED, tools=[ADD], parallel_tool_calls=False))["tool_calls"]) == 1
     without = await one.client.chat(rollout, ASKED, tools=[ADD], tool_choice="none")
     assert "tool_calls" not in without and "<tool_call>" in without["content"]
-
-
-async def test_a_large_body_is_parsed_beside_the_event_loop(serve, monkeypatch) -> None:
-    where = []
-
-    def parse(body: bytes):
-        where.append(threading.current_thread() is threading.main_thread())
-        return parse_json(body)
-
-    monkeypatch.setattr("penstock.producers.endpoint.server.parse_json", parse)
-    one = await serve()
-    one.trainer.release(1, 1)
-    path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"
-    for text in ("x", "x" * LARGE_BODY_BYTES):
-        await one.client.request("POST", path, {"messages": [{"role": "user", "content": text}]})
-    assert where == [True, False]
 
 
 async def test_a_web_page_gets_nothing_without_a_key(serve) -> None:

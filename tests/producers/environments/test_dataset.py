@@ -215,6 +215,29 @@ def test_a_split_that_a_saved_data_set_has_not_is_named(tmp_path):
         Dataset(seed=0, training=saved_by_datasets(tmp_path / "saved"), columns=COLUMNS, split="test")
 
 
+def test_a_name_on_the_hub_is_opened_by_subset_split_and_revision_and_what_it_lacks_is_named(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*arguments: object, **keywords: object) -> datasets.Dataset:
+        asked.append((arguments, keywords))
+        if arguments[0] == "lab/products":
+            raise FileNotFoundError("not on\nthe Hub")
+        return datasets.Dataset.from_list(RECORDS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    where = {"subset": "main", "revision": "v1"}
+    opened = Dataset(seed=0, training="lab/sums", evaluation="lab/sums", columns=COLUMNS, shuffle=False, **where)
+    assert (opened.num_tasks, opened.num_evaluation_prompts) == (23, 23)
+    assert opened.prompt(2).metadata == {"source": "lab/sums/train: row 1", "level": "1"}
+    assert asked == [(("lab/sums", "main"), {"split": split, "revision": "v1"}) for split in ("train", "test")]
+    said = "training: 'lab/products' with subset = 'main', split = 'train', revision = 'v1': FileNotFoundError: not on"
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        Dataset(seed=0, training="lab/products", columns=COLUMNS, **where)
+    assert "\n" not in str(raised.value)
+
+
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "answer": "b"}\n')
