@@ -210,7 +210,7 @@ class Trainer:
                     log.info("waiting for rollouts: %d of %d are ready", self.intake.num_ready, num_groups)
                     if self.intake.num_abandoned:
                         log.warning("waiting for agents: they abandoned the last %d groups", self.intake.num_abandoned)
-                    self.recovery.look_around(time.monotonic() - began_s)
+                    self.recovery.look_for_losses(time.monotonic() - began_s)
             self.publisher.check()
             self.recovery.check()
             groups = self.intake.batch(num_groups)
@@ -303,7 +303,7 @@ class Trainer:
             self.recovery.check()
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + WAITING_LOG_S
-                self.recovery.look_around(time.monotonic() - began_s)
+                self.recovery.look_for_losses(time.monotonic() - began_s)
             time.sleep(0.05)
         self._await_commit()
         if self.commits.schedule.num_batches != self.progress.num_batches:

@@ -100,7 +100,7 @@ class Intake:
     def settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Settles the batch, then counts the step, which may raise: trained groups must not be trained again.
 
-        Groups that a failed step has spared stay ready; without any optimizer step so do all that did not fail.
+        Groups that did not make a step fail stay ready; without any optimizer step so do all that did not fail.
 
         Raises:
             RunFailedError: see `Settlement.count_step`.

@@ -45,7 +45,7 @@ class Recovery:
             self._intake.reconcile()
             self._intake.quarantine.note_again()
 
-    def look_around(self, waited_s: float) -> None:
+    def look_for_losses(self, waited_s: float) -> None:
         """Recovers from undetected losses: by a Redis that is still the same process, or by a chunk store. Call it from
         time to time while nothing arrives. waited_s: for how long nothing has."""
         self._announce_again(thoroughly=waited_s >= SUSPICIOUS_S)

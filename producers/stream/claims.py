@@ -12,7 +12,7 @@ from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, number_in
-from penstock.schemas.process.outage import says
+from penstock.schemas.process.outage import has_code
 from penstock.schemas.rollout import one_line
 
 log = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ class Claims:
             try:
                 await self._connection.commands.xgroup_create(stream, PRODUCERS_GROUP, id="0", mkstream=True)
             except ResponseError as error:
-                if not says(error, "BUSYGROUP"):
+                if not has_code(error, "BUSYGROUP"):
                     raise
 
     async def _free_former_claims(self) -> None:
@@ -369,5 +369,5 @@ def _number(name: bytes, field: bytes | None) -> int:
 
 def _raise_unless_no_group(error: ResponseError) -> None:
     """Raises `error` again unless it is that the consumer group is missing."""
-    if not says(error, "NOGROUP"):
+    if not has_code(error, "NOGROUP"):
         raise error

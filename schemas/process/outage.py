@@ -130,10 +130,10 @@ def is_passing(error: BaseException) -> bool:
     """Returns whether the server is expected to accept the same command later."""
     if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError, *_PASSING)):
         return True
-    return isinstance(error, exceptions.ResponseError) and says(error, *_PASSING_CODES)
+    return isinstance(error, exceptions.ResponseError) and has_code(error, *_PASSING_CODES)
 
 
-def says(error: exceptions.ResponseError, *codes: str) -> bool:
+def has_code(error: exceptions.ResponseError, *codes: str) -> bool:
     """Returns whether the reply begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
     text = str(error)
     return any(text.startswith(f"{code} ") or f"{code} " in text.partition("caused error: ")[2] for code in codes)

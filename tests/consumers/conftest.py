@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import penstock.consumers.__main__ as entry
-from lossy_server import LossyServer
 from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
 from penstock.schemas.keys import Keys
+from real_server import LossyServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import TrainerBench
 from trainer_process import TrainerProcesses

@@ -107,3 +107,24 @@ class RealServer:
         self.client.close()
         self.stop()
         shutil.rmtree(self._folder)
+
+
+class LossyServer(RealServer):
+    """A server that loses unsynced writes: after a restart it has the content of its append-only file at `mark`, or, if
+    that is None, all that it confirmed."""
+
+    mark: int | None = None
+
+    @property
+    def _log(self) -> Path:
+        return next((self._folder / "appendonlydir").glob("*.incr.aof"))
+
+    def remember(self) -> None:
+        """Sets `mark` to the present size of the append-only file."""
+        self.mark = self._log.stat().st_size
+
+    def restart(self) -> None:
+        self.stop()
+        if self.mark is not None:
+            os.truncate(self._log, self.mark)
+        self.start()

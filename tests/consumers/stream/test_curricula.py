@@ -11,11 +11,10 @@ from mini_producer import group_fields, make_group
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
 from penstock.consumers.stream.history import TaskHistory
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
+from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.reader import ReadyGroup
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
-from penstock.schemas.keys import Field
 from penstock.schemas.prompt import Reward
 from trainer_bench import TrainerBench, assert_settled_once, killed_and_resumed, tasks_taken
 
@@ -68,15 +67,6 @@ def test_a_history_has_rates_flat_groups_and_what_is_open():
     again.resize(2)
     again.settle(6, (1.0,), flat=True)
     assert again.released.tolist() == [4, 1]
-
-
-def test_a_task_released_before_it_was_counted_leaves_none_open_and_none_owed():
-    history = TaskHistory(2)
-    history.settle(1, (1.0, 0.0), flat=False)
-    history.reopen(2)
-    assert history.num_open.tolist() == [0, 0]
-    history.release(1)
-    assert set(drop_flat(history, 1, 0)) == {2}, "1 is open"
 
 
 def test_a_pass_has_every_task_once_in_an_order_of_its_own():
@@ -145,16 +135,6 @@ def test_tasks_are_drawn_by_their_solve_rate():
     for number, weight in weights.items():
         assert drawn[number] / 4000 == pytest.approx(weight / sum(weights.values()), abs=0.03), number
     assert sorted(by_solve_rate(history, 6, 3)) == [1, 2, 3, 4, 5, 6], "without replacement"
-
-
-@pytest.mark.parametrize("floor", [1e-12, 1e-300])
-def test_open_tasks_come_last_however_small_the_floor_is(floor):
-    history = TaskHistory(20)
-    for number in range(1, 20):
-        tried(history, number, 0.0, 0.0)
-    history.release(20)
-    assert sorted(by_solve_rate(history, 19, 3, floor=floor)) == list(range(1, 20))
-    assert by_solve_rate(history, 20, 3, floor=floor)[-1] == 20
 
 
 def test_the_same_history_gives_the_same_tasks_on_every_machine():
@@ -287,19 +267,6 @@ def test_groups_of_equal_rewards_that_teach_all_the_same_are_not_flat(bench, red
     intake.settle(groups, report)
     tasks = intake.ledger.histories["main"]
     assert tasks.flat[tasks.settled > 0].tolist() == flat
-
-
-@pytest.mark.redis
-def test_indexes_that_redis_lost_keep_their_tasks_when_the_trainer_is_killed_too(bench, redis_client):
-    bench.overrides = [f"curriculum.path={CURRICULA}:by_solve_rate", "environment.num_tasks=30"]
-    first = bench.trainer()
-    first.intake.reconcile()
-    redis_client.delete(bench.keys.prompts, bench.keys.tasks)
-    first.intake.reconcile()
-    prompts = [fields for _, fields in redis_client.xrange(bench.keys.prompts)]
-    assert len(prompts) == 12
-    released = {int(each[Field.INDEX]): ReleasedTask("main", int(each[Field.TASK])) for each in prompts}
-    assert bench.trainer(resume=True).intake.ledger.tasks == released
 
 
 @pytest.mark.redis

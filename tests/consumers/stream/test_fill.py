@@ -14,7 +14,7 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.release import Releaser
 from penstock.schemas.config import AdvantageConfig, BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.record_reader import Record
-from trainer_bench import assert_balanced, at_step, killed_and_resumed, tasks_taken
+from trainer_bench import assert_balanced, killed_and_resumed, tasks_taken
 
 FILL = "batch.fill=with_variance"
 pytestmark = pytest.mark.redis
@@ -97,17 +97,6 @@ def test_a_run_that_was_stopped_while_it_filled_a_batch_goes_on_with_that_batch(
     assert [line["fill_skipped_groups"] for line in lines] == [6] * 12
     assert [line["fill_skipped_tokens"] for line in lines] == [6 * 2 * 3] * 12
     assert {line["environments"]["main"]["num_groups_skipped"] for line in lines} == {6 + 4}
-
-
-def test_a_run_that_goes_on_knows_by_how_much_its_credit_had_grown(bench, redis_client):
-    bench.overrides = [FILL, "batch.max_skipped=6"]
-    bench.resilient_producer(never)
-    first = bench.trainer()
-    at_step(first, 0, first.stop)
-    assert not first.run()
-    second = bench.trainer(resume=True)
-    second.intake.release()
-    assert (bench.config.credit, second.intake.credit) == (12, 17), "12 + 12 * (1 / 0.7 - 1): half of 6 in 10"
 
 
 def test_an_environment_whose_groups_were_all_skipped_is_logged_beside_those_of_the_batch():

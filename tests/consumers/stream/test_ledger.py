@@ -39,13 +39,6 @@ def test_what_is_discarded_is_gone_and_the_rest_stays(indexes, discarded):
     assert all(start < end for start, end in ranges.ranges())
 
 
-def test_a_million_consecutive_indexes_are_one_range():
-    ranges = IndexRanges()
-    for index in range(1_000_000, 0, -1):
-        ranges.add(index)
-    assert ranges.ranges() == [(1, 1_000_001)]
-
-
 @pytest.mark.parametrize("runs", [[(3, 3)], [(1, 3), (3, 5)], [(5, 6), (1, 2)]])
 def test_ranges_that_overlap_or_do_not_ascend_are_refused(runs):
     with pytest.raises(ValueError, match="expected ascending, disjoint, half-open ranges"):

@@ -28,7 +28,6 @@ from hypothesis.stateful import (
 
 import penstock.consumers.__main__ as entry
 from cutting_proxy import TRAINER_SCRIPTS, CuttingProxy
-from lossy_server import LossyServer
 from mini_producer import make_group
 from penstock.consumers.stream.ledger import OUTCOMES
 from penstock.consumers.stream.scripts import SCRIPTS, FencedError
@@ -43,6 +42,7 @@ from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.policy import WeightManifest
+from real_server import LossyServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import TrainerBench, assert_settled_once
 
@@ -164,7 +164,7 @@ class DeliveryProtocol(RuleBasedStateMachine):
 
     @rule()
     def look_for_losses(self) -> None:
-        self._within_credit(lambda: self.trainer.recovery.look_around(0.0))
+        self._within_credit(lambda: self.trainer.recovery.look_for_losses(0.0))
         self.trainer.publisher.wait()
 
     @rule()

@@ -42,11 +42,6 @@ def test_an_index_has_one_environment_on_every_machine_and_another_with_another_
     assert any(environment_of(i, 0, weights) != environment_of(i, 1, weights) for i in range(1, 25))
 
 
-def test_a_weight_of_0_releases_nothing():
-    weights = {"a": 0.0, "b": 1.0, "c": 0.0}
-    assert {environment_of(index, 0, weights) for index in range(1, 200)} == {"b"}
-
-
 def test_an_environment_of_weight_0_needs_no_number_of_tasks_and_keeps_its_history():
     first = msgspec.structs.replace(
         config(a=1, b=0), curriculum=CurriculumPlug(path="penstock.consumers.stream.curricula:drop_flat")
@@ -67,11 +62,6 @@ def test_each_environment_counts_its_own_tasks_without_a_gap():
     for name in ("a", "b"):
         numbers = [task.number for task in tasks if task.environment == name]
         assert numbers == list(range(1, len(numbers) + 1)), "each epoch of its data is whole"
-
-
-def test_the_tasks_of_one_environment_are_the_indexes():
-    alone = RunConfig(name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
-    assert released(Ledger(), alone, 5) == [ReleasedTask("main", number) for number in range(1, 6)]
 
 
 def test_released_indexes_keep_their_tasks_when_weights_change_on_resume():

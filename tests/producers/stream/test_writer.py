@@ -13,7 +13,6 @@ from penstock.producers.stream.in_flight import Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import MAX_APPEND_GROUPS, Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
-from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
@@ -253,6 +252,7 @@ async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> 
 
 
 @pytest.mark.redis
+@pytest.mark.exhaustive
 async def test_an_append_over_a_link_slower_than_any_is_done_in_the_end_and_told_once(
     redis_server, connect, metrics, monkeypatch, caplog
 ) -> None:
@@ -271,26 +271,3 @@ async def test_an_append_over_a_link_slower_than_any_is_done_in_the_end_and_told
     assert "trying again with more and more time" in told
     # Nothing of a try that was given up is sent on.
     assert link.num_bytes < 0.85 * 800_000 * len(tries)
-
-
-@pytest.mark.redis
-async def test_an_append_that_the_link_cannot_carry_in_the_time_of_an_outage_ends_the_producer(
-    redis_server, connect, metrics, monkeypatch
-) -> None:
-    monkeypatch.setattr(connection_module, "ANSWER_S", 1.0)
-    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 10_000_000)
-    server = redis_server()
-    desk = WriterDesk(connect(server), server.client, metrics)
-    (claim,) = await desk.claim(1)
-    with CuttingProxy(server.url, slow=SlowLink(100_000)) as proxy:
-        connection = connect(proxy, outage_s=3.0)
-        writer = Writer(connection, KEYS, desk.table, metrics, "p1", "i1")
-        writer.put(claim, a_group(1, num_tokens=100_000))
-        running = asyncio.create_task(writer.run())
-        async with asyncio.timeout(30):
-            while not running.done():
-                await connection.retrying(connection.commands.ping)
-                await asyncio.sleep(0.05)
-        with pytest.raises(RedisGoneError, match=r"answers, but not to 800,\d+ bytes in 3 s \(redis.outage_s = 3\)"):
-            await running
-    assert len(desk.table) == 1, "the claim stays, for another to take over"

@@ -3,7 +3,7 @@
 import pytest
 from redis.exceptions import ResponseError
 
-from penstock.schemas.process.outage import pause_s, says
+from penstock.schemas.process.outage import has_code, pause_s
 
 
 def test_pauses_grow_up_to_a_limit_however_long_the_wait() -> None:
@@ -20,4 +20,4 @@ def test_pauses_grow_up_to_a_limit_however_long_the_wait() -> None:
     ],
 )
 def test_an_answer_is_recognized_by_its_whole_code(answer: str, expected: bool) -> None:
-    assert says(ResponseError(answer), "MISCONF", "BUSY") is expected
+    assert has_code(ResponseError(answer), "MISCONF", "BUSY") is expected
