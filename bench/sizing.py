@@ -21,8 +21,8 @@ from bench.machine import reset_peak, status_bytes
 from bench.result import RESULTS, now
 from bench.section import found_apart, wait_for
 from bench.trainer.ranks import RankJob, start_ranks
-from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy.launch.memory import ModelShape
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.process.files import write_whole

@@ -11,10 +11,10 @@ import msgspec
 import redis
 
 from penstock.consumers.distributed.watch import Watch
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.batch.trainable import check_trainable
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.record import RolloutRecorder
 from penstock.consumers.observe.run_log import RunLog

@@ -53,8 +53,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.consumers.learning.fresh_rows import RowGap
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.fresh_rows import RowGap
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.parity.gate import Gate

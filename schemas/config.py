@@ -435,7 +435,8 @@ class Rejection(Section, frozen=True):
 
 
 class CorrectionConfig(Section, frozen=True):
-    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. Formulas: consumers/learning/importance.py.
+    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. Formulas:
+    consumers/learning/loss/importance.py.
 
     Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
     off; `rejection` and `off_policy_delta` mask as they do under any mode. The run's `max_lag` masks too, before all of

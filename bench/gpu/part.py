@@ -16,7 +16,7 @@ from bench.groups import learner_config, random_group
 from bench.head.part import HeadProblem, make_problem, run
 from bench.sizing import save_random
 from bench.weights.publishing import Masters
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.weights.shard import PolicyShard, Task
 from penstock.deploy.launch.memory import ModelShape

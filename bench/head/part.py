@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.machine import reset_peak, status_bytes
-from penstock.consumers.learning.head import selected_logprobs
+from penstock.consumers.learning.model.head import selected_logprobs
 
 
 class HeadProblem(NamedTuple):

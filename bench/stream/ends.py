@@ -8,8 +8,8 @@ import msgspec
 import redis
 
 from bench.stream.records import GROUP_SIZE, make_group
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.trainable import check_trainable
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.batch.trainable import check_trainable
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader

@@ -8,8 +8,8 @@ from typing import Any
 
 from bench.study.cells import StudyCell, StudyResult, settings
 from bench.study.sampler import Sampled, StudySampler
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import RunConfig

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from bench.groups import learner_config, random_group
 from bench.result import in_turns
 from bench.trainer.ranks import RankJob
-from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.schemas.config import ModelConfig, RunConfig
 
 LEARNING_RATE = 1e-4

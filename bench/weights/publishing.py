@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts

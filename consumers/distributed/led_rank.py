@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from penstock.consumers.distributed.start import check_alike
 from penstock.consumers.distributed.watch import Watch
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.gate import measured
 from penstock.consumers.parity.report import ParityError

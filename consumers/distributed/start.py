@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from penstock.consumers.distributed.watch import TRAINER_ENDS, Watch
 from penstock.consumers.distributed.world import World
-from penstock.consumers.learning.device import choose_device
+from penstock.consumers.learning.model.device import choose_device
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, RunConfig
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.consumers.learning.batch import Batch, Place
-from penstock.consumers.learning.lag import KnownLags, LagTable, known_lags, span_lags
-from penstock.consumers.learning.rows import LOG_RATIO_BOUND
-from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
+from penstock.consumers.learning.batch.batch import Batch, Place
+from penstock.consumers.learning.batch.lag import KnownLags, LagTable, known_lags, span_lags
+from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN, StepReport
+from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.reader import Refused

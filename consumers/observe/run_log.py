@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.outcome import outcome
-from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
 from penstock.consumers.parity.gate import Alert

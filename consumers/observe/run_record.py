@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.run_progress import RunProgress

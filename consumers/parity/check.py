@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.diagnostics import MismatchSums, lag_buckets
-from penstock.consumers.learning.importance import Correction
-from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.learning.loss.diagnostics import MismatchSums, lag_buckets
+from penstock.consumers.learning.loss.importance import Correction
+from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.adapter import AdapterHypotheses
 from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
 from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole

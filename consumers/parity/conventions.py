@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.consumers.learning.head import GREEDY_TEMPERATURE
-from penstock.consumers.learning.scoring import head_logprobs
+from penstock.consumers.learning.loss.scoring import head_logprobs
+from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE
 from penstock.consumers.parity.replay import ForwardPass, Replay, as_labelled
 from penstock.consumers.parity.sample import Sample, SampleRow
 

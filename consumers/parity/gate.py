@@ -10,7 +10,7 @@ from statistics import fmean
 
 import msgspec
 
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.replay import LoadedPolicy

@@ -23,9 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.consumers.learning.attention import make_layout
-from penstock.consumers.learning.head import GREEDY_TEMPERATURE, selected_logprobs
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.batch.layout import make_layout
+from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE, selected_logprobs
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.report import AS_SERVED, Gap, LayerGap, ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
 from penstock.consumers.parity.verdict import NO_GAP, gap_of

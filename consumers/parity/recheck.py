@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.device import choose_device
-from penstock.consumers.learning.fresh_rows import RowGap
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.learner.fresh_rows import RowGap
+from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.model.device import choose_device
 from penstock.consumers.parity.logged_versions import LoggedVersions
 from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
 from penstock.consumers.parity.report import TOLERANCES, ParityError

@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.consumers.learning.batch import Support
-from penstock.consumers.learning.lora import adapter_share
-from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.learning.packing import pack_segments
-from penstock.consumers.learning.scoring import head_logprobs
+from penstock.consumers.learning.batch.batch import Support
+from penstock.consumers.learning.batch.packing import pack_segments
+from penstock.consumers.learning.loss.scoring import head_logprobs
+from penstock.consumers.learning.model.lora import adapter_share
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
 from penstock.schemas.config import ConfigError, RunConfig
@@ -346,7 +346,7 @@ class KvCache:
     def attend(
         self, layer: int, flat: list[Tensor], head_dim: int, scaling: float | None, sliding_window: int | None
     ) -> Tensor:
-        """See `penstock.consumers.learning.attention.OwnAttention`. Keys and values of the pass join the kept ones."""
+        """See `OwnAttention`. Keys and values of the pass join the kept ones."""
         query, key, value = flat
         if layer not in self._store:
             self._store[layer] = (

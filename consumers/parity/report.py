@@ -313,7 +313,7 @@ INFERENCE = {
         "the trainer's head against a plain one",
         "the trainer's head is not the float32 head it should be",
         "between it and a plain head on the same hidden states",
-        "the trainer must take logprobs from penstock.consumers.learning.head.selected_logprobs and leave "
+        "the trainer must take logprobs from penstock.consumers.learning.model.head.selected_logprobs and leave "
         'torch\'s float32 matmul precision at "highest"',
     ),
     "engine-spread": Cause(

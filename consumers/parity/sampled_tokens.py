@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE
 from penstock.consumers.parity.conventions import chunks, plain_logits
 from penstock.consumers.parity.replay import Replay
 from penstock.consumers.parity.report import TOLERANCES, ParityError

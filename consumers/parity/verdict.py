@@ -7,7 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.report import (
     AS_SERVED,
     TOLERANCES,

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from penstock.consumers.learning.fresh_rows import RowGap
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.learner.fresh_rows import RowGap
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.gate import LagOf, at_lag_0, groups_by_instance, measured
 from penstock.consumers.parity.report import TOLERANCES, ParityError, Tolerance, Verdict

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.stream.checkpoints import CheckpointState, CheckpointWriteError, rng_state
 from penstock.consumers.stream.commit_schedule import CommitSchedule
 from penstock.consumers.stream.evaluation import Evaluator

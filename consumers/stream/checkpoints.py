@@ -42,7 +42,7 @@ _MODEL_FILES = (
 )
 
 Export = Callable[[Path, Path, Path, str], None]
-"""`penstock.consumers.learning.export.export_model`: tensors, configuration, new folder, type."""
+"""`penstock.consumers.learning.model.export.export_model`: tensors, configuration, new folder, type."""
 
 
 class CheckpointError(RuntimeError):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from itertools import islice
 
 from penstock.consumers.learning.advantages import has_variance
-from penstock.consumers.learning.lag import LagTable, is_stale, known_lags, masked_tokens
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.batch.lag import LagTable, is_stale, known_lags, masked_tokens
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.quarantine import Quarantine
 from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key, readable

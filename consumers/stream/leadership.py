@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import redis
 
-from penstock.consumers.learning.lag import LagTable
+from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointState, PassedOver
 from penstock.schemas.rollout import RolloutGroup
 

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.reader import ReadyGroup, Refused
 from penstock.schemas.rollout import ABANDONED, RolloutGroup, encode_group

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import redis
 
-from penstock.consumers.learning.export import describe_weights
+from penstock.consumers.learning.model.export import describe_weights
 from penstock.consumers.stream.checkpoints import copy_model_files
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.schemas.adapter import identity_of

@@ -1,7 +1,7 @@
 """Version numbers of the published policies."""
 
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.policy import make_version
 

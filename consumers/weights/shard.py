@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.weights.snapshots import Snapshots
 from penstock.schemas.keys import Keys

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.weights.worker import Worker
 from penstock.schemas.policy import TensorSpec
 from penstock.schemas.weights.layout import Array, as_bits

@@ -137,7 +137,7 @@ def check_objective(config: RunConfig) -> None:
 
     advantages.check_advantage(config.advantage)
     if config.teacher is not None and config.teacher.model is not None:
-        from penstock.consumers.learning.teacher import check_vocabularies  # imports transformers too
+        from penstock.consumers.learning.loss.teacher import check_vocabularies  # imports transformers too
 
         check_vocabularies(config.model.path, config.teacher.model)
     interfaces.check_objective(config, construct(config.objective, "objective", interfaces.Objective))

@@ -172,7 +172,7 @@ def _load_model(config: RunConfig) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from penstock.consumers.learning.device import choose_device
+    from penstock.consumers.learning.model.device import choose_device
 
     logging.disable_progress_bar()
     torch.manual_seed(config.seed)

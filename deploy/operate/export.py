@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.consumers.learning.export import export_adapter, export_kept, export_merged, export_model
+from penstock.consumers.learning.model.export import export_adapter, export_kept, export_merged, export_model
 from penstock.consumers.stream.checkpoints import CheckpointError, Export, export_checkpoint, read_state
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.run_access import OpenRun, open_run

@@ -219,7 +219,7 @@ def _temporary(closing: ExitStack) -> Path:
 def _check(opened: _Opened, arguments: argparse.Namespace, say: "Say") -> int:
     import torch
 
-    from penstock.consumers.learning.device import choose_device
+    from penstock.consumers.learning.model.device import choose_device
     from penstock.consumers.parity.check import check_parity
     from penstock.consumers.parity.report import EXIT_STATUS
     from penstock.deploy.parity.inputs import tokenizer_for

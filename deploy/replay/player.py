@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
 from penstock.schemas.config import ConfigError, RunConfig

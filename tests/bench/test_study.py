@@ -10,7 +10,7 @@ from bench.study import cells
 from bench.study.cells import GRID_SEED, METHODS, StudyCell, grid, read_results, settings, write_results
 from bench.study.loop import run_cell
 from bench.study.page import PAGE, present, render
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
 
 CELL = StudyCell(pace="fast", lag=2, method="truncate-const", seed=GRID_SEED)
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 import penstock.consumers.__main__ as lead
 import penstock.consumers.distributed.led_rank as led_rank
 import penstock.consumers.distributed.start as start
-import penstock.consumers.learning.tensor_files as tensor_files
-from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.step_report import StepReport
+import penstock.consumers.learning.model.tensor_files as tensor_files
+from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import resolved_toml

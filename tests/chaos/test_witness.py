@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from mini_producer import make_group
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.sharing import Sharing
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.batch.sharing import Sharing
 from penstock.deploy.demo.make_model import build_tokenizer
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids

@@ -35,9 +35,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Shard
 
-from penstock.consumers.learning.batch import Batch, MicroBatch
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.batch.batch import Batch, MicroBatch
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.deploy.demo.char_tokenizer import ALPHABET, build_tokenizer
 from penstock.schemas.config import RunConfig
 from tests.chaos.environment import index_of

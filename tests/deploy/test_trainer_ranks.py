@@ -95,8 +95,8 @@ def test_a_model_whose_blocks_cannot_be_found_is_refused_once(
 ) -> None:
     program = (
         "import torch\n"
-        "import penstock.consumers.learning.shards as shards\n"
-        "import penstock.consumers.learning.model as model\n"
+        "import penstock.consumers.learning.model.shards as shards\n"
+        "import penstock.consumers.learning.model.packed_model as model\n"
         "find = shards.blocks\n"
         "shards.blocks = lambda module, *said: find(torch.nn.Linear(1, 1), *said)\n" + _PROGRAM
     )

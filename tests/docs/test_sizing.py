@@ -19,7 +19,8 @@ from transformers import (
 
 from docs import sizing
 from docs.sizing import SHAPES
-from penstock.consumers.learning.attention import IMPLEMENTATION, make_layout
+from penstock.consumers.learning.batch.layout import make_layout
+from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.deploy.launch.memory import (
     ModelShape,
     RankSetting,

@@ -26,7 +26,7 @@ from forked_engines import begin
 PYTHONPATH = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
 """Where a program finds the rooms, the tests and the doubles."""
 PRELOADED = ["penstock.deploy.cli", "penstock.producers.__main__", "penstock.consumers.__main__"]
-PRELOADED += ["penstock.consumers.learning.learner", "transformers.models.qwen3.modeling_qwen3"]
+PRELOADED += ["penstock.consumers.learning.learner.learner", "transformers.models.qwen3.modeling_qwen3"]
 
 
 class _Server(forkserver.ForkServer):

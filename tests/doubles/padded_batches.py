@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.diagnostics import MismatchSums
-from penstock.consumers.learning.importance import Correction, correct_packed
+from penstock.consumers.learning.loss.diagnostics import MismatchSums
+from penstock.consumers.learning.loss.importance import Correction, correct_packed
 from penstock.schemas.config import CorrectionConfig
 
 

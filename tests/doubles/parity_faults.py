@@ -26,7 +26,7 @@ class LabelsOnly:
 def bfloat16_head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: Any = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `penstock.consumers.learning.head.selected_logprobs` with logits rounded to bfloat16."""
+    """Computes `penstock.consumers.learning.model.head.selected_logprobs` with logits rounded to bfloat16."""
     logits = (hidden.bfloat16() @ weight.bfloat16().t()).float() / torch.as_tensor(temperature).reshape(-1, 1)
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)

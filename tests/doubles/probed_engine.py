@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.inference import captured_version, compare_layers
 from penstock.consumers.parity.report import LayerGap, ParityReport

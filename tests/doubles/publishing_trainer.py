@@ -8,7 +8,7 @@ import redis
 import torch
 from safetensors.torch import load_file
 
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-import penstock.consumers.learning.learner_state as learner_state
+import penstock.consumers.learning.model.learner_state as learner_state
 from penstock.consumers.distributed.watch import Watch
-from penstock.consumers.learning.batch import Place
+from penstock.consumers.learning.batch.batch import Place
+from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.record import Taken, records_of
 from penstock.consumers.parity.gate import Gate, ParityRefusedError, measured
 from penstock.consumers.parity.report import ParityError

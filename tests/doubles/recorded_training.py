@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
 from penstock.schemas.config import RunConfig, TrainerConfig

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.lag import Lags
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.batch.lag import Lags
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN, StepReport
+from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.files import digest
 from penstock.schemas.rollout import RolloutGroup

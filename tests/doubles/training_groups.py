@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy.demo.char_tokenizer import build_tokenizer
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward

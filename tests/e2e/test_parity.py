@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, SamplingConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward

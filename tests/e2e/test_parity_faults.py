@@ -325,7 +325,7 @@ async def test_a_bfloat16_head_in_the_engine_only_is_named(half_head: ProbedEngi
 
 async def test_a_bfloat16_head_in_the_trainer_only_is_named(sound: ProbedEngine, monkeypatch):
     groups = await sound.sample()
-    monkeypatch.setattr("penstock.consumers.learning.scoring.selected_logprobs", bfloat16_head)
+    monkeypatch.setattr("penstock.consumers.learning.loss.scoring.selected_logprobs", bfloat16_head)
     named(sound.check(groups), "trainer-head")
 
 

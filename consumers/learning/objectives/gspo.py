@@ -28,9 +28,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from penstock.consumers.learning.interfaces import LossInputs
+from penstock.consumers.learning.loss.rows import Rows
 from penstock.consumers.learning.objectives.clip import ClippedObjective
 from penstock.consumers.learning.objectives.terms import AGGREGATIONS, bounded_exp, choice, number
-from penstock.consumers.learning.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
-from penstock.consumers.learning.rows import clamped
+from penstock.consumers.learning.loss.rows import clamped
 
 AGGREGATIONS = ("token", "sequence", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")

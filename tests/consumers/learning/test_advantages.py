@@ -23,7 +23,7 @@ from penstock.consumers.learning.advantages import (
     per_component,
     reinforce_plus_plus,
 )
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.batch.packing import pack
 from penstock.schemas.config import AdvantageConfig, ConfigError
 from penstock.schemas.prompt import Reward
 from training_groups import configuration, lag_from, random_group

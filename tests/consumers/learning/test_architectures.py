@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from penstock.consumers.learning import model, model_check
-from penstock.consumers.learning.attention import IMPLEMENTATION
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model import model_check
+from penstock.consumers.learning.model import packed_model as model
+from penstock.consumers.learning.model.attention import IMPLEMENTATION
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.schemas.config import ConfigError, RunConfig, TrainerConfig
 from rank_processes import on_ranks
 from rank_work import step_once

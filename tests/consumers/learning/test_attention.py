@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from penstock.consumers.learning import attention
-from penstock.consumers.learning.attention import IMPLEMENTATION, MIN_BUCKET_TOKENS, make_layout
+from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, make_layout
+from penstock.consumers.learning.model import attention
+from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from training_groups import VOCABULARY, tiny_model
 
 

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 import torch
 
-from penstock.consumers.learning.batch import MicroBatch, Support
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.trainable import check_trainable
+from penstock.consumers.learning.batch.batch import MicroBatch, Support
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.batch.trainable import check_trainable
 from penstock.schemas.config import AdvantageConfig, RunConfig, TeacherConfig, TrainerConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import RecordError, RolloutGroup, unpack_floats, unpack_ids

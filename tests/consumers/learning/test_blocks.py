@@ -7,8 +7,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.consumers.learning.blocks import compile_blocks
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.blocks import compile_blocks
 from penstock.schemas.config import ConfigError, ModelConfig, RunConfig, TrainerConfig
 from training_groups import configuration, lag_from, random_group, tiny_model
 

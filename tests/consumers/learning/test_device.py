@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.device import ONEDNN_MAX_ERROR, enable_onednn_matmul, onednn_matmul
+from penstock.consumers.learning.model.device import ONEDNN_MAX_ERROR, enable_onednn_matmul, onednn_matmul
 from penstock.schemas.config import ConfigError
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from diagnostics_oracle import MismatchToken, of_tokens, oracle
 from golden_corrections import Golden, names
 from padded_batches import correct, mismatch_metrics, mismatch_sums
-from penstock.consumers.learning.diagnostics import PEER_PREFIX, MismatchSums
-from penstock.consumers.learning.importance import correct_packed
+from penstock.consumers.learning.loss.diagnostics import PEER_PREFIX, MismatchSums
+from penstock.consumers.learning.loss.importance import correct_packed
 from penstock.schemas.config import CorrectionConfig
 
 

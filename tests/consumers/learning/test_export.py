@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock.consumers.learning.export import export_model
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.export import export_model
 from penstock.schemas.config import ConfigError
 from training_groups import configuration, lag_from, random_group, tiny_model
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.consumers.learning import head_kernels
-from penstock.consumers.learning.batch import Support
-from penstock.consumers.learning.head import selected_logprobs
+from penstock.consumers.learning.batch.batch import Support
+from penstock.consumers.learning.model import head_kernels
+from penstock.consumers.learning.model.head import selected_logprobs
 
 
 def _inputs(n: int, h: int, v: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, device: str = "cpu"):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning import head_kernels
-from penstock.consumers.learning.batch import Support
-from penstock.consumers.learning.head import selected_logprobs
+from penstock.consumers.learning.batch.batch import Support
+from penstock.consumers.learning.model import head_kernels
+from penstock.consumers.learning.model.head import selected_logprobs
 
 N, H, V = 23, 6, 17
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from host_waits import HostWaits
-from penstock.consumers.learning.importance import correct_packed
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.loss.importance import correct_packed
 from penstock.schemas.config import CorrectionConfig, Plug, Rejection, TrainerConfig
 from training_groups import configuration, lag_from, random_group, tiny_model
 

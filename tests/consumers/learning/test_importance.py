@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from padded_batches import correct
-from penstock.consumers.learning.importance import Correction, trust
-from penstock.consumers.learning.rejection import off_policy_rows_kept
-from penstock.consumers.learning.rows import Rows
+from penstock.consumers.learning.loss.importance import Correction, trust
+from penstock.consumers.learning.loss.rejection import off_policy_rows_kept
+from penstock.consumers.learning.loss.rows import Rows
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 LN2 = math.log(2.0)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from golden_corrections import Golden, mask_of, names, per_token
 from padded_batches import correct
-from penstock.consumers.learning.importance import Correction, correct_packed
-from penstock.consumers.learning.rejection import off_policy_rows_kept
+from penstock.consumers.learning.loss.importance import Correction, correct_packed
+from penstock.consumers.learning.loss.rejection import off_policy_rows_kept
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 KINDS = (

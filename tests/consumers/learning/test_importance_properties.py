@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from correction_oracle import CorrectionToken, Row, oracle_correct, tau
 from padded_batches import correct
-from penstock.consumers.learning.importance import Correction, correct_packed, trust
+from penstock.consumers.learning.loss.importance import Correction, correct_packed, trust
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 NAN, INF = float("nan"), float("inf")

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp64_oracle import grpo_loss
-from penstock.consumers.learning.attention import IMPLEMENTATION
+from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN
+from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.schemas.config import CorrectionConfig, ModelConfig, TrainerConfig
 from training_groups import (
     VOCABULARY,

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from penstock.consumers.learning.learner_state import LearnerState
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.learner_state import LearnerState
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 
 rank, size, store, saved, *sources = sys.argv[1:]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.head_kernels import Head
-from penstock.consumers.learning.importance import correct_packed
+from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.batch.trainable import check_trainable
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
-from penstock.consumers.learning.trainable import check_trainable
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN
+from penstock.consumers.learning.loss.importance import correct_packed
+from penstock.consumers.learning.model.head_kernels import Head
 from penstock.schemas.config import ConfigError, CorrectionConfig, ModelConfig, Plug, TrainerConfig
 from penstock.schemas.rollout import RecordError, decode_group, encode_group, pack_ids
 from training_groups import (

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from penstock.consumers.learning.export import export_merged
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.export import export_merged
+from penstock.consumers.learning.model.packed_model import BaseOfAdapter, PackedModel
 from penstock.schemas.config import AdvantageConfig, ConfigError, LoraConfig, ModelConfig, Plug, TrainerConfig
 from training_groups import configuration, lag_from, proximal_logprobs, random_group, tiny_model
 

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CohereConfig, CohereForCausalLM, GPTJConfig, GPTJForCausalLM
 
-from penstock.consumers.learning.attention import IMPLEMENTATION
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.learning.model_check import ModelCheckError, check_model
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.scoring import head_logprobs
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.loss.scoring import head_logprobs
+from penstock.consumers.learning.model.attention import IMPLEMENTATION
+from penstock.consumers.learning.model.model_check import ModelCheckError, check_model
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, TrainerConfig
 from training_groups import VOCABULARY, configuration, lag_from, random_group, tiny_model
 

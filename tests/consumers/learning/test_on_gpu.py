@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 import torch
 
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.weights.snapshots import Snapshots
 from penstock.schemas.config import ModelConfig, TrainerConfig
 from training_groups import configuration, random_group, tiny_model

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.optimizer import make_optimizer
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.optimizer import make_optimizer
 from penstock.schemas.config import ConfigError, Plug, TrainerConfig
 from training_groups import configuration, lag_from, random_group, tiny_model
 

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN
+from penstock.consumers.learning.loss.reward_kl import penalized
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.reward_kl import penalized
-from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
 from penstock.schemas.config import AdvantageConfig, CorrectionConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.rollout import RolloutGroup, unpack_floats
 from training_groups import configuration, group_of, lag_from, random_group, segment, tiny_model

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.sharing import Sharing, shared_out, spread
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.batch.sharing import Sharing, shared_out, spread
 from penstock.schemas.config import TrainerConfig
 from training_groups import configuration, lag_from, random_group
 

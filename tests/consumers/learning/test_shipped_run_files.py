@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.schemas.config import load_config
 from training_groups import lag_from, random_group, tiny_model, tiny_tokenizer
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.consumers.learning.interfaces import LossInputs
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.loss.teacher import check_vocabularies, teacher_advantages
 from penstock.consumers.learning.objectives.grpo import Grpo
-from penstock.consumers.learning.teacher import check_vocabularies, teacher_advantages
 from penstock.schemas.config import ConfigError, CorrectionConfig, LoraConfig, TeacherConfig, TrainerConfig
 from penstock.schemas.rollout import RolloutGroup, pack_floats
 from training_groups import (

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack, pack_segments
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.batch.packing import pack, pack_segments
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.observe.record import Taken, records_of
 from penstock.schemas.config import CorrectionConfig, TrainerConfig
 from penstock.schemas.record import sampled_tokens

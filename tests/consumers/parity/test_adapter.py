@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parity_bench import COLD, ParityBench, groups_of, prompts
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.report import ParityReport

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from parity_bench import COLD, ParityBench, groups_of, prompts
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.replay import LoadedPolicy
 from penstock.schemas.policy import UnknownVersionError
 from penstock.schemas.rollout import unpack_floats, unpack_ids

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from parity_bench import ParityBench, groups_of, prompts, with_logprobs
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.gate import Alert, Gate, ParityRefusedError
 from penstock.schemas.config import ModelConfig, ParityConfig, RunConfig
 from penstock.schemas.policy import make_version

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from captured_states import capture_of
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.inference import captured_version, compare_layers
 from penstock.consumers.parity.report import ParityError
 from penstock.schemas import hidden_states as names

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parity_bench import COLD, ParityBench, groups_of, prompts
-from penstock.consumers.learning.packing import pack, pack_segments
+from penstock.consumers.learning.batch.packing import pack, pack_segments
 from penstock.consumers.parity.replay import PolicyStore, Replay, ReplayPlan, as_labelled
 from penstock.consumers.parity.sample import read_sample
 from training_groups import configuration, group_of, random_group, segment

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from padded_batches import mismatch_sums
-from penstock.consumers.learning.diagnostics import K3_BOUND
-from penstock.consumers.learning.fresh_rows import RowGap, fresh_sums, gaps_of
+from penstock.consumers.learning.learner.fresh_rows import RowGap, fresh_sums, gaps_of
+from penstock.consumers.learning.loss.diagnostics import K3_BOUND
 from penstock.consumers.parity.report import TOLERANCES
 from penstock.consumers.parity.watch import LIMIT, OUT, WITHIN, ProducerWatch, is_within
 from penstock.schemas.config import ModelConfig, ParityConfig

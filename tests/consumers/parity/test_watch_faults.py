@@ -16,9 +16,9 @@ from engine_faults import (
     sampled_by,
 )
 from parity_bench import COLD, ParityBench, groups_of, prompts
-from penstock.consumers.learning.fresh_rows import RowGap
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.learner.fresh_rows import RowGap
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
 from penstock.consumers.parity.sample import read_sample
 from penstock.consumers.parity.watch import ProducerWatch

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import penstock.consumers.learning.scoring
+import penstock.consumers.learning.loss.scoring
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.parity import versions
 from penstock.consumers.parity.replay import Replay, ReplayPlan
@@ -138,8 +138,8 @@ def bfloat16_logprobs(hidden, weight, targets, temperature=1.0, **_):
 def test_a_bfloat16_head_in_the_trainer_only_is_named(bench, low, dtype, monkeypatch) -> None:
     here = bench if dtype == "float32" else low
     groups = groups_of(here.engine().generate(prompts(12, 6), 4, 16, sampling=COLD))
-    monkeypatch.setattr(penstock.consumers.learning.scoring, "selected_logprobs", bfloat16_logprobs)
-    assert_named(here.check(groups), "trainer-head", "penstock.consumers.learning.head.selected_logprobs")
+    monkeypatch.setattr(penstock.consumers.learning.loss.scoring, "selected_logprobs", bfloat16_logprobs)
+    assert_named(here.check(groups), "trainer-head", "penstock.consumers.learning.model.head.selected_logprobs")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

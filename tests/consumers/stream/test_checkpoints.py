@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.stream.checkpoints import (
     CheckpointError,
     Checkpoints,

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from mini_producer import group_fields, make_group
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
 from penstock.consumers.stream.history import TaskHistory
 from penstock.consumers.stream.ledger import Ledger, RunFailedError

@@ -17,7 +17,7 @@ import penstock.consumers.stream.connection
 import penstock.consumers.stream.recovery as recovery_module
 import penstock.consumers.trainer as trainer_module
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream import checkpoints
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection

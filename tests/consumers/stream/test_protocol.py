@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from mini_producer import dead_fields, group_fields, make_group
-from penstock.consumers.learning.lag import LagTable, is_stale
+from penstock.consumers.learning.batch.lag import LagTable, is_stale
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator

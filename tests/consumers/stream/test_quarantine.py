@@ -12,7 +12,7 @@ import pytest
 
 import penstock.consumers.__main__ as entry
 from mini_producer import make_group
-from penstock.consumers.learning.fresh_rows import RowGap
+from penstock.consumers.learning.learner.fresh_rows import RowGap
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.parity.watch import LIMIT, OUT
 from penstock.consumers.stream import quarantine

@@ -207,7 +207,7 @@ def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client
 
 # It reads its checkpoint as a real learner does, and there are no tensors in a folder that is gone.
 ASLEEP_WHILE_LOADING = with_learner("""
-from penstock.consumers.learning.tensor_files import specs_in
+from penstock.consumers.learning.model.tensor_files import specs_in
 
 class Learner(ScriptedLearner):
     def load_checkpoint(self, folder, state):

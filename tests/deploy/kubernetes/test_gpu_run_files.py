@@ -8,7 +8,7 @@ import torch
 
 from bench.sizing import save_random
 from docs.sizing import SHAPES
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Gpu, Machine

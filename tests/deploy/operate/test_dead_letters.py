@@ -5,7 +5,7 @@ import pytest
 
 from inspected_run import byte_tokenizer
 from mini_producer import dead_fields, group_fields, make_group, unscored_fields
-from penstock.consumers.learning.lag import LagTable
+from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger, LedgerState, ReleasedTask

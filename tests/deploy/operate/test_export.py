@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inspected_run import byte_tokenizer
-from penstock.consumers.learning.export import describe_weights
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.export import describe_weights
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState, copy_model_files
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks

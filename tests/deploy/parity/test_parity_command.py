@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from parity_bench import ParityBench, with_logprobs
 from parity_run import NAME, ParityRun, make_bench, sampled_groups
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.report import ParityReport
 from penstock.deploy import cli

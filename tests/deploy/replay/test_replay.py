@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy import cli
 from penstock.deploy.replay import command
 from penstock.schemas.config import LoraConfig, RecordingConfig, TeacherConfig, TrainerConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from labelled_weights import count_mislabelled, label_of, sample_throughout, update_until_seen, versions_of
 from parity_faults import LabelsOnly
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.inference import compare_layers
 from penstock.consumers.parity.report import ParityReport

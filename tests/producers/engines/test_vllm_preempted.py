@@ -4,7 +4,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from penstock.consumers.learning.fresh_rows import RowGap
+from penstock.consumers.learning.learner.fresh_rows import RowGap
 from penstock.consumers.parity.recheck import with_recomputed
 from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
 from penstock.consumers.parity.report import TOLERANCES

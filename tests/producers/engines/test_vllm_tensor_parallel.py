@@ -18,8 +18,8 @@ from labelled_weights import (
     versions_of,
     weights_of_token,
 )
-from penstock.consumers.learning.lag import LagTable
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.batch.lag import LagTable
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.gate import Gate
 from penstock.producers.interfaces import CaptureError, WeightLoadError
 from penstock.producers.rollout.probe import PosedPrompt, probe

@@ -8,7 +8,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from penstock.consumers.learning.trainable import check_trainable
+from penstock.consumers.learning.batch.trainable import check_trainable
 from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.rewards import component

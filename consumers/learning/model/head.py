@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.batch import Support
-from penstock.consumers.learning.head_kernels import Grads, Head, Results, TokenGrads
+from penstock.consumers.learning.batch.batch import Support
+from penstock.consumers.learning.model.head_kernels import Grads, Head, Results, TokenGrads
 
 GREEDY_TEMPERATURE = 1e-5
 """Below it the engine samples greedily and its logprobs are those of temperature 1."""

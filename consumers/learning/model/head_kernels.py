@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.batch import Support
+from penstock.consumers.learning.batch.batch import Support
 
 
 class TileSizes(NamedTuple):

@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.consumers.learning.advantages import check_advantage
-from penstock.consumers.learning.batch import Batch, MiniBatch
-from penstock.consumers.learning.batch_tally import BatchTally, metric_sums
-from penstock.consumers.learning.device import choose_device, enable_onednn_matmul
-from penstock.consumers.learning.export import export_adapter, export_model
+from penstock.consumers.learning.batch.batch import Batch, MiniBatch
+from penstock.consumers.learning.batch.lag import Lags
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.batch.sharing import Sharing
 from penstock.consumers.learning.interfaces import Objective
-from penstock.consumers.learning.lag import Lags
-from penstock.consumers.learning.learner_state import LearnerState
-from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.learning.optimizer import learning_rate, make_optimizer
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.learner.batch_tally import BatchTally, metric_sums
+from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.loss.scoring import StepConstants, TokenScorer
+from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
+from penstock.consumers.learning.model.export import export_adapter, export_model
+from penstock.consumers.learning.model.learner_state import LearnerState
+from penstock.consumers.learning.model.optimizer import learning_rate, make_optimizer
+from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
-from penstock.consumers.learning.scoring import StepConstants, TokenScorer
-from penstock.consumers.learning.sharing import Sharing
-from penstock.consumers.learning.step_report import StepReport
 from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.plugins import construct
@@ -169,7 +169,7 @@ class Learner:
 
     @property
     def export(self) -> Callable[..., None]:
-        """The function that exports a checkpoint's model or adapter; see `penstock.consumers.learning.export`."""
+        """The function that exports a checkpoint's model or adapter; see `penstock.consumers.learning.model.export`."""
         return export_model if self._adapter is None else partial(export_adapter, self._adapter)
 
     def state(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.diagnostics import bounded_k3, lag_buckets
-from penstock.consumers.learning.rows import row_numbers
+from penstock.consumers.learning.loss.diagnostics import bounded_k3, lag_buckets
+from penstock.consumers.learning.loss.rows import row_numbers
 
 
 class RowGap(NamedTuple):

@@ -15,14 +15,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging as transformers_logging
 
-from penstock.consumers.learning.attention import IMPLEMENTATION, OwnAttention, PackedLayout
-from penstock.consumers.learning.batch import MicroBatch
-from penstock.consumers.learning.blocks import compile_blocks
-from penstock.consumers.learning.lora import adapt, adapter_of, adapter_share, published_name
-from penstock.consumers.learning.model_check import ModelCheckError, check_model
-from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.batch.batch import MicroBatch
+from penstock.consumers.learning.batch.layout import PackedLayout
+from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention
+from penstock.consumers.learning.model.blocks import compile_blocks
+from penstock.consumers.learning.model.lora import adapt, adapter_of, adapter_share, published_name
+from penstock.consumers.learning.model.model_check import ModelCheckError, check_model
+from penstock.consumers.learning.model.published import PublishedPart
+from penstock.consumers.learning.model.shards import empty_model, fill, gathered, held, shard
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.shards import empty_model, fill, gathered, held, shard
 from penstock.schemas.config import ConfigError, LoraConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -292,6 +293,12 @@ class PackedModel:
         """True if the policy is the base: its adapters are untrained."""
         factors = [tensor for name, tensor in self.state().items() if name.endswith("lora_B")]
         return self.lora is not None and not any(bool(held(each, self._ranks)[1].any()) for each in factors)
+
+    @torch.no_grad()
+    def copy(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies the `state` of a model of the same shapes and ranks; each tensor keeps its own type."""
+        for name, tensor in self.state().items():
+            tensor.copy_(weights[name])
 
     def state(self) -> dict[str, Tensor]:
         """Returns the masters as `tensors_of` does; with adapters, theirs only."""

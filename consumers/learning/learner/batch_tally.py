@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch
-from penstock.consumers.learning.diagnostics import Level, MismatchSums
-from penstock.consumers.learning.fresh_rows import RowGap, fresh_sums, gaps_of
+from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch
+from penstock.consumers.learning.learner.fresh_rows import RowGap, fresh_sums, gaps_of
+from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN, StepReport, TokenFindings
+from penstock.consumers.learning.loss.diagnostics import Level, MismatchSums
+from penstock.consumers.learning.loss.scoring import Scored
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.scoring import Scored
-from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport, TokenFindings
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
 from penstock.schemas.metrics import part_key
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.rejection import off_policy_rows_kept, rejected
-from penstock.consumers.learning.rows import Rows, clamped, log_ratio
+from penstock.consumers.learning.loss.rejection import off_policy_rows_kept, rejected
+from penstock.consumers.learning.loss.rows import Rows, clamped, log_ratio
 from penstock.schemas.config import CorrectionConfig
 
 

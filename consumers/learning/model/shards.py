@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.consumers.learning.attention import IMPLEMENTATION
-from penstock.consumers.learning.blocks import blocks
+from penstock.consumers.learning.model.attention import IMPLEMENTATION
+from penstock.consumers.learning.model.blocks import blocks
 from penstock.consumers.learning.ranks import Ranks
 
 

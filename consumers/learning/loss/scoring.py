@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
-from penstock.consumers.learning.head import selected_logprobs
-from penstock.consumers.learning.head_kernels import TokenGrads
-from penstock.consumers.learning.importance import Correction, correct_packed
+from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch, Support
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
-from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
+from penstock.consumers.learning.loss.importance import Correction, correct_packed
+from penstock.consumers.learning.loss.reward_kl import penalized
+from penstock.consumers.learning.loss.teacher import open_teacher, teacher_advantages
+from penstock.consumers.learning.model.head import selected_logprobs
+from penstock.consumers.learning.model.head_kernels import TokenGrads
+from penstock.consumers.learning.model.packed_model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.reward_kl import penalized
-from penstock.consumers.learning.teacher import open_teacher, teacher_advantages
 from penstock.schemas.config import ConfigError, RunConfig
 
 _ALL = slice(None)

@@ -6,7 +6,7 @@ Each mask keeps a NaN: a value that cannot be judged reaches the loss, and the s
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.rows import Rows, clamped
+from penstock.consumers.learning.loss.rows import Rows, clamped
 from penstock.schemas.config import Rejection
 
 

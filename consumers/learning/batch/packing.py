@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from penstock.consumers.learning.advantages import batch_rewards, make_advantage
-from penstock.consumers.learning.attention import make_layout
-from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support, idle_microbatch
-from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_lags
-from penstock.consumers.learning.minibatches import minibatches_of
+from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch, Place, Support, idle_microbatch
+from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
+from penstock.consumers.learning.batch.layout import make_layout
+from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatches_of, shared_out, spread
+from penstock.consumers.learning.batch.trainable import check_taught
 from penstock.consumers.learning.outcome import outcome
-from penstock.consumers.learning.sharing import ALONE, Sharing, shared_out, spread
-from penstock.consumers.learning.trainable import check_taught
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.consumers.learning.model.tensor_files import Specs, read_tensors, specs_in, write_tensors
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.tensor_files import Specs, read_tensors, specs_in, write_tensors
 from penstock.schemas.config import ConfigError
 
 MASTERS = "masters/"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.advantages import make_advantage
-from penstock.consumers.learning.batch import Batch
+from penstock.consumers.learning.batch.batch import Batch
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import AdvantageConfig
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.advantages import BatchRewards
-from penstock.consumers.learning.attention import PackedLayout, make_layout
+from penstock.consumers.learning.batch.layout import PackedLayout, make_layout
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Batch:
     environments: Tensor
     """[R] int64, the place of each rollout's environment in `lag_mean`."""
     outcome: dict[str, float]
-    """`penstock.consumers.learning.outcome.outcome` of every group."""
+    """`outcome.outcome` of every group."""
     rewards: BatchRewards
     """Of every rollout."""
     advantages: np.ndarray

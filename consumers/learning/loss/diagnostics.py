@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.importance import Correction
-from penstock.consumers.learning.rows import clamped, row_numbers
+from penstock.consumers.learning.loss.importance import Correction
+from penstock.consumers.learning.loss.rows import clamped, row_numbers
 from penstock.schemas.metrics import LAG_LABELS, LAG_STARTS, lag_key
 
 PEER_PREFIX = "rollout_correction/"

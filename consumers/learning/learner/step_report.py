@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.consumers.learning.fresh_rows import RowGap
+    from penstock.consumers.learning.learner.fresh_rows import RowGap
 
 NOTHING_TO_TRAIN = "nothing left to train"
 """The `skipped_reason` of a batch without an unmasked token; any other reason is a failure."""

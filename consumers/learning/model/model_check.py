@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.consumers.learning.attention import IMPLEMENTATION
-from penstock.consumers.learning.batch import MicroBatch
-from penstock.consumers.learning.head import selected_logprobs
-from penstock.consumers.learning.packing import pack_segments
+from penstock.consumers.learning.batch.batch import MicroBatch
+from penstock.consumers.learning.batch.packing import pack_segments
+from penstock.consumers.learning.model.attention import IMPLEMENTATION
+from penstock.consumers.learning.model.head import selected_logprobs
 from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
 
 ALLOWED = 1e-3

@@ -1,10 +1,14 @@
-"""Distributes the rows of a batch over the ranks: equal cost, siblings together."""
+"""Divides a batch into optimizer steps, and its rows among the ranks: equal cost, siblings together."""
 
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TypeVar
+
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import RolloutGroup
 
 ALLOWED = 0.05
 """A rank's cost above the mean, relative to it, above which siblings are separated."""
@@ -75,3 +79,17 @@ def _filled(rows: list[Row], size: Callable[[Row], int], limit: int) -> list[lis
         parts[-1].append(row)
         used += size(row)
     return parts
+
+
+def minibatches_of(groups: Sequence[RolloutGroup], config: RunConfig) -> Iterator[Sequence[RolloutGroup]]:
+    """Yields the groups of each of `trainer.num_minibatches` mini-batches: in order in synchronous mode, shuffled by
+    `seed` and their indexes in asynchronous mode, in which batches fill with short answers first.
+
+    Sizes differ by at most one; there are fewer parts if there are fewer groups.
+    """
+    count = config.trainer.num_minibatches
+    if count > 1 and config.mode == "asynchronous":
+        source = random.Random(f"{config.seed}:{[group.index for group in groups]}")
+        groups = source.sample(groups, len(groups))
+    bounds = [len(groups) * n // count for n in range(count + 1)]
+    return (groups[start:end] for start, end in pairwise(bounds) if end > start)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, RunConfig, TeacherConfig
 from penstock.schemas.rollout import one_line

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from penstock.consumers.learning.learner_state import MASTERS, check_masters
-from penstock.consumers.learning.lora import FACTORS, published_name
-from penstock.consumers.learning.model import DTYPES, tensors_of
+from penstock.consumers.learning.model.learner_state import MASTERS, check_masters
+from penstock.consumers.learning.model.lora import FACTORS, published_name
+from penstock.consumers.learning.model.packed_model import DTYPES, tensors_of
+from penstock.consumers.learning.model.tensor_files import read_tensors, specs_in
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.tensor_files import read_tensors, specs_in
 from penstock.schemas.adapter import AdapterIdentity, parse_name
 from penstock.schemas.config import ConfigError
 from penstock.schemas.model_digest import model_digest
