@@ -25,6 +25,8 @@ from penstock.schemas.config import RunConfig, load_config
 PRODUCER_ID = "producer-0"
 
 
+NEVER_PER_S = 1e-6
+"""Updates of a feeder that announces its first policy alone."""
 RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"
 
 

@@ -5,7 +5,7 @@ Both servers hold the same conversations, call by call in turns; only what they 
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -190,8 +190,6 @@ def time_figure(what: str, held: Sequence[list[Pair]], goal: Goal | None) -> Fig
             "num_pairs": len(even),
             "num_pairs_left_out": len(pairs) - len(even),
             "ratio_by_round": [round(median(ratios), 4) for ratios in by_round if ratios],
-            "prompt_tokens_mean": mean(pair.ours.num_prompt_tokens for pair in even),
-            "reference_prompt_tokens_mean": mean(pair.theirs.num_prompt_tokens for pair in even),
         },
     )
 

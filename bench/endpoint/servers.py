@@ -35,7 +35,6 @@ class Answer(NamedTuple):
 
     seconds: float
     message: Json
-    num_prompt_tokens: int
     num_sampled_tokens: int
 
 
@@ -57,7 +56,7 @@ class ChatServer:
         seconds = time.perf_counter() - began
         found = json.loads(self._checked(status, answer))
         message, usage = found["choices"][0]["message"], found["usage"]
-        return Answer(seconds, message, usage["prompt_tokens"], usage["completion_tokens"])
+        return Answer(seconds, message, usage["completion_tokens"])
 
     def open(self) -> str:
         """Begins a conversation; returns the path of its calls."""

@@ -2,14 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
 
 from bench.gpu.device import Device
 from bench.groups import learner_config, random_group
@@ -25,7 +23,6 @@ from penstock.schemas.keys import Keys
 
 HEAD_MATMULS = {"recompute": 4, "in forward": 3}
 """Products of tokens, hidden size and vocabulary in forward and backward."""
-NUM_TENSORS = 64
 CHANGED = 0.01
 """Share of the elements that an update changes."""
 
@@ -136,31 +133,3 @@ def measure_weights(job: GpuJob) -> dict[str, list[float]]:
 
 def _no_redis(_: object) -> object:
     raise ValueError("chunks in Redis: expected those of a folder")
-
-
-def measure_load(job: GpuJob) -> dict[str, list[float]]:
-    """Returns the seconds of reading a policy from a file onto the device: with the file's pages locked, mapped by
-    safetensors, and from pinned memory of torch's."""
-    from penstock.producers.engines.pinned_files import PinnedFiles
-
-    sizes, device, file = job.sizes, Device(job.sizes.device), str(Path(job.folder) / "policy.safetensors")
-    elements = sizes.weights_bytes // 2 // NUM_TENSORS
-    names = [f"layers.{n}" for n in range(NUM_TENSORS)]
-    save_file({name: torch.full((elements,), float(n)).bfloat16() for n, name in enumerate(names)}, file)
-    targets = {name: torch.empty(elements, dtype=torch.bfloat16, device=device.torch) for name in names}
-    buffers = {name: torch.empty(elements, dtype=torch.bfloat16, pin_memory=device.is_cuda) for name in names}
-    pinned = PinnedFiles(lambda _: iter(load_file(file).items()))
-
-    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in tensors:
-            targets[name].copy_(tensor)
-
-    def load_pinned() -> None:
-        with pinned.reading([file]) as tensors:
-            load(tensors)
-
-    return {
-        "pinned_s": device.seconds(load_pinned, sizes.rounds),
-        "mapped_s": device.seconds(lambda: load(load_file(file).items()), sizes.rounds),
-        "buffer_s": device.seconds(lambda: load(buffers.items()), sizes.rounds),
-    }

@@ -205,21 +205,6 @@ def measure_weights(bench: Bench) -> Iterator[Figure]:
         )
 
 
-def measure_load(bench: Bench) -> Iterator[Figure]:
-    num_bytes = bench.settings.sizes.weights_bytes
-    with host_folder("gpu") as folder:
-        found = _apart(bench, "load", folder=folder)
-    yield Figure(
-        f"a policy of {num_bytes / 1e9:g} GB from the host's copy to the device",
-        unit="GB/s",
-        measured=num_bytes / median(found["pinned_s"]) / 1e9,
-        reference=num_bytes / median(found["buffer_s"]) / 1e9,
-        reference_is="the same from pinned memory of torch's",
-        goal=Goal(at_least=0.9),
-        details=found,
-    )
-
-
 def measure_demo(bench: Bench) -> Iterator[Figure]:
     """Runs the demo in bfloat16, as `penstock run` places it: the parity gate's gap, and the accuracy it reaches."""
     model, runs = make_model(bench.folder / "model-demo"), bench.folder / "runs"
@@ -285,10 +270,10 @@ def measure_producer(bench: Bench) -> list[Figure]:
     return stream(bench, job)
 
 
-ENGINE_ROWS = ("load", "labels", "demo", "pause", "producer")
+ENGINE_ROWS = ("labels", "demo", "pause", "producer")
 """Those that need vLLM."""
 ROWS: tuple[Callable[[Bench], Any], ...] = (
-    measure_tests, measure_head, measure_trainer, measure_weights, measure_load, measure_labels, measure_demo,
+    measure_tests, measure_head, measure_trainer, measure_weights, measure_labels, measure_demo,
     measure_pause, measure_producer,
 )  # fmt: skip
 

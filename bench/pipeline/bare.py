@@ -44,23 +44,20 @@ class BareEngine:
         await asyncio.gather(*(keep_one_going() for _ in range(num_in_flight)))
         return requests
 
-    async def stream(self, prompt: list[int], num_in_flight: int, stop: asyncio.Event) -> list[float]:
-        """Samples as `generate` does, streaming; returns the time at which each token arrived."""
+    async def stream(self, prompt: list[int], num_in_flight: int, stop: asyncio.Event) -> None:
+        """Samples as `generate` does, streaming, until `stop` is set."""
         params = copy.copy(self._params)
         params.output_kind = type(params.output_kind).DELTA
-        arrivals: list[float] = []
 
         async def keep_one_going() -> None:
             while not stop.is_set():
                 number = next(self._numbers)
                 request = {"type": "token", "prompt_token_ids": prompt}
                 async for _ in self._llm.generate(request, params, f"{id(self)}-{number}"):
-                    arrivals.append(time.monotonic())
                     if stop.is_set():
                         break
 
         await asyncio.gather(*(keep_one_going() for _ in range(num_in_flight)))
-        return arrivals
 
     async def load(self, path: str) -> float:
         """Loads a file in vLLM's own update session, awaiting each call; returns the seconds."""

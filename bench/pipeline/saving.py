@@ -1,34 +1,24 @@
 """The processor time that saving the progress of rollouts takes from a producer: its own steps, timed one by one."""
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Generator
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.feeder import make_manifest
 from bench.machine import children_cpu_s
 from bench.result import Figure, Goal
-from bench.running import open_producer
-from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import ReleasedTask
-from penstock.consumers.stream.scripts import Scripts
+from bench.running import NEVER_PER_S, open_producer, start_feeder
 from penstock.producers.interfaces import Completion
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
-from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.keys import Keys
-from penstock.schemas.weights.stores import RedisChunks
+from penstock.schemas.config import load_config
 
 GROUPS = 4
 """In flight."""
-MANY_GROUPS = 1000
-"""More than are sampled in the time."""
 TICK_S = 0.1
 LIMIT_S = 600.0
 
@@ -86,9 +76,9 @@ async def measure_saving(job: SavingJob) -> Figure:
             while num_saves() < number:  # noqa: ASYNC110 - a metric, that nothing announces
                 await asyncio.sleep(TICK_S)
 
+    feeder = start_feeder(config, Path(job.runs) / config.name, NEVER_PER_S)
     try:
         async with (
-            _released(config),
             open_producer(config, Path(job.runs), engine, environments, tokenizer, metrics) as producer,
             asyncio.TaskGroup() as serving,
         ):
@@ -107,6 +97,7 @@ async def measure_saving(job: SavingJob) -> Figure:
             after = saving.cpu_s, time.process_time() + children_cpu_s(), num_saves()
             producer.stop.set()
     finally:
+        feeder.end()
         await engine.close()
     return Figure(
         f"processor seconds of saving progress, {GROUPS * config.group_size} rollouts of "
@@ -118,19 +109,3 @@ async def measure_saving(job: SavingJob) -> Figure:
         goal=Goal(at_most=0.01),
         details={"num_saves": after[2] - before[2], "seconds": job.seconds},
     )
-
-
-@asynccontextmanager
-async def _released(config: RunConfig) -> AsyncIterator[None]:
-    """Stands in for the trainer: announces policy 0 and releases prompts."""
-    connection, keys = TrainerConnection(os.environ["REDIS_URL"], outage_s=10.0), Keys(config.name)
-    scripts = Scripts(connection, keys)
-    try:
-        scripts.open_epoch(0)
-        manifest = make_manifest(Path(config.model.path) / "model.safetensors", RedisChunks(connection.call, keys))
-        scripts.announce(0, msgspec.json.encode(manifest), b"", 0)
-        (name,) = config.every_environment
-        scripts.release(0, [ReleasedTask(name, n) for n in range(1, MANY_GROUPS + 1)], 0)
-        yield
-    finally:
-        connection.close()

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import redis
 
+from bench.result import BenchError
 from bench.stream.records import GROUP_SIZE, make_group
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.batch.trainable import check_trainable
@@ -44,57 +45,30 @@ def group_of(num_bytes: int) -> RolloutGroup:
     return make_group(completion_tokens=max(4, (num_bytes - frame) // BYTES_PER_TOKEN))
 
 
-class ProducerEnd:
-    """A producer's claims and writer without an engine: it claims prompts and appends ready-made groups."""
-
-    def __init__(self, url: str, keys: Keys, producer_id: str, num_groups: int) -> None:
-        metrics = ProducerMetrics()
-        self.connection = ProducerConnection.open(url, outage_s=OUTAGE_S, metrics=metrics)
-        self.table = InFlightTable(num_groups=num_groups, group_size=GROUP_SIZE)
-        self.claims = Claims(self.connection, keys, producer_id, self.table, ProducersConfig())
-        self.writer = Writer(self.connection, keys, self.table, metrics, "bench", producer_id)
-
-    async def claim(self, num_groups: int) -> None:
-        """Waits until `num_groups` prompts, released before, are claimed."""
-        await self.claims.open()
-        while len(self.table) < num_groups:
-            await self.claims.take()
-
-    async def append_in_bursts(self, group: RolloutGroup, burst: int) -> Span:
-        """Encodes and appends a group for every claim, `burst` at a time, each when the one before is in Redis."""
-
-        async def append() -> None:
-            for n, claim in enumerate(self.table, 1):
-                self.writer.put(claim, msgspec.structs.replace(group, index=claim.index))
-                if n % burst == 0:
-                    await self.writer.drain()
-            await self.writer.drain()
-
-        began = time.monotonic()
-        await self.until_done(append())
-        return began, time.monotonic()
-
-    async def until_done(self, work: Any) -> None:
-        """Keeps the writer running until `work` is done; an error of the writer's is raised here."""
-        writing, working = asyncio.create_task(self.writer.run()), asyncio.ensure_future(work)
-        await asyncio.wait({writing, working}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (writing, working):
-            if task.done():
-                task.result()
-            task.cancel()
-
-    async def close(self) -> None:
-        await self.connection.close()
-
-
 async def append_groups(url: str, keys: Keys, group: RolloutGroup, num_groups: int) -> Span:
-    """Claims prompts, released before, and appends a copy of `group` for each, all that wait together."""
-    end = ProducerEnd(url, keys, "producer-0", num_groups)
+    """Claims prompts, released before, as a producer without an engine; encodes and appends a copy of `group` for each,
+    all that wait together. Returns when that began and when the server had answered to the last."""
+    metrics = ProducerMetrics()
+    connection = ProducerConnection.open(url, outage_s=OUTAGE_S, metrics=metrics)
+    table = InFlightTable(num_groups=num_groups, group_size=GROUP_SIZE)
+    claims = Claims(connection, keys, "producer-0", table, ProducersConfig())
+    writer = Writer(connection, keys, table, metrics, "bench", "producer-0")
     try:
-        await end.claim(num_groups)
-        return await end.append_in_bursts(group, num_groups)
+        await claims.open()
+        while len(table) < num_groups:
+            await claims.take()
+        began = time.monotonic()
+        for claim in table:
+            writer.put(claim, msgspec.structs.replace(group, index=claim.index))
+        writing, draining = asyncio.create_task(writer.run()), asyncio.create_task(writer.drain())
+        await asyncio.wait({writing, draining}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (writing, draining):
+            if task.done():
+                task.result()  # an error of the writer's
+            task.cancel()
+        return began, time.monotonic()
     finally:
-        await end.close()
+        await connection.close()
 
 
 def release_prompts(client: "redis.Redis", keys: Keys, num_prompts: int) -> None:
@@ -119,33 +93,40 @@ def fill(client: "redis.Redis", keys: Keys, group: RolloutGroup, num_groups: int
     return total
 
 
+def read_bare(client: "redis.Redis", keys: Keys) -> int:
+    """Reads all entries and trims them; returns their number."""
+    cursor, num_read = b"0-0", 0
+    while reply := client.xread({keys.rollouts: cursor}, count=ENTRIES_PER_ROUND_TRIP):
+        entries: Any = reply[0][1]
+        cursor, num_read = entries[-1][0], num_read + len(entries)
+    client.xtrim(keys.rollouts, maxlen=0, approximate=False)
+    return num_read
+
+
 class TrainerEnd:
     """A trainer's reader, ledger and commit script without a trainer."""
 
-    def __init__(self, url: str, keys: Keys, num_released: int, *, decodes: bool = True) -> None:
+    def __init__(self, url: str, keys: Keys, num_released: int) -> None:
         self._connection = TrainerConnection(url, OUTAGE_S)
         self._ledger = Ledger()
         self._ledger.num_released = num_released
         # The versions that `make_group` labels its tokens with are all announced.
         self._lag_of = LagTable(2000, {}, {})
-        kind = Reader if decodes else _Undecoded
-        self._reader = kind(
+        self._reader = Reader(
             self._connection, keys, self._ledger, GROUP_SIZE, lambda group: check_trainable(group, VOCABULARY)
         )
         self._scripts = Scripts(self._connection, keys)
         self._scripts.open_epoch(0)
         self.num_read = 0
 
-    def read(self, *, block: bool) -> int:
-        """Reads once and settles what came, as a trainer that trains at once would; returns the number of entries."""
-        num_entries = self._reader.read(self._lag_of, block=block)
+    def read(self) -> None:
+        """Reads once and settles what came, as a trainer that trains at once would."""
+        self.num_read += self._reader.read(self._lag_of, block=False)
         if self._reader.take_refused():
-            raise RuntimeError("the reader refuses what the benchmark has appended")
+            raise BenchError("the reader refuses what the benchmark has appended")
         for index in self._reader.ready:
             self._ledger.settle(index, "trained")
         self._reader.ready.clear()
-        self.num_read += num_entries
-        return num_entries
 
     def acknowledge(self) -> int:
         """Commits, the protocol's only acknowledgement, which trims the stream. Returns the entries trimmed."""
@@ -153,10 +134,3 @@ class TrainerEnd:
 
     def close(self) -> None:
         self._connection.close()
-
-
-class _Undecoded(Reader):
-    """Reads as the reader does and decodes nothing."""
-
-    def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: Any) -> None:
-        pass

@@ -10,17 +10,13 @@ from statistics import median
 import msgspec
 
 from bench.result import Figure, Goal, compare_rounds, in_turns
-from bench.running import random_model
-from bench.section import Bench, BenchSection, found_apart, measure_apart, wait_for
+from bench.section import Bench, BenchSection, found_apart, wait_for
 from bench.sizing import SMALL, save_random
-from bench.trainer.part import Compiled, OnRanks, Timed, Work
 from bench.trainer.peer import LongAnswersSettings, measure_demo, measure_long_answers
-from bench.trainer.ranks import start_ranks
+from bench.trainer.ranks import OnRanks, Work, start_ranks
 from penstock.deploy.launch.memory import ModelShape
 
-ON_RANKS = "bench.trainer.part:on_ranks"
-DEMO_WORK = Work(num_groups=32, group_size=8, prompt_tokens=6, sampled_tokens=4, tokens_per_pass=8192)
-"""The demo's update: a sum of three digits and the end."""
+ON_RANKS = "bench.trainer.ranks:on_ranks"
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,33 +24,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelShape = SMALL
     work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=496, tokens_per_pass=4096)
-    rounds: int = 5
-    demo_steps: int = 30
     ranks_rounds: int = 3
     ranks_steps: int = 2
     long_answers: LongAnswersSettings = LongAnswersSettings()
     accuracy_updates: int = 3000
     accuracy_limit_s: float = 600.0
-
-
-def compiled_figures(bench: Bench) -> Iterator[Figure]:
-    """Compares the learner's rate with `trainer.compile` and without, for the demo's model and a larger one."""
-    settings = bench.settings
-    jobs = {
-        "the demo's model": (random_model(bench, "demo"), DEMO_WORK, settings.demo_steps),
-        settings.model.name: (_model(bench, settings.model), settings.work, 1),
-    }
-    for name, (folder, work, steps) in jobs.items():
-        job = Compiled(model=str(folder), work=work, rounds=settings.rounds, steps=steps)
-        timed = measure_apart(f"{folder.name}-compiled", "bench.trainer.part:time_compiled", job, Timed, bench.folder)
-        num_tokens = work.num_tokens * steps
-        yield compare_rounds(
-            f"one rank: tokens trained per second, {name}, compiled",
-            [num_tokens / seconds for seconds in timed.compiled],
-            [num_tokens / seconds for seconds in timed.plain],
-            reference_is="without trainer.compile, in turns; processor time of one thread, without the first step",
-            details=msgspec.to_builtins(timed),
-        )
 
 
 def ranks_figures(bench: Bench) -> Iterator[Figure]:
@@ -100,7 +74,6 @@ def _model(bench: Bench, model: ModelShape) -> Path:
 TRAINER = BenchSection(
     "trainer",
     {
-        "compiled": compiled_figures,
         "ranks": ranks_figures,
         "long-answers": measure_long_answers,
         "peers": measure_demo,
@@ -109,8 +82,6 @@ TRAINER = BenchSection(
     quick=TrainerSettings(
         model=ModelShape("tiny", 64, 128, 2, 2, 1, 64, 300, tied=True),
         work=Work(num_groups=4, group_size=2, prompt_tokens=4, sampled_tokens=16, tokens_per_pass=64),
-        rounds=1,
-        demo_steps=2,
         ranks_rounds=1,
         ranks_steps=1,
         long_answers=LongAnswersSettings(

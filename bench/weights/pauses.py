@@ -1,9 +1,6 @@
 """The pause of a weight update under traffic, against the bare load of the same file by the same engine when idle."""
 
 import asyncio
-import bisect
-import time
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -52,9 +49,8 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
     path = str(Path(config.model.path) / "model.safetensors")
     tensors = tuple(read_header(path).values())
     manifest = WeightManifest(version=0, parent_version=-1, total_bytes=tensor_bytes(tensors), tensors=tensors)
-    pauses: list[tuple[float, float, float]] = []
+    pauses: list[float] = []
     bare_loads: list[float] = []
-    arrivals: list[float] = []
 
     async def load_idle() -> None:
         bare_loads.extend([await bare.load(path) for _ in range(settings.updates_per_block)])
@@ -64,22 +60,18 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
         traffic = asyncio.create_task(bare.stream([5, 6, 7, 8], settings.sequences_in_flight, stop))
         await asyncio.sleep(SETTLE_S)
         for _ in range(settings.updates_per_block):
-            began = time.monotonic()
             newer = msgspec.structs.replace(manifest, version=engine.policy_version + 1)
-            pause_s = await engine.load_weights(newer, path)
-            pauses.append((began, time.monotonic(), pause_s))
+            pauses.append(await engine.load_weights(newer, path))
             await asyncio.sleep(settings.spacing_s)
         stop.set()
-        arrivals.extend(await traffic)
+        await traffic
 
     await bare.load(path)  # the first one maps the file and builds the loader's tables
     for _ in range(settings.blocks):
         await load_idle()
         await load_under_traffic()
     await load_idle()
-    gaps = [longest_gap(arrivals, began, ended) for began, ended, _ in pauses]
-    pause_s, bare_load_s = median(pause_s for _, _, pause_s in pauses), median(bare_loads)
-    token_gap_s, step_s = median(gap for gap in gaps if gap is not None), step_time(arrivals)
+    pause_s, bare_load_s = median(pauses), median(bare_loads)
     return Figure(
         f"pause per update, {settings.size} of weights",
         unit="ms",
@@ -89,26 +81,7 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
         goal=Goal(at_most=1.05),
         details={
             "weight_bytes": manifest.total_bytes,
-            "pause_s_max": max(pause_s for _, _, pause_s in pauses),
+            "pause_s_max": max(pauses),
             "num_updates": len(pauses),
-            "token_gap_s": token_gap_s,
-            "step_s": step_s,
-            "ratio_of_token_gap": max(0.0, token_gap_s - step_s) / bare_load_s,
         },
     )
-
-
-def longest_gap(arrivals: list[float], began: float, ended: float) -> float | None:
-    """Returns the longest time between two neighbours of the ascending `arrivals` that overlaps [began, ended].
-
-    None if no arrival lies before or after it.
-    """
-    first = max(bisect.bisect_left(arrivals, began) - 1, 0)
-    around = arrivals[first : bisect.bisect_right(arrivals, ended) + 1]
-    return max((after - before for before, after in pairwise(around)), default=None)
-
-
-def step_time(arrivals: list[float], same_step_s: float = 0.0005) -> float:
-    """Returns the median time between two steps; arrivals closer than `same_step_s` are tokens of one step."""
-    steps = [b - a for a, b in pairwise(arrivals) if b - a > same_step_s]
-    return median(steps) if steps else 0.0

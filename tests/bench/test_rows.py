@@ -23,22 +23,18 @@ from bench.result import BenchError, Result
 from bench.section import measure_apart, wait_for
 from bench.trainer.peer import long_answer_figures, updates_of
 from bench.trainer.peer_job import PeerUpdates, TrlUpdates
-from bench.weights.pauses import longest_gap, step_time
 from bench.weights.section import most_at_once
 from penstock.deploy.launch.child import Child
 
 HERE = {
     ("stream", "records"): 2,
-    ("stream", "xadd"): 2,
-    ("stream", "read"): 6,
-    ("stream", "producers"): 1,
+    ("stream", "rates"): 6,
     ("head", "memory"): 2,
     ("head", "time"): 2,
     ("weights", "blocked"): 2,
     ("weights", "changed"): 2,
     ("weights", "way"): 3,
     ("weights", "late"): 1,
-    ("trainer", "compiled"): 2,
     ("trainer", "ranks"): 2,
     ("gpu", "head"): 2,
     ("gpu", "trainer"): 2,
@@ -108,11 +104,11 @@ def test_a_server_that_is_lost_is_one_line_and_its_logs_are_kept(tmp_path, monke
     def fail(bench):
         raise redis.ConnectionError("connection refused")
 
-    monkeypatch.setitem(command.SECTIONS["stream"].rows, "read", fail)
+    monkeypatch.setitem(command.SECTIONS["stream"].rows, "rates", fail)
     monkeypatch.setattr(command, "WORK", tmp_path)
-    assert command.main(["stream", "--only", "read"]) == 1
+    assert command.main(["stream", "--only", "rates"]) == 1
     (folder,) = tmp_path.iterdir()
-    assert capsys.readouterr().err == f"bench: logs of what failed are in {folder}\nbench: read: connection refused\n"
+    assert capsys.readouterr().err == f"bench: logs of what failed are in {folder}\nbench: rates: connection refused\n"
 
 
 def test_a_process_that_dies_is_named_with_the_end_of_its_log_and_ends_the_others(tmp_path):
@@ -200,13 +196,6 @@ async def test_the_clock_of_a_coroutine_counts_its_own_steps(monkeypatch):
     beside = asyncio.ensure_future(other())
     assert await clock == "done" and clock.cpu_s == 3.0
     await beside
-
-
-def test_gaps_and_steps_between_tokens():
-    arrivals = [0.0, 0.0001, 1.0, 1.0001, 4.0, 5.0]
-    assert longest_gap(arrivals, 1.5, 2.0) == pytest.approx(2.9999)
-    assert longest_gap([], 0.0, 1.0) is None
-    assert step_time(arrivals) == pytest.approx(1.0, abs=0.001)
 
 
 def test_the_memory_of_several_processes_is_what_they_have_at_once():
