@@ -20,9 +20,9 @@ from penstock.consumers.observe.record import RolloutRecorder
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.observe.sinks.feeding import check_sinks
+from penstock.consumers.parity.check import check_loaded
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
-from penstock.consumers.parity.recheck import Recheck
-from penstock.consumers.parity.watch import ProducerWatch
+from penstock.consumers.parity.producers import ProducerGaps
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState, restore_rng
@@ -167,11 +167,6 @@ def open_trainer(
     """
     if None in config.num_evaluation_prompts.values():
         raise ConfigError("evaluation.num_prompts is not set: the trainer alone cannot know what the environment has")
-    if config.parity.recheck and ranks is not None and ranks.size > 1:
-        raise ConfigError(
-            f"parity.recheck = {config.parity.recheck} with {ranks.size} ranks that share the model: one process "
-            "recomputes a group with a whole second model; expected 0, or a trainer of one process"
-        )
     keys = Keys(config.name)
     connection.restarted()  # later restarts of Redis count
     checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep, Path(config.model.path))
@@ -243,8 +238,7 @@ def _assemble(
     leadership.restore_from(ledger, lag_of)
     progress = RunProgress(epoch, state)
     check = partial(check_trainable, vocabulary=learner.vocabulary, needs_teacher=config.teacher_url is not None)
-    watch = ProducerWatch(config, learner.ranks)
-    intake = Intake(config, scripts, ledger, lag_of, progress, check, watch.observe_refused)
+    intake = Intake(config, scripts, ledger, lag_of, progress, check)
     evaluator = Evaluator(scripts, config.held_out, intake.quarantine.holds)
     recorder = None
     # An existing record has to say where this trainer continued, also without `record`.
@@ -278,9 +272,8 @@ def _assemble(
         best=best,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, record.sync),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
-        gate=Gate(config, folder, run_log.alert.narrow, learner.ranks, intake.quarantine.are_others),
-        watch=watch,
-        recheck=Recheck(config, WeightReader(connection.call, keys), metrics.count_recheck),
+        gate=Gate(config, folder, check_loaded, run_log.alert.narrow, learner.ranks),
+        producers=ProducerGaps(config),
         record=record,
         run_log=run_log,
     )

@@ -10,11 +10,7 @@ The stages of the pipeline, what each waits for and, in brackets, who unblocks i
     take         the groups that arrived first, none stale             waits for `groups_per_batch` ready groups
                  stream/intake.py                                      [producers]
     gate         engine and trainer agree, or nothing is trained       -
-                 parity/gate.py, on the first batch of new weights,
-                 which is taken again without producers at fault if
-                 others are not; each producer from then on:
-                 parity/watch.py, and parity/recheck.py while the
-                 trainer waits for batches and between updates
+                 parity/gate.py, on the first batch of new weights
     batch        lag, advantages, packed tensors                       -
                  learning/packing.py
     step         loss, backward, optimizer: per epoch and mini-batch   -
@@ -22,7 +18,9 @@ The stages of the pipeline, what each waits for and, in brackets, who unblocks i
     record       the batch as it was trained, if the run keeps one     waits for the previous batch to be written
                  observe/record.py                                     [the record's thread]
     settle       each index is trained, skipped or dead                -
-                 stream/settlement.py
+                 stream/settlement.py; a producer whose groups keep
+                 differing from the trainer's logprobs is
+                 quarantined: parity/producers.py
     publish      changes are copied, written and announced while       waits for the previous one: room in the store
                  training continues: weights/publisher.py              [the operator]
     evaluate     held-out prompts, requested and collected             waits for the last evaluation only [producers]
@@ -50,16 +48,14 @@ stands. In both cases a best model that is being written is left to the next tra
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.consumers.learning.learner.fresh_rows import RowGap
 from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.parity.gate import Gate
-from penstock.consumers.parity.recheck import Recheck
-from penstock.consumers.parity.watch import ProducerWatch
+from penstock.consumers.parity.producers import ProducerGaps
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.checkpoints import CheckpointWriteError
 from penstock.consumers.stream.evaluation import Evaluator
@@ -72,7 +68,6 @@ from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import RunConfig
-from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
@@ -97,8 +92,7 @@ class Trainer:
     commits: Commits
     recovery: Recovery
     gate: Gate
-    watch: ProducerWatch
-    recheck: Recheck
+    producers: ProducerGaps
     record: RunRecord
     run_log: RunLog
 
@@ -139,7 +133,6 @@ class Trainer:
     def close(self) -> None:
         self.leadership.end()
         self.record.close()
-        self.recheck.close()
         self.run_log.close()  # last: sinks may take their time
 
     def _train(self) -> bool:
@@ -154,11 +147,8 @@ class Trainer:
                 self._commit()
                 self.publisher.wait()
                 return False
-            if self.gate.is_pending and self._quarantine(
+            if self.gate.is_pending:
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
-            ):
-                continue  # taken again, without their groups
-            self.watch.examine(groups, self.learner, self.policy.version, lag_of)
             took_s = time.monotonic()
             batch = self.learner.pack(groups, lag_of)
             report = self.learner.step(batch)
@@ -182,9 +172,7 @@ class Trainer:
                 publish_s=time.monotonic() - stepped_s,
                 publish_blocked_s=self.publisher.take_blocked_s(),
             )
-            self._watch_producers([group for group in groups if report.settles(group.index)], report.fresh)
-            self.recheck.add(groups, report)
-            self._watch_producers(*self.recheck.one_if_due())
+            self._judge_producers(groups, report)
             self._evaluate()
             self._commit_if_due(busy=True)
         self._finish()
@@ -203,7 +191,6 @@ class Trainer:
             if self.intake.is_short(num_groups):
                 if not self.intake.read():
                     self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
-                    self._watch_producers(*self.recheck.one())
                     self._commit_if_due(busy=False)
                 if time.monotonic() > log_at:
                     log_at = time.monotonic() + WAITING_LOG_S
@@ -219,16 +206,14 @@ class Trainer:
             self._collect_evaluations()
         return None
 
-    def _watch_producers(self, groups: Sequence[RolloutGroup], gaps: Mapping[int, RowGap]) -> None:
-        self._quarantine(self.watch.observe_groups(groups, gaps))
-        self.intake.quarantine.note(self.watch.table())
-        self.run_log.metrics.watch_producers(self.intake.quarantine.alive)
-
-    def _quarantine(self, found: Mapping[str, ProducerParity]) -> bool:
-        """Quarantines these instances; returns whether there are any."""
-        for instance, each in found.items():
-            self.intake.quarantine.add(instance, each)
-        return bool(found)
+    def _judge_producers(self, groups: list[RolloutGroup], report: StepReport) -> None:
+        """Quarantines the producers that this batch shows to be bad. Raises RunFailedError for the last one alive."""
+        quarantine = self.intake.quarantine
+        settled = [group for group in groups if report.settles(group.index)]
+        for instance, finding in self.producers.observe(settled, report.gaps).items():
+            quarantine.add(instance, finding, refuses=self.config.parity.gate == "refuse")
+        quarantine.note(self.producers.table())
+        self.run_log.metrics.measure_producers(quarantine.alive)
 
     def _evaluate(self) -> None:
         num_batches = self.progress.num_batches

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from penstock.producers.endpoint.access import api_key
 from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError
-from penstock.producers.loop import Producer
+from penstock.producers.loop import Producer, QuarantinedError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
@@ -37,7 +37,7 @@ T = TypeVar("T")
 EngineFactory = Callable[..., Awaitable[Engine]]
 """`await factory(config, seed=...)` boots an engine that is ready to sample, or raises EngineError."""
 
-EXPECTED_ERRORS = (ConfigError, EngineError, RedisGoneError, ProducerIdTakenError, RedisError)
+EXPECTED_ERRORS = (ConfigError, EngineError, RedisGoneError, ProducerIdTakenError, QuarantinedError, RedisError)
 """Each ends the process with one logged line."""
 
 
@@ -47,7 +47,7 @@ def main(
     """Runs one producer until SIGTERM, SIGINT or the end of the run; returns the exit status.
 
     It is 0 after a clean stop. Otherwise one line is logged: 2 means that the settings cannot be used, 1 that the
-    producer cannot start or continue for another reason (Redis, the engine, an id in use).
+    producer cannot start or continue for another reason (Redis, the engine, an id in use, a quarantine).
     """
     name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
     logs.configure("producer", run=config.name, id=name)

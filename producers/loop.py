@@ -40,6 +40,10 @@ SHUTDOWN_TIMEOUT_S = 5.0
 """How long Redis may take to accept what a stopping producer leaves. Claims that it is not told about expire."""
 
 
+class QuarantinedError(RuntimeError):
+    """The trainer found that this instance's logprobs keep differing from its own. A new instance is judged anew."""
+
+
 class Producer:
     """Turns prompts into rollouts with one engine.
 
@@ -115,7 +119,7 @@ class Producer:
         self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
         """Claims of `endpoint` for prompts that are not conversations."""
         self._run_is_finished = False
-        self._quarantined = asyncio.Event()
+        self._quarantine: ProducerParity | None = None
         self._tokens_per_s = 0.0
         self.endpoint = None
         if config.endpoint is not None:
@@ -154,6 +158,7 @@ class Producer:
         Raises:
             EngineError: the engine has stopped. Its claims stay, and count as an attempt when they are taken over.
             RedisGoneError: Redis was away for too long.
+            QuarantinedError: the trainer does not train from this instance any more. Everything is handed back.
         """
         parts = (
             self.heartbeat.run,
@@ -174,6 +179,8 @@ class Producer:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                         await self.heartbeat.stop()
+            if self._quarantine is not None:
+                raise QuarantinedError(f"it is quarantined: {self._quarantine.reason}")
         finally:
             if self.endpoint is not None:
                 await self.endpoint.close(append=False)
@@ -185,49 +192,24 @@ class Producer:
         async with asyncio.TaskGroup() as groups:
             claiming = [groups.create_task(self._claim(groups)), groups.create_task(self._take_passed_on(groups))]
             serving = groups.create_task(self._serve_agents())
-            idling = groups.create_task(self._sit_out(claiming))
             await self.stop.wait()
-            await cancel_and_wait([*claiming, idling])
+            await cancel_and_wait(claiming)
             await self._save_progress()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
+                async with asyncio.timeout(0 if self._drops_progress else GRACE_S):
                     if self.endpoint is not None:
                         await self.endpoint.agents.drain()
                     await self._wait_until_idle()
             await self._save_progress()
             await cancel_and_wait([*self._running, serving])
             if self.endpoint is not None:
-                await self.endpoint.close(append=not self._run_is_finished)
-
-    async def _sit_out(self, claiming: list[asyncio.Task[None]]) -> None:
-        """Waits for the trainer to quarantine this instance. Then stops claiming and leaves running groups to others,
-        who begin them again. Agents' open rollouts continue to their end, which unblocks the rest."""
-        await self._quarantined.wait()
-        await cancel_and_wait(claiming)
-        await cancel_and_wait([*self._running])
-        await self._store.end()
-        if self.endpoint is not None:
-            await self._hand_back_all_but_open(await self.endpoint.agents.leave_idle())
-            await self.endpoint.agents.drain()
-            await self.endpoint.agents.leave_idle()
-        await self.writer.drain()
-        log.info("quarantined: %d unfinished claims handed back", await self.claims.hand_back())
-
-    async def _hand_back_all_but_open(self, idle: list[Claim]) -> None:
-        """Hands back everything unfinished except the groups that agents have open, which may take long. idle: claims
-        of groups that agents have left."""
-        await self.writer.drain()
-        await self.claims.find_lost()
-        claims = [*idle, *(claim for claim in self.table if not claim.converses)]
-        for claim in claims:
-            await self.claims.give_back(claim)
-        log.info("quarantined: %d claims handed back while agents go on", len(claims))
+                await self.endpoint.close(append=not self._drops_progress)
 
     async def _save_progress(self) -> None:
-        """Saves what is sampled for the producers that take the claims over; drops it if the run is finished."""
+        """Saves what is sampled for the producers that take the claims over; drops it if nobody is to go on with it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_SAVE_S):
-                if self._run_is_finished:
+                if self._drops_progress:
                     await self._store.end()
                     return
                 if self.endpoint is not None:
@@ -324,13 +306,14 @@ class Producer:
         self._run_is_finished = True
         self.stop.set()
 
-    def _on_quarantined(self, found: ProducerParity) -> None:
-        if not self._quarantined.is_set():
-            log.error(
-                "this producer is quarantined, it samples nothing more: %s. Repair its engine and start it again",
-                found.says,
-            )
-        self._quarantined.set()
+    def _on_quarantined(self, finding: ProducerParity) -> None:
+        self._quarantine = finding
+        self.stop.set()
+
+    @property
+    def _drops_progress(self) -> bool:
+        """True if nobody is to go on with what is in flight: the run is finished, or the engine cannot be trusted."""
+        return self._run_is_finished or self._quarantine is not None
 
     async def _record_rate(self) -> None:
         """Waits `HEARTBEAT_S`, measures the token rate since, and again; runs until cancelled."""

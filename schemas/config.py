@@ -563,12 +563,8 @@ class ParityConfig(Section, frozen=True, kw_only=True):
 
     gate: Literal["refuse", "warn", "off"] = "refuse"
     """The trainer checks its first batch. On a mismatch `refuse` ends the run with the verdict before anything is
-    trained, or quarantines the producers at fault where others are sound; `warn` logs it and continues; `off` does not
-    check, and accepts settings that cannot pass."""
-    recheck: Fraction = 0.0
-    """Share of the groups without a row of lag 0 that are drawn to be recomputed under the versions that sampled them,
-    with a second model beside the trainer's own: each while the trainer waits for rollouts, some also if it never
-    does, in at most 3% of its time. Above 0 the trainer has to be one process."""
+    trained; `warn` logs it and continues; `off` does not check, and accepts settings that cannot pass. From then on it
+    judges each producer, and trains nothing more from one whose groups keep differing ([parity](parity.md))."""
 
 
 class RecordingConfig(Section, frozen=True, kw_only=True):

@@ -266,25 +266,15 @@ class TrainerMetric:
     MISMATCH_BAND = Metric("penstock_mismatch_lag0_band_nats", "The largest such mean without the alert")
     PRODUCER_MISMATCH = Metric(
         "penstock_producer_mismatch_lag0_mean_nats",
-        "Gap between a producer's engine and the trainer at lag 0, mean over its last 8 groups with such rows or "
-        "rechecked; of producers that are alive",
+        "Gap between a producer's engine and the trainer at lag 0, mean over its last 8 groups with such rows; of "
+        "producers that are alive",
         ("producer",),
     )
     PRODUCER_QUARANTINED = Metric(
         "penstock_producer_quarantined",
-        "1 for a producer that is alive and whose groups are not trained, by what the parity check says is wrong",
-        ("producer", "cause"),
+        "1 for a producer that is alive and whose groups are not trained: its last 8 were all outside the gate's band",
+        ("producer",),
         unit="none",
-    )
-    PARITY_RECHECKS = Metric(
-        "penstock_parity_rechecks_total",
-        "Groups without rows of lag 0 that were drawn to be recomputed, by what became of it",
-        ("outcome",),
-        values=("rechecked", "shared", "displaced", "gone", "failed"),
-        unit="groups",
-    )
-    PARITY_RECHECK_TOKENS = Metric(
-        "penstock_parity_recheck_tokens_total", "Sampled tokens of these groups that were recomputed", unit="tokens"
     )
     ROLLOUT_TOKENS = Metric(
         "penstock_rollout_tokens",

@@ -8,7 +8,7 @@ from penstock.consumers.distributed.start import check_alike
 from penstock.consumers.distributed.watch import Watch
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.parity.gate import measured
+from penstock.consumers.parity.check import check_loaded
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.weights.shard import PolicyShard, ShardPublisher
@@ -28,9 +28,9 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch, url: Callable[[], str]
     def open_learner(config: RunConfig) -> None:
         learner = Learner(config, ranks)
 
-        def gate(groups: Sequence[RolloutGroup], version: int, max_tokens: int) -> None:
+        def gate(groups: Sequence[RolloutGroup], version: int) -> None:
             with suppress(ParityError):  # the lead reports it
-                measured(groups, config, learner.model, version, max_tokens)
+                check_loaded(groups, config, learner.model, version)
 
         orders.update(learner.orders, gate=gate)
         if url is not None:

@@ -145,20 +145,15 @@ class TrainerMetrics:
         for phase in _SECONDS:
             self[M.STEP_SECONDS].labels(phase.removesuffix("_s")).observe(line[phase])
 
-    def watch_producers(self, found: Mapping[str, ProducerParity]) -> None:
+    def measure_producers(self, findings: Mapping[str, ProducerParity]) -> None:
         """Sets the series of the live producers, by id, and removes those of others."""
         _set_labelled(
-            self[M.PRODUCER_MISMATCH], {name: each.gap for name, each in found.items() if each.gap is not None}
+            self[M.PRODUCER_MISMATCH],
+            {name: finding.gap for name, finding in findings.items() if finding.gap is not None},
         )
-        self[M.PRODUCER_QUARANTINED].clear()
-        for name, each in found.items():
-            if each.quarantined_s:
-                self[M.PRODUCER_QUARANTINED].labels(name, each.cause).set(1)
-
-    def count_recheck(self, outcome: str, num_tokens: int) -> None:
-        """Counts the outcome of a group that was drawn to be recomputed at a lag above 0."""
-        self[M.PARITY_RECHECKS].labels(outcome).inc()
-        self[M.PARITY_RECHECK_TOKENS].inc(num_tokens)
+        _set_labelled(
+            self[M.PRODUCER_QUARANTINED], {name: 1.0 for name, finding in findings.items() if finding.quarantined_s}
+        )
 
     def _set_gauges(self, line: dict[str, Any]) -> None:
         for key, gauge in self._gauges.items():

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.consumers.learning.loss.diagnostics import MismatchSums, lag_buckets
 from penstock.consumers.learning.loss.importance import Correction
 from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.adapter import AdapterHypotheses
 from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
 from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
@@ -30,6 +31,8 @@ from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, split_version
 from penstock.schemas.rollout import EngineFingerprint, RolloutGroup
 
+GATE_TOKENS = 20_000
+"""Sampled tokens that the trainer's gate checks: about a second of its time."""
 NUM_POINTS = 4000
 """The most tokens in the pictures."""
 
@@ -93,6 +96,17 @@ def check_parity(
         notes=tuple(notes),
         seconds=time.monotonic() - started,
     )
+
+
+def check_loaded(groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int) -> ParityReport:
+    """Checks groups that `model` sampled as `version`, as the trainer's gate does. If several ranks share the model,
+    each of them has to call it.
+
+    Raises:
+        ParityError: as `check_parity`, on every rank.
+    """
+    loaded = LoadedPolicy(version, model)
+    return check_parity(groups, config=config, weights=lambda _: None, max_tokens=GATE_TOKENS, loaded=loaded)
 
 
 def _measure(

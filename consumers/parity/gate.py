@@ -2,9 +2,8 @@
 
 import logging
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -12,19 +11,14 @@ import msgspec
 
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.parity.check import check_parity
-from penstock.consumers.parity.replay import LoadedPolicy
 from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityError, ParityReport, Verdict
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.process.files import write_whole
-from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = 20_000
-"""Sampled tokens that the gate checks: about a second of the trainer's time."""
 WINDOW = 8
 """The number of batches with rows of lag 0 whose mean the alert judges: one batch may have few such tokens."""
 SPREAD = 5.0
@@ -37,6 +31,11 @@ class ParityRefusedError(RuntimeError):
     """Engine and trainer disagree, and `parity.gate` is "refuse". Nothing was trained on the batch."""
 
 
+Check = Callable[[Sequence[RolloutGroup], RunConfig, PackedModel, int], ParityReport]
+"""Checks groups against the loaded model, whose weights are of a version, as
+`penstock.consumers.parity.check.check_loaded` does. Raises ParityError."""
+
+
 class Gate:
     """Checks the first batch that holds tokens of the trainer's current weights, before anything is trained on it.
 
@@ -44,32 +43,27 @@ class Gate:
     batch that a trained one sampled. After a resume, batches sampled by older weights come first; they pass unchecked,
     and the gate stays pending.
 
-    If some of its producers are at fault and others are not, the batch is not refused: those at fault are quarantined.
-
     on_checked: called with the mean gap in nats once a batch is in parity. ranks: those that share the model.
-    are_others: returns whether a producer is alive that is neither quarantined nor one of these instances.
     """
 
     def __init__(
         self,
         config: RunConfig,
         run_folder: Path,
+        check: Check,
         on_checked: Callable[[float], None] = lambda gap: None,
         ranks: Ranks | None = None,
-        are_others: Callable[[Collection[str]], bool] = lambda instances: False,
     ) -> None:
         self._config = config
+        self._check = check
         self._ranks = Ranks() if ranks is None else ranks
         self._on_checked = on_checked
-        self._are_others = are_others
         self._file = run_folder / REPORT_FILE
         self.is_pending = config.parity.gate != "off"
-        self._said = ""
+        self._last_line = ""
 
-    def check(
-        self, groups: Sequence[RolloutGroup], model: PackedModel, version: int, lag_of: LagOf
-    ) -> dict[str, ProducerParity]:
-        """Checks a batch unless an earlier one has passed.
+    def check(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int, lag_of: LagOf) -> None:
+        """Checks a batch while the gate is pending.
 
         Args:
             groups: the batch.
@@ -77,78 +71,51 @@ class Gate:
             version: the trainer's own.
             lag_of: lags for `version`.
 
-        Returns:
-            The instances to quarantine. If there are any, the batch must not be trained: the gate waits for one without
-            them.
-
         Raises:
-            ParityRefusedError: `parity.gate` is "refuse", and for every producer engine and trainer disagree or the
-                records cannot be compared. The report is in `<run>/parity.json`.
+            ParityRefusedError: `parity.gate` is "refuse", and engine and trainer disagree or the records cannot be
+                compared. The report is in `<run>/parity.json`.
         """
-        if not self.is_pending:
-            return {}
         fresh = [group for each in groups if (group := at_lag_0(each, version, lag_of)) is not None]
         if not fresh:
-            self._say("no rollouts of the newest policy in this batch: parity is checked with the first that has some")
-            return {}
-        report, why = self._measured(fresh, model, version)
+            self._log_once(
+                "no rollouts of the newest policy in this batch: parity is checked with the first that has some"
+            )
+            return
+        report, problem = self._measured(fresh, model, version)
         verdict = report.verdict
-        if why and self._config.parity.gate == "refuse":
-            if found := self._at_fault(fresh, model, version):
-                return found
+        if problem and self._config.parity.gate == "refuse":
             self._write(report)
-            raise ParityRefusedError(f'the parity gate refuses to train (parity.gate = "refuse"): {why}')
+            raise ParityRefusedError(f'the parity gate refuses to train (parity.gate = "refuse"): {problem}')
         if verdict.status == "unclear":
-            self._say(f"parity: {verdict.sentence}")
-            return {}
+            self._log_once(f"parity: {verdict.sentence}")
+            return
         # At the base any use of the adapter is right.
         self.is_pending = model.is_base
         self._write(report)
         if verdict.status == "parity":
             log.info("%s (%.1f s)", verdict.sentence, report.seconds)
-            self._on_checked(_mean_gap(report))
+            self._on_checked(next(each.gap.mean for each in report.hypotheses if each.name == "processed"))
         else:
-            log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', why)
-        return {}
+            log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', problem)
 
     def _measured(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int) -> tuple[ParityReport, str]:
         """Returns the report on some groups and the reason to refuse them, "" if there is none."""
-        self._ranks.order("gate", lambda _: (groups, version, MAX_TOKENS))
+        self._ranks.order("gate", lambda _: (groups, version))
         self._ranks.phase = "gate"
         try:
-            found = measured(groups, self._config, model, version)
+            report = self._check(groups, self._config, model, version)
         except ParityError as error:
             return _not_comparable(groups, self._config, str(error)), f"parity cannot be checked: {error}"
-        report = msgspec.structs.replace(found, gate=self._config.parity.gate, points=())
+        report = msgspec.structs.replace(report, gate=self._config.parity.gate, points=())
         return report, report.verdict.sentence if report.verdict.status == "mismatch" else ""
-
-    def _at_fault(self, fresh: Sequence[RolloutGroup], model: PackedModel, version: int) -> dict[str, ProducerParity]:
-        """Returns the producers without which a refused batch would not be refused, found by removing the worst first;
-        empty if no other producer is left to sample."""
-        by_instance = groups_by_instance(fresh)
-        if len(by_instance) == 1 and not self._are_others(by_instance):
-            return {}
-        refused = {}
-        for instance, own in by_instance.items():
-            report, why = self._measured(own, model, version)
-            if why:
-                refused[instance] = _finding(own[0].producer_id, report, why)
-        if len(refused) == len(by_instance):
-            return refused if self._are_others(refused) else {}
-        found: dict[str, ProducerParity] = {}
-        for instance in sorted(refused, key=lambda name: refused[name].gap or math.inf, reverse=True):
-            found[instance] = refused[instance]
-            if not self._measured([g for g in fresh if found.keys().isdisjoint(g.samplers)], model, version)[1]:
-                return found
-        return {}
 
     def _write(self, report: ParityReport) -> None:
         write_whole(self._file, msgspec.json.format(msgspec.json.encode(report), indent=1))
 
-    def _say(self, text: str) -> None:
+    def _log_once(self, text: str) -> None:
         """Logs a text unless it was the last one logged."""
-        if text != self._said:
-            self._said = text
+        if text != self._last_line:
+            self._last_line = text
             log.warning("%s", text)
 
 
@@ -188,44 +155,6 @@ class Alert:
             )
         else:
             log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
-
-
-def measured(
-    groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int, max_tokens: int = MAX_TOKENS
-) -> ParityReport:
-    """Checks groups that `model` sampled as `version`. If several ranks share the model, each of them has to call it.
-
-    Raises:
-        ParityError: as `check_parity`, on every rank.
-    """
-    return check_parity(
-        groups, config=config, weights=lambda _: None, max_tokens=max_tokens, loaded=LoadedPolicy(version, model)
-    )
-
-
-def groups_by_instance(groups: Iterable[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-    """Returns the groups that one producer instance sampled alone, by instance; others are evidence against none."""
-    found: dict[str, list[RolloutGroup]] = {}
-    for group in groups:
-        if len(group.samplers) == 1:
-            found.setdefault(group.samplers[0], []).append(group)
-    return found
-
-
-def _mean_gap(report: ParityReport) -> float:
-    return next(each.gap.mean for each in report.hypotheses if each.name == "processed")
-
-
-def _finding(producer_id: str, report: ParityReport, why: str) -> ProducerParity:
-    """Returns the quarantine of a producer that the gate has found."""
-    return ProducerParity(
-        producer_id=producer_id,
-        gap=_mean_gap(report) if report.hypotheses else None,
-        num_rows=report.num_rollouts,
-        quarantined_s=time.time(),
-        cause=report.verdict.cause if report.verdict.status == "mismatch" else "unexplained",
-        says=f"the parity gate: {why}",
-    )
 
 
 def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:

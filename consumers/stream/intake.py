@@ -14,20 +14,14 @@ from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
-from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.record import PASSED_OVER
 from penstock.schemas.rollout import RolloutGroup, died_of_length, encode_group
-
-Judge = Callable[[str, str, int, str], ProducerParity | None]
 
 
 class Intake:
     """Keeps the credit released, and hands out ready groups in order of arrival until each is settled.
 
     check: raises RecordError for a group that the trainer cannot reproduce.
-    judge: called for a group that is refused for its rows, with the instance that sampled it, its producer's id, the
-        number of its good groups that were read before, and the reason; returns the quarantine's finding if the
-        instance is to be quarantined, else None.
     """
 
     def __init__(
@@ -38,7 +32,6 @@ class Intake:
         lag_of: LagTable,
         progress: RunProgress,
         check: Callable[[RolloutGroup], None],
-        judge: Judge = lambda *evidence: None,
     ) -> None:
         self.ledger = ledger
         self.lag_of = lag_of
@@ -46,7 +39,6 @@ class Intake:
         self.died: list[Refused] = []
         """Groups that died or were skipped before a batch took them, for the record, if the run keeps one."""
         self.quarantine = Quarantine(scripts)
-        self._judge = judge
         self._config = config
         self._keeps_record = config.record
         self._lag_bound = config.lag_bound
@@ -142,8 +134,6 @@ class Intake:
     def _settle_refused(self) -> None:
         """Settles refused records as dead, except groups that quarantined producers sampled."""
         taken = self.reader.take_refused()
-        for record in taken:
-            self._judge_refused(record)
         self._withhold_refused([record for record in taken if self.quarantine.holds(record.samplers)])
         refused = [record for record in taken if not self.quarantine.holds(record.samplers)]
         for record in refused:
@@ -151,14 +141,6 @@ class Intake:
         if self._keeps_record:
             self.died += [record for record in refused if record.index is not None]
         self._settlement.settle_refused(refused)
-
-    def _judge_refused(self, record: Refused) -> None:
-        if len(record.samplers) != 1 or self.quarantine.holds(record.samplers):
-            return
-        (instance,) = record.samplers
-        found = self._judge(instance, record.producer, record.num_own, record.reason)
-        if found is not None:
-            self.quarantine.add(instance, found)
 
     @property
     def _room_to_skip(self) -> int:

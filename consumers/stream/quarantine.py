@@ -3,11 +3,11 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
 
+from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.producer_parity import ProducerParity, encode_parity, quarantine_in
@@ -22,7 +22,8 @@ MOST_KEPT = 1000
 
 
 class Quarantine:
-    """The quarantined producer instances, including those of earlier trainers.
+    """The quarantined producer instances, including those of earlier trainers. The last producer that is alive is never
+    one of them.
 
     alive: findings by producer id about the producers that send heartbeats, as of the last `note`.
     """
@@ -30,72 +31,80 @@ class Quarantine:
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
         fields = scripts.connection.call(lambda client: client.hgetall(scripts.keys.parity))
-        found = {name.decode(errors="replace"): quarantine_in(value) for name, value in fields.items()}
-        self._held = {name: each for name, each in found.items() if each is not None}
-        self._watched: Mapping[str, ProducerParity] = {}
+        findings = {name.decode(errors="replace"): quarantine_in(value) for name, value in fields.items()}
+        self._quarantined = {name: finding for name, finding in findings.items() if finding is not None}
+        self._measured: Mapping[str, ProducerParity] = {}
         self._noted_at = 0.0
         self.alive: dict[str, ProducerParity] = {}
 
     def holds(self, samplers: Iterable[str]) -> bool:
         """Returns whether one of the instances that sampled a group is quarantined."""
-        return not self._held.keys().isdisjoint(samplers)
+        return not self._quarantined.keys().isdisjoint(samplers)
 
-    def are_others(self, instances: Iterable[str]) -> bool:
-        """Returns whether a producer is alive that is neither quarantined nor one of `instances`."""
-        return not self._everyone() <= {*self._held, *instances}
+    def add(self, instance: str, finding: ProducerParity, *, refuses: bool) -> None:
+        """Quarantines an instance: its groups are no longer trained. If no other producer is alive it is not, and the
+        run goes on with it.
 
-    def add(self, instance: str, found: ProducerParity) -> None:
-        """Quarantines an instance: its groups are no longer trained."""
-        self._held[instance] = found
-        while len(self._held) > MOST_KEPT:
-            del self._held[next(iter(self._held))]
+        Raises:
+            RunFailedError: no other producer is alive, and the run `refuses` to be trained from this one.
+        """
+        name = one_line(finding.producer_id)
+        alive = self._everyone()
+        if alive <= {*self._quarantined, instance}:
+            if refuses:
+                raise RunFailedError(
+                    f'producer {name} cannot be trained from (parity.gate = "refuse"), and no other is alive: '
+                    f"{finding.reason}"
+                )
+            log.warning('%s is trained from all the same (parity.gate = "warn"): %s', name, finding.reason)
+            return
+        self._quarantined[instance] = finding
+        while len(self._quarantined) > MOST_KEPT:
+            del self._quarantined[next(iter(self._quarantined))]
         log.error(
             "producer %s is quarantined, its groups are released again and not trained until it is started again: %s",
-            one_line(found.producer_id),
-            found.says,
+            name,
+            finding.reason,
         )
-        alive = self._everyone()
-        self._tell(alive)
-        self._look(alive)
+        self._write(alive)
 
-    def note(self, watched: Mapping[str, ProducerParity]) -> None:
-        """Writes the findings to Redis, at most every `NOTE_S`. watched: by instance, quarantined or not."""
-        self._watched = watched
+    def note(self, measured: Mapping[str, ProducerParity]) -> None:
+        """Writes the findings to Redis, at most every `NOTE_S`. measured: by instance, quarantined or not."""
+        self._measured = measured
         if time.monotonic() - self._noted_at >= NOTE_S:
             self.note_again()
 
     def note_again(self) -> None:
         """Writes the findings to Redis, which may have lost them."""
-        keys = self._scripts.keys
-        ids = dict.fromkeys(each.producer_id for each in self._found.values())
-        self._tell(self._instances([keys.producer(each) for each in ids]))
+        ids = dict.fromkeys(finding.producer_id for finding in self._findings.values())
+        self._write(self._instances([self._scripts.keys.producer(producer_id) for producer_id in ids]))
 
-    def look_around(self) -> None:
-        """Logs an error if the run has producers and all of them are quarantined."""
-        if self._held:
-            self._look(self._everyone())
+    def free_the_last(self) -> None:
+        """Ends every quarantine if the run has producers and all of them are quarantined, as after the end of the
+        others: a run is never without a producer."""
+        alive = self._everyone() if self._quarantined else set()
+        if not alive or not alive <= self._quarantined.keys():
+            return
+        for instance in alive:
+            finding = self._quarantined.pop(instance)
+            log.error(
+                "producer %s is the last that is alive, its quarantine ends: %s",
+                one_line(finding.producer_id),
+                finding.reason,
+            )
+        self._write(alive)
 
     @property
-    def _found(self) -> dict[str, ProducerParity]:
-        return {**self._watched, **self._held}
+    def _findings(self) -> dict[str, ProducerParity]:
+        return {**self._measured, **self._quarantined}
 
-    def _tell(self, alive: AbstractSet[str]) -> None:
-        found = self._found
+    def _write(self, alive: set[str]) -> None:
+        findings = self._findings
         self._noted_at = time.monotonic()
-        self.alive = {each.producer_id: each for instance, each in found.items() if instance in alive}
-        kept = {name: encode_parity(each) for name, each in found.items() if name in alive or name in self._held}
-        if kept or self._watched:
-            self._scripts.note_parity(kept)
-
-    def _look(self, alive: AbstractSet[str]) -> None:
-        if alive and self._held.keys() >= alive:
-            held = [self._held[instance] for instance in alive]
-            says = ", ".join(sorted(f"{one_line(each.producer_id)}: {each.cause}" for each in held))
-            log.error(
-                "every producer that is alive is quarantined, so that nothing is sampled for this run (%s). Fix them "
-                "and start them again; if they are sound, look at the trainer: ask `penstock parity`",
-                says,
-            )
+        self.alive = {finding.producer_id: finding for name, finding in findings.items() if name in alive}
+        kept = {name: finding for name, finding in findings.items() if name in alive or name in self._quarantined}
+        if kept or self._measured:
+            self._scripts.note_parity({name: encode_parity(finding) for name, finding in kept.items()})
 
     def _everyone(self) -> set[str]:
         """Returns the instances of the run that are alive."""
@@ -106,12 +115,12 @@ class Quarantine:
 
     def _instances(self, names: Sequence[str | bytes]) -> set[str]:
         """Returns the instances that send the heartbeats of these keys."""
-        beats: Any = self._scripts.connection.call(lambda client: client.mget(names)) if names else ()
-        found = set()
-        for value in beats:
+        values: Any = self._scripts.connection.call(lambda client: client.mget(names)) if names else ()
+        instances = set()
+        for value in values:
             try:
                 heartbeat = decode_heartbeat(value or b"")
             except msgspec.DecodeError:
                 continue
-            found.add(heartbeat.instance or heartbeat.producer_id)
-        return found
+            instances.add(heartbeat.instance or heartbeat.producer_id)
+        return instances

@@ -1,7 +1,6 @@
 """Reads the rollout stream by cursor: a released index becomes ready once, however often its group is appended."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -60,8 +59,6 @@ class Refused:
     """Of the error for which the producer gave it up."""
     samplers: tuple[str, ...] = ()
     """The instances that sampled it, by its payload; empty if unknown, or if its rows are not the reason."""
-    num_own: int = 0
-    """Good groups before it that its instance sampled alone, if only one sampled it."""
 
 
 class Reader:
@@ -96,7 +93,6 @@ class Reader:
         """Refused entries that name no released index, while they are on the stream."""
         self.num_received = 0
         """Good groups read so far."""
-        self._num_own: Counter[str] = Counter()
         """Those sampled by one instance alone, by instance."""
 
     def read(self, lag_of: LagOf, *, block: bool) -> int:
@@ -178,8 +174,6 @@ class Reader:
             self.refuse(Refused(index, f"poison: {error}", payload, entry_id, producer=one_line(group.producer_id)))
             return
         self.num_received += 1
-        if len(group.samplers) == 1:
-            self._num_own[group.samplers[0]] += 1
 
     def _drop_duplicate(self, entry_id: bytes, payload: bytes) -> None:
         """Counts a duplicate, unless it is read again. Its environment counts only if the run has one of that name."""
@@ -210,9 +204,7 @@ class Reader:
         else:
             self._refused_entries.add(record.entry_id)
         reason, payload = _letter(record.reason, record.payload)
-        num_own = self._num_own[record.samplers[0]] if len(record.samplers) == 1 else 0
-        bounded = replace(record, reason=reason, payload=payload, num_received=self.num_received, num_own=num_own)
-        self._refused.append(bounded)
+        self._refused.append(replace(record, reason=reason, payload=payload, num_received=self.num_received))
 
     def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
         group = decode_group(payload)

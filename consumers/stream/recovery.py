@@ -50,4 +50,3 @@ class Recovery:
         time to time while nothing arrives. waited_s: for how long nothing has."""
         self._announce_again(thoroughly=waited_s >= SUSPICIOUS_S)
         self._intake.reconcile()
-        self._intake.quarantine.look_around()

@@ -164,7 +164,7 @@ def _alive(
         endpoint=heartbeat.endpoint,
         last_error=heartbeat.last_error,
         mismatch=None if found is None else found.gap,
-        quarantine=found.says if found is not None and found.quarantined_s else "",
+        quarantine=found.reason if found is not None and found.quarantined_s else "",
     )
 
 

@@ -156,7 +156,7 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
     errors = [f"{safe(name, 24)}: {safe(each.heartbeat.last_error)}"
               for name, each in sorted(alive.items()) if each.heartbeat.last_error]  # fmt: skip
     errors += [
-        f"{safe(name, 24)}: quarantined ({safe(found.cause, 24)}): {safe(found.says)}"
+        f"{safe(name, 24)}: quarantined: {safe(found.reason)}"
         for name, (*_, found) in sorted(alive.items())
         if found is not None and found.quarantined_s
     ]

@@ -266,17 +266,6 @@ class Agents:
         while self._with_teacher:
             await asyncio.wait(self._with_teacher)
 
-    async def leave_idle(self) -> list[Claim]:
-        """Takes no more openings, and forgets every group without an open rollout. Returns their claims, which stay in
-        the table, to be handed back. Waits for the claim in progress."""
-        self._is_closing = True
-        if self._claiming is not None:
-            await asyncio.wait([self._claiming])
-        idle = [group for group in self._groups if not any(rollout.id in self._open for rollout in group.rollouts)]
-        for group in idle:
-            self._groups.remove(group)
-        return [group.claim for group in idle]
-
     async def close(self, *, append: bool) -> None:
         """Ends everything that is open. Groups whose progress is kept are left to other producers; with `append`,
         others with enough finished rollouts are appended. Claims of the rest stay in the table, to be handed back."""

@@ -12,13 +12,9 @@ def write_parity(client, keys: Keys) -> None:
     """Writes one producer without fault, one in quarantine, one restarted after its quarantine, two with unreadable
     fields, and a field that is not text."""
     found = {
-        "sound-1": ProducerParity(producer_id="sound", gap=2e-4, num_rows=64),
-        "bad-1": ProducerParity(
-            producer_id="bad", gap=0.31, num_rows=16, quarantined_s=1e9, cause="stale_weights", says=SAYS
-        ),
-        "again-0": ProducerParity(
-            producer_id="again", gap=0.5, num_rows=16, quarantined_s=1e9, cause="stale_weights", says="of before"
-        ),
+        "sound-1": ProducerParity(producer_id="sound", gap=2e-4),
+        "bad-1": ProducerParity(producer_id="bad", gap=0.31, quarantined_s=1e9, reason=SAYS),
+        "again-0": ProducerParity(producer_id="again", gap=0.5, quarantined_s=1e9, reason="of before"),
     }
     fields = {instance: encode_parity(each) for instance, each in found.items()}
     client.hset(

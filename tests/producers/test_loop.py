@@ -10,9 +10,9 @@ import pytest
 
 from penstock.producers import loop as module
 from penstock.producers.interfaces import EngineError
+from penstock.producers.loop import QuarantinedError
 from penstock.producers.stream import heartbeat
 from penstock.schemas.config import ProducersConfig
-from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.producer_parity import ProducerParity, encode_parity
 from penstock.schemas.rollout import decode_group, encode_group, unpack_ids
@@ -459,12 +459,11 @@ async def test_a_finished_run_leaves_no_progress(run) -> None:
 
 def quarantine(one, producer) -> None:
     """As the trainer does."""
-    found = ProducerParity(producer_id="a", quarantined_s=1.0, cause="temperature", says="another temperature")
+    found = ProducerParity(producer_id="a", quarantined_s=1.0, reason="another temperature")
     one.client.hset(KEYS.parity, producer.context.instance, encode_parity(found))
 
 
-async def test_a_quarantined_producer_leaves_its_prompts_to_others_until_it_is_started_again(run, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+async def test_a_quarantined_producer_ends_and_leaves_its_prompts_to_others_until_it_is_started_again(run, monkeypatch):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
     one = run(producers=SAVING)
     slow = ScriptedEngine(token_s=0.05, script=lambda prompt, sibling: [9] * 200)
@@ -472,23 +471,13 @@ async def test_a_quarantined_producer_leaves_its_prompts_to_others_until_it_is_s
     one.trainer.release(1, 2)
     await until(lambda: saved(one, 1) and saved(one, 2))
     quarantine(one, producer)
-    await until(lambda: "quarantined: 2 unfinished claims handed back" in caplog.text)
+    with pytest.raises(QuarantinedError, match="it is quarantined: another temperature"):
+        await asyncio.wait_for(asyncio.shield(task), 60)
     assert len(slow.cancelled) == 2 and saved(one, 1) == saved(one, 2) == [] and one.num_claimed() == 0
-    said = [line for line in caplog.messages if "this producer is quarantined" in line]
-    assert said == [
-        "this producer is quarantined, it samples nothing more: another temperature. "
-        "Repair its engine and start it again"
-    ]
-    one.trainer.release(3, 3)
-    one.trainer.evaluate(0, 1)
-    await asyncio.sleep(0.3)
-    assert one.num_claimed() == 0 and slow.num_active == 0, "it is alive and idle"
-    assert decode_heartbeat(one.client.get(KEYS.producer("a"))).instance == producer.context.instance
-    producer.stop.set()
-    await asyncio.wait_for(task, 60)
+    assert one.client.get(KEYS.producer("a")) is None
     again, _ = await one.producer(ScriptedEngine(), "a")
-    groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(3)]
-    assert {group.index for group in groups} == {1, 2, 3}
+    groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(2)]
+    assert {group.index for group in groups} == {1, 2}
     assert {group.sampled_by for group in groups} == {(again.context.instance,)}
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch
-from penstock.consumers.learning.learner.fresh_rows import RowGap, fresh_sums, gaps_of
-from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN, StepReport, TokenFindings
-from penstock.consumers.learning.loss.diagnostics import Level, MismatchSums
+from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN, RowGap, StepReport, TokenFindings
+from penstock.consumers.learning.loss.diagnostics import Level, MismatchSums, lag_buckets
+from penstock.consumers.learning.loss.rows import row_numbers
 from penstock.consumers.learning.loss.scoring import Scored
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
@@ -47,7 +47,7 @@ class BatchTally:
         indexes, groups = np.unique(batch.rewards.indexes, return_inverse=True)
         self._indexes: list[int] = indexes.tolist()
         self._groups = torch.from_numpy(groups.astype(np.int64)).to(device)
-        self._fresh = torch.zeros(len(indexes), len(RowGap._fields), dtype=torch.float64, device=device)
+        self._gaps = torch.zeros(len(indexes), len(RowGap._fields), dtype=torch.float64, device=device)
         self._failed_groups: dict[int, str] = {}
         self._spared: set[int] = set()
         self._config = config
@@ -69,7 +69,7 @@ class BatchTally:
         """Adds a micro-batch of the first epoch to the diagnostics. Waits for no device. scale: as in `metric_sums`."""
         correction, rollouts = scored.correction, microbatch.rollouts[microbatch.row_ids]
         tokens = scored.proximal_logprobs, microbatch.behavior_logprobs, microbatch.loss_mask, microbatch.row_ids
-        self._fresh += fresh_sums(*tokens, microbatch.lag, self._groups[rollouts], len(self._indexes))
+        self._gaps += gap_sums(*tokens, microbatch.lag, self._groups[rollouts], len(self._indexes))
         found = MismatchSums.of_packed(
             *tokens,
             microbatch.lag,
@@ -151,7 +151,7 @@ class BatchTally:
         """
         metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
         fetched = torch.stack([value.double() for value in self._sums.values()]).tolist() if self._sums else []
-        own = _RankFindings(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._fresh)
+        own = _RankFindings(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._gaps)
         found = _merged(self._ranks.gather(own.cpu()))
         sums = found.sums
         num_tokens = sums.pop("num_tokens", 0)
@@ -182,8 +182,10 @@ class BatchTally:
             environments={
                 name: {"lag_mean": lag, **own} for (name, lag), own in zip(lag_means, by_environment, strict=True)
             },
-            fresh={
-                index: gap for index, gap in zip(self._indexes, gaps_of(found.fresh), strict=True) if gap.num_tokens
+            gaps={
+                index: RowGap(int(num_tokens), abs_sum)
+                for index, (num_tokens, abs_sum) in zip(self._indexes, found.gaps.tolist(), strict=True)
+                if num_tokens
             },
         )
 
@@ -200,12 +202,12 @@ class _RankFindings:
     sums: dict[str, float]
     mismatch: MismatchSums | None
     findings: dict[int, list[TokenFindings]]
-    fresh: Tensor
+    gaps: Tensor
 
     def cpu(self) -> "_RankFindings":
         findings = {place: [part.cpu() for part in parts] for place, parts in self.findings.items()}
         mismatch = None if self.mismatch is None else self.mismatch.cpu()
-        return _RankFindings(self.sums, mismatch, findings, self.fresh.cpu())
+        return _RankFindings(self.sums, mismatch, findings, self.gaps.cpu())
 
 
 def _merged(by_rank: Sequence[_RankFindings]) -> _RankFindings:
@@ -227,7 +229,29 @@ def _merged(by_rank: Sequence[_RankFindings]) -> _RankFindings:
         ]
         for place in places
     }
-    return _RankFindings(sums, mismatch, findings, torch.stack([each.fresh for each in by_rank]).sum(0))
+    return _RankFindings(sums, mismatch, findings, torch.stack([each.gaps for each in by_rank]).sum(0))
+
+
+@torch.no_grad()
+def gap_sums(
+    trainer: Tensor,
+    engine: Tensor,
+    loss_mask: Tensor,
+    row_ids: Tensor,
+    lag: Tensor,
+    group: Tensor,
+    num_groups: int,
+) -> Tensor:
+    """Returns [num_groups, 2] float64, the `RowGap` of each group's rows in which every token has lag 0: recomputed
+    under the policy that sampled them, so that no drift is in it.
+
+    All but the last are [M]: logprobs, the loss mask, ascending rows, lags, and the place of each token's group, below
+    `num_groups`. Waits for no device.
+    """
+    fresh = loss_mask & (lag_buckets(lag, row_numbers(row_ids)) == 0)
+    difference = torch.where(fresh, trainer.double() - engine.double(), 0.0)
+    sums = torch.zeros(num_groups, len(RowGap._fields), dtype=torch.float64, device=trainer.device)
+    return sums.index_add_(0, group, torch.stack([fresh.double(), difference.abs()], dim=1))
 
 
 def metric_sums(

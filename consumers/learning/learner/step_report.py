@@ -2,15 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.consumers.learning.learner.fresh_rows import RowGap
-
 NOTHING_TO_TRAIN = "nothing left to train"
 """The `skipped_reason` of a batch without an unmasked token; any other reason is a failure."""
+
+
+class RowGap(NamedTuple):
+    """The sum of |trainer - engine logprob| over some tokens, in nats."""
+
+    num_tokens: int = 0
+    abs_sum: float = 0.0
+
+    def plus(self, other: "RowGap") -> "RowGap":
+        return RowGap(self.num_tokens + other.num_tokens, self.abs_sum + other.abs_sum)
+
+    @property
+    def mean(self) -> float:
+        """The mean in nats; 0 without tokens."""
+        return self.abs_sum / max(1, self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class StepReport:
         started them, and the time counts for the phase that waits.
     findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
     environments: by environment the mean lag of its tokens, `lag_mean`, and `MismatchSums.by_environment`.
-    fresh: by group index, the gap of the group's rows in which every token has lag 0.
+    gaps: by group index, the gap of the group's rows in which every token has lag 0; of groups with such rows.
     """
 
     metrics: dict[str, float]
@@ -68,7 +81,7 @@ class StepReport:
     phase_s: dict[str, float] = field(default_factory=dict)
     findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
     environments: dict[str, dict[str, float]] = field(default_factory=dict)
-    fresh: "dict[int, RowGap]" = field(default_factory=dict)
+    gaps: dict[int, RowGap] = field(default_factory=dict)
 
     @property
     def num_groups_skipped(self) -> int:

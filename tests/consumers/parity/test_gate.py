@@ -14,6 +14,7 @@ import torch
 from parity_bench import ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.consumers.parity.check import check_loaded
 from penstock.consumers.parity.gate import Alert, Gate, ParityRefusedError
 from penstock.schemas.config import ModelConfig, ParityConfig, RunConfig
 from penstock.schemas.policy import make_version
@@ -72,7 +73,7 @@ AT_0 = LagTable(0, {}, {})
 
 
 def test_a_sound_batch_opens_the_gate_and_leaves_a_report(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench), tmp_path)
+    gate = Gate(config_of(bench), tmp_path, check_loaded)
     assert gate.is_pending
     gate.check(sound, model, 0, AT_0)
     assert not gate.is_pending
@@ -81,17 +82,11 @@ def test_a_sound_batch_opens_the_gate_and_leaves_a_report(bench, model, sound, t
     assert report["num_tokens"] == 4 * 4 * 10
 
 
-def test_an_open_gate_looks_at_nothing_more(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench), tmp_path)
-    gate.check(sound, model, 0, AT_0)
-    gate.check(in_base_2(sound), model, 0, AT_0)
-
-
 def test_a_mismatch_is_refused_with_what_is_wrong_and_the_model_is_left_as_it_is(bench, model, sound, tmp_path):
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     modes = [module.training for module in model.module.modules()]
     with pytest.raises(ParityRefusedError, match=r'parity.gate = "refuse"\): these are logarithms to base 2'):
-        Gate(config_of(bench), tmp_path).check(in_base_2(sound), model, 0, AT_0)
+        Gate(config_of(bench), tmp_path, check_loaded).check(in_base_2(sound), model, 0, AT_0)
     assert report_in(tmp_path)["verdict"]["cause"] == "log2"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
     assert [module.training for module in model.module.modules()] == modes
@@ -99,24 +94,21 @@ def test_a_mismatch_is_refused_with_what_is_wrong_and_the_model_is_left_as_it_is
 
 
 def test_a_warning_lets_the_run_go_on(bench, model, sound, tmp_path, caplog):
-    gate = Gate(config_of(bench, "warn"), tmp_path)
+    gate = Gate(config_of(bench, "warn"), tmp_path, check_loaded)
     gate.check(in_base_2(sound), model, 0, AT_0)
     assert not gate.is_pending
     assert "engine and trainer disagree, trained all the same" in caplog.text and "base 2" in caplog.text
     assert report_in(tmp_path)["gate"] == "warn"
 
 
-def test_a_gate_that_is_off_looks_at_nothing(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench, "off"), tmp_path)
-    assert not gate.is_pending
-    gate.check(in_base_2(sound), model, 0, AT_0)
-    assert not (tmp_path / "parity.json").exists()
+def test_a_gate_that_is_off_is_not_pending(bench, tmp_path):
+    assert not Gate(config_of(bench, "off"), tmp_path, check_loaded).is_pending
 
 
 def test_the_gate_waits_for_tokens_of_the_trainer_s_present_weights(bench, model, sound, tmp_path, caplog):
     """Older ones say nothing of the present weights: the model in memory is the only one that it has."""
     caplog.set_level(logging.INFO)
-    gate = Gate(config_of(bench), tmp_path)
+    gate = Gate(config_of(bench), tmp_path, check_loaded)
     at_2 = LagTable(2, {}, {})
     for _ in range(3):
         gate.check(in_base_2(labelled(sound, 1)), model, 2, at_2)
@@ -126,21 +118,21 @@ def test_the_gate_waits_for_tokens_of_the_trainer_s_present_weights(bench, model
 
 
 def test_after_a_resume_the_checkpoint_s_policy_stands_for_the_same_weights(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench), tmp_path)
+    gate = Gate(config_of(bench), tmp_path, check_loaded)
     resumed = make_version(1, 0)
     gate.check(labelled(sound, 7), model, resumed, LagTable(resumed, {1: 7}, {0: 9}))
     assert not gate.is_pending and report_in(tmp_path)["versions"] == [resumed]
 
 
 def test_tokens_of_no_known_policy_are_left_aside(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench), tmp_path)
+    gate = Gate(config_of(bench), tmp_path, check_loaded)
     gate.check([*labelled(in_base_2(sound[:1]), -1), *labelled(in_base_2(sound[1:2]), 5), *sound[2:]], model, 0, AT_0)
     assert not gate.is_pending and report_in(tmp_path)["num_groups"] == 2
 
 
 def test_a_batch_too_small_to_tell_leaves_the_gate_shut_but_not_the_run(bench, model, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    gate = Gate(config_of(bench), tmp_path)
+    gate = Gate(config_of(bench), tmp_path, check_loaded)
     gate.check(in_base_2(groups_of(bench.engine().generate(prompts(1, 5), 2, 3), WARM)), model, 0, AT_0)
     assert gate.is_pending and "could not tell" in caplog.text
 
@@ -148,83 +140,20 @@ def test_a_batch_too_small_to_tell_leaves_the_gate_shut_but_not_the_run(bench, m
 def test_records_that_cannot_be_compared_are_refused(bench, model, sound, tmp_path):
     wordless = with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings])
     with pytest.raises(ParityRefusedError, match="parity cannot be checked: every behavior_logprob is 0"):
-        Gate(config_of(bench), tmp_path).check(wordless, model, 0, AT_0)
+        Gate(config_of(bench), tmp_path, check_loaded).check(wordless, model, 0, AT_0)
     report = report_in(tmp_path)
     assert (report["verdict"]["status"], report["gate"], report["num_rollouts"]) == ("unclear", "refuse", 16)
     assert "every behavior_logprob is 0" in report["verdict"]["sentence"]
 
 
 def test_records_that_cannot_be_compared_are_warned_of_and_the_gate_waits(bench, model, sound, tmp_path, caplog):
-    gate = Gate(config_of(bench, "warn"), tmp_path)
+    gate = Gate(config_of(bench, "warn"), tmp_path, check_loaded)
     for _ in range(2):
         gate.check(with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings]), model, 0, AT_0)
     assert gate.is_pending
     assert caplog.text.count("parity: could not tell: every behavior_logprob is 0") == 1
     gate.check(sound, model, 0, AT_0)
     assert not gate.is_pending
-
-
-def of(instance: str, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    return [msgspec.structs.replace(g, producer_id=instance[:-2], sampled_by=(instance,)) for g in groups]
-
-
-def test_the_producer_at_fault_is_named_for_quarantine_and_the_gate_waits_for_a_batch_without_it(
-    bench, model, sound, tmp_path
-):
-    gate = Gate(config_of(bench), tmp_path)
-    found = gate.check([*of("bad-1", in_base_2(sound[:2])), *of("good-1", sound[2:])], model, 0, AT_0)
-    assert gate.is_pending and not (tmp_path / "parity.json").exists()
-    (each,) = found.values()
-    assert (list(found), each.producer_id, each.cause, each.num_rows) == (["bad-1"], "bad", "log2", 8)
-    assert each.quarantined_s and each.gap > 0.1
-    assert each.says.startswith("the parity gate: these are logarithms to base 2")
-    assert gate.check(of("good-1", sound), model, 0, AT_0) == {} and not gate.is_pending
-
-
-def test_a_producer_whose_logprobs_are_all_zero_is_one_at_fault(bench, model, sound, tmp_path):
-    wordless = with_logprobs(sound[:2], lambda siblings: [[0.0] * len(own) for own in siblings])
-    found = Gate(config_of(bench), tmp_path).check([*of("bad-1", wordless), *of("good-1", sound[2:])], model, 0, AT_0)
-    assert list(found) == ["bad-1"] and (found["bad-1"].gap, found["bad-1"].cause) == (None, "unexplained")
-    assert "every behavior_logprob is 0" in found["bad-1"].says
-
-
-def test_a_producer_whose_few_rows_are_a_little_off_is_not_taken_for_one_at_fault(bench, model, sound, tmp_path):
-    def a_little_off(siblings):
-        return [[value + 1.5e-5 for value in own] for own in siblings]
-
-    gate = Gate(config_of(bench), tmp_path)
-    noisy = of("fine-1", with_logprobs(sound[1:2], a_little_off))
-    with pytest.raises(ParityRefusedError):
-        Gate(config_of(bench), tmp_path).check(noisy, model, 0, AT_0)
-    batch = [*of("bad-1", in_base_2(sound[:1])), *noisy, *of("good-1", sound[2:])]
-    assert list(gate.check(batch, model, 0, AT_0)) == ["bad-1"], "with those of the third the rest is in parity"
-
-
-@pytest.mark.parametrize("others", [True, False])
-def test_where_every_producer_of_the_batch_is_at_fault_it_is_decided_by_whether_there_are_others(
-    bench, model, sound, tmp_path, others
-):
-    asked: list[set[str]] = []
-
-    def are_others(instances):
-        asked.append(set(instances))
-        return others
-
-    gate = Gate(config_of(bench), tmp_path, are_others=are_others)
-    wrong = in_base_2(sound)
-    batch = [*of("bad-1", wrong[:2]), *of("bad-2", wrong[2:])]
-    if others:
-        assert gate.check(batch, model, 0, AT_0).keys() == {"bad-1", "bad-2"} and gate.is_pending
-    else:
-        with pytest.raises(ParityRefusedError, match=r'parity.gate = "refuse"\): these are logarithms to base 2'):
-            gate.check(batch, model, 0, AT_0)
-    assert asked == [{"bad-1", "bad-2"}]
-
-
-def test_a_gate_that_warns_quarantines_nobody(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench, "warn"), tmp_path, are_others=lambda instances: True)
-    batch = [*of("bad-1", in_base_2(sound[:2])), *of("good-1", sound[2:])]
-    assert gate.check(batch, model, 0, AT_0) == {} and not gate.is_pending
 
 
 def test_the_alert_warns_once_each_time_the_gap_leaves_its_band(bench, caplog):
@@ -264,7 +193,7 @@ def test_the_alert_s_band_narrows_to_what_the_gate_measured(bench, measured, ban
 
 def test_the_gate_tells_what_it_measured(bench, model, sound, tmp_path):
     measured: list[float] = []
-    Gate(config_of(bench), tmp_path, measured.append).check(sound, model, 0, AT_0)
+    Gate(config_of(bench), tmp_path, check_loaded, measured.append).check(sound, model, 0, AT_0)
     (gap,) = measured
     assert 0 < gap < 1e-5
 

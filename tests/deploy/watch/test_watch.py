@@ -250,7 +250,7 @@ def test_a_quarantined_producer_is_red_and_named_with_what_its_rows_show(redis_c
         "sound": "2.0e-04", "bad": "3.1e-01", "again": "-", "torn": "-", "deep": "-",
     }  # fmt: skip
     said = [line for line in told.splitlines() if "quarantined" in line]
-    assert said == [r"bad: quarantined (stale_weights): engine and trainer differ \x1b[2J[bold] by 0.31 nats"]
+    assert said == [r"bad: quarantined: engine and trainer differ \x1b[2J[bold] by 0.31 nats"]
     assert "\x1b" not in told and "of before" not in told
     console = Console(file=io.StringIO(), width=120, force_terminal=True, legacy_windows=False)
     console.print(one_view(seen, 1, 120))

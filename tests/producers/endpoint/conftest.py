@@ -67,7 +67,7 @@ class Served(NamedTuple):
         """Quarantines the producer, as the trainer does."""
         keys = self.trainer.keys
         heartbeat = decode_heartbeat(self.server.client.get(keys.producer(self.producer_id)))
-        found = ProducerParity(producer_id=self.producer_id, quarantined_s=1.0, cause="raw", says="raw logprobs")
+        found = ProducerParity(producer_id=self.producer_id, quarantined_s=1.0, reason="raw logprobs")
         self.server.client.hset(keys.parity, heartbeat.instance, encode_parity(found))
 
     def count(self, metric: str, **labels: str) -> float:

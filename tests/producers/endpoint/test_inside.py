@@ -13,7 +13,7 @@ from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.sampling import request_seed
 from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig, ProducersConfig
-from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
+from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import decode_group
 from producer_run import KEYS, Numbers
@@ -325,35 +325,6 @@ async def test_an_environment_of_prompts_is_answered_in_one_turn_beside_one_that
         group = decode_group(fields[Field.PAYLOAD])
         assert len(group.rollouts[0].segments[0].loss_mask) == {"0-1": 3, "0-2": 1}[group.evaluation_id]
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer.table)
-
-
-async def test_a_quarantined_producer_hands_prompts_of_one_turn_back_while_a_conversation_goes_on(
-    serve, monkeypatch
-) -> None:
-    monkeypatch.setattr("penstock.producers.stream.heartbeat.HEARTBEAT_S", 0.05)
-    begun, may_end = asyncio.Event(), asyncio.Event()
-
-    class Patient(ToolCaller):
-        async def converse(self, prompt, conversation):
-            begun.set()
-            await may_end.wait()
-            return Reward(value=1.0)
-
-    engine = ScriptedEngine(token_s=600.0, max_model_len=4096)
-    one = await serve(engine, environment={"talk": Patient(), "ask": Numbers()}, group_size=1)
-    one.trainer.release(1, 1, environment="talk")
-    await begun.wait()
-    one.trainer.release(2, 4, environment="ask")
-    one.trainer.evaluate(0, 1, environment="ask")
-    await until(lambda: engine.num_active == 4)
-    one.quarantine()
-    await until(lambda: len(one.producer.table) == 1)
-    prompts = one.server.client.xrange(KEYS.prompts)
-    assert sorted(fields[Field.INDEX] for _, fields in prompts) == [b"1", b"2", b"3", b"4"]
-    assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 1, "that of the conversation"
-    assert not may_end.is_set()
-    may_end.set()
-    await until(lambda: not one.producer.table)
 
 
 async def test_prompts_of_one_turn_take_no_more_room_than_there_is_and_are_handed_back_at_a_stop(serve) -> None:

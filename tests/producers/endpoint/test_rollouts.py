@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import logging
 import math
 import time
 
@@ -16,8 +15,9 @@ from chat_templates import decode, render
 from penstock.deploy.report.telemetry import ProducerEvent, ShortGroup, read_lines
 from penstock.producers.endpoint.agents import GROUP_BYTES, Agents
 from penstock.producers.interfaces import EngineError
+from penstock.producers.loop import QuarantinedError
 from penstock.schemas.config import EndpointConfig, SamplingConfig
-from penstock.schemas.keys import Field, Kind
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import (
     Segment,
@@ -551,44 +551,20 @@ async def test_a_group_that_nobody_opens_is_handed_back(serve) -> None:
     assert (await one.client.open())["index"] == 1
 
 
-@pytest.mark.parametrize("is_open", [False, True])
-async def test_a_quarantined_producer_forgets_a_group_whose_agents_have_ended_and_hands_it_back_once(
-    serve, monkeypatch, caplog, is_open
-) -> None:
-    """Three of four places were opened: whether the last of them ends before the quarantine or behind it."""
+async def test_a_quarantined_producer_ends_and_hands_its_groups_back_once(serve, monkeypatch) -> None:
+    """One group that agents have opened, and one that nobody has."""
     monkeypatch.setattr("penstock.producers.stream.heartbeat.HEARTBEAT_S", 0.05)
     one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=300.0, group_deadline_s=600.0))
     client = one.server.client
-    one.trainer.release(1, 1)
-    ((released, _),) = client.xrange(KEYS.prompts)
-    *early, last = [await one.client.open() for _ in range(3)]
-    for rollout in early if is_open else (*early, last):
-        await one.client.converse(rollout, 1)
-        await one.client.finish(rollout, 1.0)
-    caplog.set_level(logging.INFO)
+    one.trainer.release(1, 2)
+    await one.client.converse(await one.client.open(), 1)
+    assert await agents_of(one).claim() and len(one.producer.table) == 2
     one.quarantine()
-    if is_open:
-        await until(lambda: "quarantined: 0 claims handed back while agents go on" in caplog.text)
-        await one.client.converse(last, 1)
-        await one.client.finish(last, 1.0)
-    await until(lambda: not one.producer.table)
-    agents_of(one).end_overdue(math.inf)
-    one.producer.stop.set()
-    await asyncio.wait_for(one.task, 60)
-    ((again, fields),) = client.xrange(KEYS.prompts)
-    assert again != released and fields[Field.INDEX] == b"1"
-    assert client.xlen(KEYS.rollouts) == 0, "its claim is another's"
-
-
-async def test_a_quarantined_producer_hands_a_group_that_nobody_has_opened_back_once(serve, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.producers.stream.heartbeat.HEARTBEAT_S", 0.05)
-    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=2.0, group_deadline_s=90.0))
-    one.trainer.release(1, 1)
-    assert await agents_of(one).claim() and len(one.producer.table) == 1
-    one.quarantine()
-    await until(lambda: not one.producer.table)
-    await asyncio.sleep(3.0)  # its agents' time
-    assert [fields[Field.INDEX] for _, fields in one.server.client.xrange(KEYS.prompts)] == [b"1"]
+    with pytest.raises(QuarantinedError, match="it is quarantined: raw logprobs"):
+        await asyncio.wait_for(asyncio.shield(one.task), 60)
+    assert sorted(fields[Field.INDEX] for _, fields in client.xrange(KEYS.prompts)) == [b"1", b"2"]
+    assert client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
+    assert client.xlen(KEYS.rollouts) == 0 and client.xlen(KEYS.dead) == 0
 
 
 async def test_agents_leave_evaluations_a_place(serve) -> None:

@@ -1,0 +1,96 @@
+"""The gap of each producer, and the rule against a bad one.
+
+The unit of evidence is a group: siblings share a prompt, a moment and a batch of the engine, so they are not
+independent. Its gap is that of its rows in which every token has lag 0, by the trainer's own forward pass: engine
+mismatch without drift. Groups with fewer than `MIN_TOKENS` such tokens are judged together with the producer's next.
+
+The rule: a producer instance whose last `NUM_JUDGED` judgements all lie outside the gate's band is quarantined. A sound
+producer of which one group in ten lies outside, far more than was ever measured, is quarantined by chance once in 10^8
+judgements; one whose groups are all outside is at its eighth.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from penstock.consumers.learning.learner.step_report import RowGap
+from penstock.consumers.parity.report import TOLERANCES
+from penstock.schemas.config import RunConfig
+from penstock.schemas.producer_parity import ProducerParity
+from penstock.schemas.rollout import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+NUM_JUDGED = 8
+MIN_TOKENS = {"float32": 16, "bfloat16": 256}
+"""By `model.dtype`. In bfloat16 one token in a thousand of a sound engine is off by several tenths of a nat, too much
+for the mean of a few tokens."""
+
+
+@dataclass
+class _Instance:
+    """waiting: tokens that are too few to be judged. judged: the last judgements. is_reported: it was quarantined."""
+
+    producer_id: str
+    waiting: RowGap = field(default_factory=RowGap)
+    judged: deque[RowGap] = field(default_factory=lambda: deque(maxlen=NUM_JUDGED))
+    is_reported: bool = False
+
+    @property
+    def parity(self) -> ProducerParity:
+        num_tokens = sum(gap.num_tokens for gap in self.judged)
+        mean = sum(gap.abs_sum for gap in self.judged) / num_tokens if num_tokens else None
+        return ProducerParity(producer_id=self.producer_id, gap=mean)
+
+
+class ProducerGaps:
+    """Judges every producer instance by the gaps of its groups. With `parity.gate` = "off" it measures only."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._judges = config.parity.gate != "off"
+        self._band = TOLERANCES[config.model.dtype].mean
+        self._min_tokens = MIN_TOKENS[config.model.dtype]
+        self._instances: dict[str, _Instance] = {}
+
+    def observe(self, groups: Iterable[RolloutGroup], gaps: Mapping[int, RowGap]) -> dict[str, ProducerParity]:
+        """Takes the gaps of settled groups, by index, each group once; returns the instances to quarantine. A group of
+        several instances is evidence against none."""
+        bad = {}
+        for group in groups:
+            if group.index in gaps and len(group.samplers) == 1:
+                (name,) = group.samplers
+                instance = self._instances.setdefault(name, _Instance(group.producer_id))
+                if self._is_bad(instance, gaps[group.index]):
+                    bad[name] = self._quarantine(instance)
+        return bad
+
+    def table(self) -> dict[str, ProducerParity]:
+        """Returns the gap of every instance, without quarantines."""
+        return {name: instance.parity for name, instance in self._instances.items()}
+
+    def _is_bad(self, instance: _Instance, gap: RowGap) -> bool:
+        """Returns True once, when the instance's last judgements all lie outside the band."""
+        if not math.isfinite(gap.abs_sum):
+            return False  # the trainer's own logprobs are not finite: those of a record are
+        instance.waiting = instance.waiting.plus(gap)
+        if instance.waiting.num_tokens < self._min_tokens:
+            return False
+        instance.judged.append(instance.waiting)
+        instance.waiting = RowGap()
+        if len(instance.judged) < NUM_JUDGED or any(judged.mean <= self._band for judged in instance.judged):
+            return False
+        is_first, instance.is_reported = not instance.is_reported, True
+        return is_first and self._judges
+
+    def _quarantine(self, instance: _Instance) -> ProducerParity:
+        finding = instance.parity
+        reason = (
+            f"mean |engine - trainer| of each of its last {NUM_JUDGED} groups is above {self._band:.0e} nats, "
+            f"{finding.gap:.1e} over all of them; ask `penstock parity`"
+        )
+        return replace(finding, quarantined_s=time.time(), reason=reason)
