@@ -213,7 +213,7 @@ class Trainer:
         for instance, finding in self.producers.observe(settled, report.gaps).items():
             quarantine.add(instance, finding, refuses=self.config.parity.gate == "refuse")
         quarantine.note(self.producers.table())
-        self.run_log.metrics.measure_producers(quarantine.alive)
+        self.run_log.metrics.measure_producers(quarantine.shown)
 
     def _evaluate(self) -> None:
         num_batches = self.progress.num_batches

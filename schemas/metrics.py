@@ -272,7 +272,7 @@ class TrainerMetric:
     )
     PRODUCER_QUARANTINED = Metric(
         "penstock_producer_quarantined",
-        "1 for a producer that is alive and whose groups are not trained: its last 8 were all outside the gate's band",
+        "1 for a producer whose last 8 groups were outside the gate's band: none is trained until it is started again",
         ("producer",),
         unit="none",
     )

@@ -12,6 +12,6 @@
 
 `inference.compare_layers` compares engine and trainer layer by layer from captured hidden states, and
 `verdict.with_layers` adds that to a report. `gate` runs the check on a trainer's first batch and watches the gap from
-then on; `watch` watches each producer's, for which `recheck` recomputes groups of older policies too. `logged_versions`
-provides the files of a run's policies; `report` holds the result and the text of every cause and needs no torch.
+then on, `producers` that of each producer; neither imports the check itself. `logged_versions` provides the files of a
+run's policies; `report` holds the result and the text of every cause and needs no torch.
 """

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 NOTE_S = 2.0
 """How often the findings about producers are written to Redis; a quarantine is written at once."""
+SHOWN_S = 600.0
 MOST_KEPT = 1000
 """Newest quarantines kept: groups of an instance that is gone may still be on the stream."""
 
@@ -25,7 +26,8 @@ class Quarantine:
     """The quarantined producer instances, including those of earlier trainers. The last producer that is alive is never
     one of them.
 
-    alive: findings by producer id about the producers that send heartbeats, as of the last `note`.
+    shown: findings by producer id as of the last `note`, about the producers that send heartbeats, and about those that
+        were quarantined in the last `SHOWN_S` and are not judged anew yet: a quarantined producer ends.
     """
 
     def __init__(self, scripts: Scripts) -> None:
@@ -35,7 +37,7 @@ class Quarantine:
         self._quarantined = {name: finding for name, finding in findings.items() if finding is not None}
         self._measured: Mapping[str, ProducerParity] = {}
         self._noted_at = 0.0
-        self.alive: dict[str, ProducerParity] = {}
+        self.shown: dict[str, ProducerParity] = {}
 
     def holds(self, samplers: Iterable[str]) -> bool:
         """Returns whether one of the instances that sampled a group is quarantined."""
@@ -79,21 +81,6 @@ class Quarantine:
         ids = dict.fromkeys(finding.producer_id for finding in self._findings.values())
         self._write(self._instances([self._scripts.keys.producer(producer_id) for producer_id in ids]))
 
-    def free_the_last(self) -> None:
-        """Ends every quarantine if the run has producers and all of them are quarantined, as after the end of the
-        others: a run is never without a producer."""
-        alive = self._everyone() if self._quarantined else set()
-        if not alive or not alive <= self._quarantined.keys():
-            return
-        for instance in alive:
-            finding = self._quarantined.pop(instance)
-            log.error(
-                "producer %s is the last that is alive, its quarantine ends: %s",
-                one_line(finding.producer_id),
-                finding.reason,
-            )
-        self._write(alive)
-
     @property
     def _findings(self) -> dict[str, ProducerParity]:
         return {**self._measured, **self._quarantined}
@@ -101,7 +88,9 @@ class Quarantine:
     def _write(self, alive: set[str]) -> None:
         findings = self._findings
         self._noted_at = time.monotonic()
-        self.alive = {finding.producer_id: finding for name, finding in findings.items() if name in alive}
+        newest = [finding for finding in self._quarantined.values() if time.time() - finding.quarantined_s < SHOWN_S]
+        live = [finding for name, finding in findings.items() if name in alive]
+        self.shown = {finding.producer_id: finding for finding in (*newest, *live)}
         kept = {name: finding for name, finding in findings.items() if name in alive or name in self._quarantined}
         if kept or self._measured:
             self._scripts.note_parity({name: encode_parity(finding) for name, finding in kept.items()})

@@ -108,7 +108,7 @@ BY_PRODUCER = [
     timeseries(
         "Producers in quarantine",
         "Alive, and nothing of them is trained, with what the parity check says is wrong.",
-        {"{{producer}}: {{cause}}": last("penstock_producer_quarantined", by="producer, cause")},
+        {"{{producer}}": last("penstock_producer_quarantined", by="producer")},
         unit="short",
         limits={1: "red"},
     ),

@@ -1,6 +1,5 @@
 """One batch's optimizer steps.
 
 `learner.Learner` owns model, optimizer and objective, `batch_tally` adds up what its steps find, and
-`step_report.StepReport` is the outcome, which the loop, the ledger, the record and the run log read. The parity watch
-reads `fresh_rows`.
+`step_report.StepReport` is the outcome, which the loop, the ledger, the record and the run log read.
 """

@@ -186,7 +186,9 @@ def test_the_last_of_several_bad_producers_is_not_quarantined(gated, caplog):
     assert 'fine is trained from all the same (parity.gate = "warn"): why' in caplog.messages
 
 
-def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat, redis_client, monkeypatch):
+def test_gaps_are_shown_of_producers_that_are_alive_and_a_quarantine_until_the_next_start(
+    gated, beat, redis_client, monkeypatch
+):
     monkeypatch.setattr(quarantine, "NOTE_S", 0.0)
     own = ProducerInstances("good-1", "bad-1", "gone-1")
     gated.producer(own.answer)
@@ -194,16 +196,19 @@ def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat,
     assert trainer.run()
 
     def value(metric: str, name: str) -> float | None:
+        trainer.run_log.metrics.measure_producers(trainer.intake.quarantine.shown)
         return gated.metrics.registry.get_sample_value(metric, {"producer": name})
 
     gap, is_quarantined = "penstock_producer_mismatch_lag0_mean_nats", "penstock_producer_quarantined"
     assert [value(gap, name) for name in ("good", "bad", "gone")] == [pytest.approx(1e-7), pytest.approx(1.0), None]
     assert value(is_quarantined, "bad") == 1 and value(is_quarantined, "good") is None
     assert set(redis_client.hkeys(gated.keys.parity)) == {b"bad-1", b"good-1"}
-    beat(gated.keys, "bad-2")
+    redis_client.delete(gated.keys.producer("bad"))  # it ends
     trainer.intake.quarantine.note({})
-    trainer.run_log.metrics.measure_producers(trainer.intake.quarantine.alive)
-    assert value(is_quarantined, "bad") is None and value(gap, "bad") is None
+    assert value(is_quarantined, "bad") == 1
+    beat(gated.keys, "bad-2")
+    trainer.intake.quarantine.note({"bad-2": ProducerParity(producer_id="bad", gap=1e-7)})
+    assert value(is_quarantined, "bad") is None and value(gap, "bad") == pytest.approx(1e-7)
 
 
 def test_groups_that_are_refused_for_their_rows_die_and_those_of_a_quarantined_producer_do_not(gated, redis_client):
