@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from safetensors import deserialize
 
+from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import Scripts
 from penstock.producers.engines.weight_files import DTYPES
 from penstock.schemas.config import RunConfig, load_config

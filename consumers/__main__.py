@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import redis
 
+from penstock.consumers.checkpoints.checkpoints import CheckpointError, Checkpoints, restore_rng
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.distributed.watch import Watch
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.batch.trainable import check_trainable
@@ -25,7 +27,6 @@ from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.producers import ProducerGaps
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.consumers.stream.acknowledgement import Commits
-from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState, restore_rng
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake

@@ -50,6 +50,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from penstock.consumers.checkpoints.checkpoints import CheckpointWriteError
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.observe.run_log import RunLog
@@ -57,7 +58,6 @@ from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.parity.gate import Gate
 from penstock.consumers.parity.producers import ProducerGaps
 from penstock.consumers.stream.acknowledgement import Commits
-from penstock.consumers.stream.checkpoints import CheckpointWriteError
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.consumers.checkpoints.state import PassedOver
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
 from penstock.consumers.parity.gate import Alert
-from penstock.consumers.stream.checkpoints import PassedOver
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.consumers.stream.run_progress import RunProgress, longest_s

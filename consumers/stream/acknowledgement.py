@@ -5,9 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from penstock.consumers.checkpoints.checkpoints import CheckpointWriteError, rng_state
+from penstock.consumers.checkpoints.schedule import CommitSchedule
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.learner.learner import Learner
-from penstock.consumers.stream.checkpoints import CheckpointState, CheckpointWriteError, rng_state
-from penstock.consumers.stream.commit_schedule import CommitSchedule
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
@@ -61,7 +62,7 @@ class Commits:
         every: int,
         sync_record: Callable[[], None],
     ) -> None:
-        self.schedule = CommitSchedule(leadership.scripts.connection, every)
+        self.schedule = CommitSchedule(leadership.scripts.connection.memory_share, every)
         self._leadership = leadership
         self._learner = learner
         self._intake = intake

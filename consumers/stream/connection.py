@@ -95,6 +95,12 @@ class TrainerConnection:
             if self.stopping:
                 return
 
+    def memory_share(self) -> float:
+        """Returns the share of its `maxmemory` that Redis uses; 0 without a limit."""
+        memory = self.call(lambda client: client.info("memory"))
+        limit = memory.get("maxmemory", 0)
+        return memory["used_memory"] / limit if limit else 0.0
+
     def restarted(self) -> bool:
         """Returns True once after the server process has changed: the streams must be reconciled."""
         if not self._maybe_restarted:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
-from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.config import HeldOut

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import redis
 
+from penstock.consumers.checkpoints.checkpoints import Checkpoints
 from penstock.consumers.learning.batch.lag import LagTable
-from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.scripts import FencedError, Scripts

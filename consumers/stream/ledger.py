@@ -5,14 +5,11 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
 
-import msgspec
-
+from penstock.consumers.checkpoints.state import LedgerState, Range, ReleasedTask, RequeuedIndex
 from penstock.consumers.stream.history import TaskHistory
 from penstock.schemas.attrition import Attrition
 
-Range = tuple[int, int]
 OUTCOMES = ("trained", "skipped", "dead")
 MAX_KINDS = 64
 """Most kinds of dead groups that the ledger distinguishes: producers name them, and every checkpoint has all."""
@@ -84,42 +81,6 @@ class IndexRanges:
     @property
     def highest(self) -> int:
         return self._edges[-1] - 1 if self._edges else 0
-
-
-class RequeuedIndex(NamedTuple):
-    """A dead letter that an operator has requeued and whose index the trainer has released again."""
-
-    letter: str
-    """Entry id of the letter. The index may die again and leave another letter."""
-    after: str
-    """The last entry of the rollout stream when the index was opened again: the dead group is at or before it."""
-
-
-class ReleasedTask(NamedTuple):
-    """The task of an index: its environment, and its number there, from 1."""
-
-    environment: str
-    number: int
-
-
-class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger in a checkpoint; by default, that of a run before its first. Ranges of indexes are half-open."""
-
-    trained: list[Range] = []
-    skipped: list[Range] = []
-    dead: list[Range] = []
-    dead_by_reason: dict[str, list[Range]] = {}
-    released_again: dict[str, int] = {}
-    requeued: dict[int, RequeuedIndex] = {}
-    postponed: list[int] = []
-    """For other readers: a resume finds these indexes itself."""
-    num_duplicates_dropped: int = 0
-    last_read: str = "0-0"
-    num_released: int = 0
-    tasks: dict[int, ReleasedTask] = {}
-    histories: dict[str, dict[str, Any]] = {}
-    attrition: Attrition = msgspec.field(default_factory=Attrition)
-    stale: dict[int, str] = {}
 
 
 class Ledger:

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterable, Sequence
 
-from penstock.consumers.stream.ledger import Ledger, RequeuedIndex
+from penstock.consumers.checkpoints.state import RequeuedIndex
+from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import LagOf, Reader
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts

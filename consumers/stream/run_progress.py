@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
+from penstock.consumers.checkpoints.state import CheckpointState, PassedOver
 from penstock.consumers.learning.learner.step_report import StepReport
-from penstock.consumers.stream.checkpoints import CheckpointState, PassedOver
 from penstock.schemas.rollout import RolloutGroup
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import redis
 
+from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.reader import Refused
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
 

@@ -8,8 +8,9 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 
+from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.stream.curricula import Curriculum
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
+from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, Plug, RunConfig, environment_fields
 from penstock.schemas.process.plugins import resolve
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import redis
 
+from penstock.consumers.checkpoints.model_folder import copy_model_files
 from penstock.consumers.learning.model.export import describe_weights
-from penstock.consumers.stream.checkpoints import copy_model_files
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.schemas.adapter import identity_of
 from penstock.schemas.best import BEST_FILE, BestModel, read_best

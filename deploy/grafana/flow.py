@@ -1,6 +1,6 @@
 """Flow: who waits for whom."""
 
-from penstock.consumers.stream.commit_schedule import MEMORY_HIGH
+from penstock.consumers.checkpoints.schedule import MEMORY_HIGH
 from penstock.deploy.grafana.panels import (
     Row,
     dashboard,

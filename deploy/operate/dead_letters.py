@@ -11,7 +11,7 @@ import msgspec
 import redis
 from msgspec.structs import replace
 
-from penstock.consumers.stream.ledger import LedgerState
+from penstock.consumers.checkpoints.state import LedgerState
 from penstock.consumers.stream.scripts import REQUEUE_DEAD
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.run_access import OpenRun, open_run

@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.consumers.checkpoints.checkpoints import CheckpointError, read_state
+from penstock.consumers.checkpoints.model_folder import Export, export_checkpoint
 from penstock.consumers.learning.model.export import export_adapter, export_kept, export_merged, export_model
-from penstock.consumers.stream.checkpoints import CheckpointError, Export, export_checkpoint, read_state
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger

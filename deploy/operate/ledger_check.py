@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.consumers.stream.ledger import IndexRanges, LedgerState, Range
+from penstock.consumers.checkpoints.state import LedgerState, Range
+from penstock.consumers.stream.ledger import IndexRanges
 from penstock.deploy.operate.saved_ledger import SavedLedger
 
 _NAMED = 20

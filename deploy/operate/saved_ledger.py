@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.consumers.stream.ledger import LedgerState
+from penstock.consumers.checkpoints.state import LedgerState
 
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"

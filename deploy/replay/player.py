@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.consumers.checkpoints.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.model_digest import model_digest

@@ -10,8 +10,9 @@ import penstock.consumers.__main__ as trainer_entry
 import penstock.consumers.stream.recovery as recovery
 import penstock.consumers.trainer as trainer
 import penstock.producers.__main__ as producer_entry
+from penstock.consumers.checkpoints.state import LedgerState, ReleasedTask
 from penstock.consumers.learning.batch.batch import MiniBatch
-from penstock.consumers.stream.ledger import Ledger, LedgerState, ReleasedTask
+from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.release import Releaser
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import RunConfig

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.consumers.checkpoints.checkpoints import Checkpoints
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.observe.record import RolloutRecorder, Taken
-from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
 from penstock.schemas.config import RunConfig, TrainerConfig
 from penstock.schemas.policy import make_version
 from training_groups import configuration, random_group

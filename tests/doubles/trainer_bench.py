@@ -13,9 +13,9 @@ import redis
 import penstock.consumers.__main__ as entry
 from cutting_proxy import TRAINER_SCRIPTS, CuttingProxy
 from mini_producer import MiniProducer
+from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import SCRIPTS
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config

@@ -3,10 +3,10 @@
 import copy
 from pathlib import Path
 
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.run_log import RunLog
-from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.run_progress import RunProgress

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from mini_producer import dead_fields, group_fields, make_group, unscored_fields
+from penstock.consumers.checkpoints.checkpoints import Checkpoints
 from penstock.consumers.observe.record_files import RecordFiles
-from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW, RunFailedError
 from penstock.schemas.keys import Field
 from penstock.schemas.record_reader import Record

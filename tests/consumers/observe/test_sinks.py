@@ -19,11 +19,11 @@ import pytest
 
 import penstock.consumers.__main__ as entry
 from fake_wandb import FakeServer, Settings
+from penstock.consumers.checkpoints.checkpoints import Checkpoints
 from penstock.consumers.observe.sinks import feeding, tensorboard
 from penstock.consumers.observe.sinks.feeding import Sinks, check_sinks
 from penstock.consumers.observe.sinks.points import SinkPoint, numbers_of
 from penstock.consumers.observe.sinks.weights_and_biases import _Run
-from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.schemas.config import (
     ConfigError,
     EnvironmentConfig,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.observe.run_log import LedgerFile
-from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.schemas.process.json_lines import MAX_WAITING_LINES, JsonLines

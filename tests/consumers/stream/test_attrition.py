@@ -8,7 +8,8 @@ import pytest
 
 from attrition_totals import totals
 from mini_producer import dead_fields
-from penstock.consumers.stream.ledger import Ledger, LedgerState
+from penstock.consumers.checkpoints.state import LedgerState
+from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.deploy.report.attrition import windows_of
 from penstock.deploy.report.telemetry import read_telemetry

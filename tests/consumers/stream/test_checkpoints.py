@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from penstock.consumers.learning.batch.packing import pack
-from penstock.consumers.learning.learner.learner import Learner
-from penstock.consumers.learning.model.packed_model import PackedModel
-from penstock.consumers.stream.checkpoints import (
+from penstock.consumers.checkpoints.checkpoints import (
     CheckpointError,
     Checkpoints,
-    CheckpointState,
     CheckpointWriteError,
     restore_rng,
     rng_state,
 )
+from penstock.consumers.checkpoints.state import CheckpointState
+from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.learner.learner import Learner
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.schemas.config import TrainerConfig
 from scripted_learner import ScriptedLearner
 from training_groups import configuration, lag_from, random_group, tiny_model

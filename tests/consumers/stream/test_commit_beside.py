@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.consumers.stream.commit_schedule import CommitSchedule
+from penstock.consumers.checkpoints.schedule import CommitSchedule
 from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.trainer import Trainer
 from trainer_bench import TrainerBench, assert_settled_once, at_step
@@ -108,7 +108,7 @@ def test_a_trainer_that_ends_waits_for_the_checkpoint_under_way_and_commits_what
 
 @pytest.mark.redis
 def test_a_checkpoint_that_fails_beside_the_training_is_tried_again(beside, redis_client, monkeypatch, caplog):
-    monkeypatch.setattr("penstock.consumers.stream.commit_schedule.FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr("penstock.consumers.checkpoints.schedule.FIRST_RETRY_S", 0.0)
     trainer = beside.trainer()
     disk = HeldCheckpoints(trainer)
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_fails_beside_the_training_is_tried_again(beside, redi
 
 
 def test_a_commit_missed_while_another_was_written_is_due_after_it_and_its_own_is_not() -> None:
-    schedule = CommitSchedule(None, 4)
+    schedule = CommitSchedule(lambda: 0.0, 4)
     schedule.committed(4, 0, took_s=1.0)
     assert not schedule.is_due(5, 0, busy=True)
     assert schedule.is_due(9, 0, busy=True), "update 8 went by"

@@ -1,6 +1,6 @@
 """When a checkpoint that could not be written is tried again."""
 
-from penstock.consumers.stream.commit_schedule import CommitSchedule
+from penstock.consumers.checkpoints.schedule import CommitSchedule
 
 
 class StoppedClock:
@@ -12,7 +12,7 @@ class StoppedClock:
 
 def schedule(clock: StoppedClock) -> CommitSchedule:
     # Every fourth update; memory is never asked for: in these tests nothing was settled since the last commit.
-    commits = CommitSchedule(None, 4, clock)
+    commits = CommitSchedule(lambda: 0.0, 4, clock)
     commits.committed(0, 0, took_s=1.0)
     return commits
 

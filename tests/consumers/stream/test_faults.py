@@ -17,9 +17,9 @@ import penstock.consumers.stream.connection
 import penstock.consumers.stream.recovery as recovery_module
 import penstock.consumers.trainer as trainer_module
 from mini_producer import dead_fields, group_fields
+from penstock.consumers.checkpoints import checkpoints
+from penstock.consumers.checkpoints.checkpoints import CheckpointError, Checkpoints
 from penstock.consumers.learning.learner.step_report import StepReport
-from penstock.consumers.stream import checkpoints
-from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import RunFailedError
@@ -566,13 +566,13 @@ def test_producers_refused_for_want_of_memory_go_on_once_the_trainer_has_committ
     payload = {"padding": b"x" * 100_000}
     producer = bench.resilient_producer(lambda index, version: {**group_fields(index, version), **payload})
     monkeypatch.setattr(
-        "penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 1e9
+        "penstock.consumers.checkpoints.schedule.MEMORY_HIGH", 1e9
     )  # as if the last commit had been just too early
     trainer = bench.trainer()
 
     def watch() -> None:
         wait_for(lambda: producer.num_pauses > 3)
-        monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 0.7)
+        monkeypatch.setattr("penstock.consumers.checkpoints.schedule.MEMORY_HIGH", 0.7)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -606,8 +606,8 @@ def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(benc
 
 
 def test_memory_that_no_commit_can_free_is_no_reason_to_commit_all_the_time(bench, redis_client, monkeypatch):
-    monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_HIGH", 0.0)  # somebody else's data
-    monkeypatch.setattr("penstock.consumers.stream.commit_schedule.MEMORY_COMMIT_SHARE", 0.001)
+    monkeypatch.setattr("penstock.consumers.checkpoints.schedule.MEMORY_HIGH", 0.0)  # somebody else's data
+    monkeypatch.setattr("penstock.consumers.checkpoints.schedule.MEMORY_COMMIT_SHARE", 0.001)
     bench.overrides = ["checkpoint.every=1000"]
     bench.resilient_producer()
     trainer = bench.trainer()

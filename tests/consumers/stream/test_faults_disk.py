@@ -91,7 +91,7 @@ def checkpoint_names(bench) -> list[str]:
 def test_a_checkpoint_that_cannot_be_written_is_tried_again_while_training_goes_on(
     bench, redis_client, monkeypatch, caplog
 ):
-    monkeypatch.setattr("penstock.consumers.stream.commit_schedule.FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr("penstock.consumers.checkpoints.schedule.FIRST_RETRY_S", 0.02)
     bench.resilient_producer()
     trainer = with_large_state(bench.trainer())
     seen = []

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.consumers.stream.ledger import IndexRanges, Ledger, LedgerState
+from penstock.consumers.checkpoints.state import LedgerState
+from penstock.consumers.stream.ledger import IndexRanges, Ledger
 
 
 @given(st.lists(st.integers(1, 60)))

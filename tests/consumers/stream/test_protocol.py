@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from mini_producer import dead_fields, group_fields, make_group
+from penstock.consumers.checkpoints.state import CheckpointState, ReleasedTask
 from penstock.consumers.learning.batch.lag import LagTable, is_stale
-from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask
+from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.run_progress import RunProgress

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.stream.checkpoints import Checkpoints
+from penstock.consumers.checkpoints.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.leadership import CHECK_S, Leadership
 from penstock.consumers.stream.scripts import FencedError

@@ -5,7 +5,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask
+from penstock.consumers.checkpoints.state import ReleasedTask
+from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.tasks import TaskPlan, environment_of
 from penstock.schemas.config import CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
 from scripted_learner import KilledError

@@ -262,8 +262,9 @@ def test_what_cannot_be_evaluated_is_refused(command, model, tmp_path, words, me
 def test_of_a_run_the_newest_checkpoint_is_evaluated_in_the_type_of_its_engines(model, config, tmp_path):
     from safetensors.torch import load_file
 
+    from penstock.consumers.checkpoints.checkpoints import Checkpoints
+    from penstock.consumers.checkpoints.state import CheckpointState
     from penstock.consumers.learning.learner.learner import Learner
-    from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
     from penstock.deploy.launch.run_folder import save_run_file
 
     own = config(f"model.path={model}", "model.dtype=bfloat16")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.stream.ledger import LedgerState
+from penstock.consumers.checkpoints.state import LedgerState
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder

@@ -5,10 +5,10 @@ import pytest
 
 from inspected_run import byte_tokenizer
 from mini_producer import dead_fields, group_fields, make_group, unscored_fields
+from penstock.consumers.checkpoints.state import CheckpointState, LedgerState, ReleasedTask
 from penstock.consumers.learning.batch.lag import LagTable
-from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import Ledger, LedgerState, ReleasedTask
+from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.run_progress import RunProgress

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inspected_run import byte_tokenizer
+from penstock.consumers.checkpoints.checkpoints import Checkpoints
+from penstock.consumers.checkpoints.model_folder import copy_model_files
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.model.export import describe_weights
-from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState, copy_model_files
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.adapter import identity_of

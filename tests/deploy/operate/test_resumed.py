@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.consumers.checkpoints.checkpoints import Checkpoints
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.learner.learner import Learner
-from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Machine

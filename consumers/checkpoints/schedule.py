@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable
 
-from penstock.consumers.stream.connection import TrainerConnection
-
 MEMORY_HIGH = 0.7
 """Share of Redis' maxmemory above which a checkpoint is due, since only a commit trims the stream."""
 MEMORY_COMMIT_SHARE = 0.1
@@ -15,10 +13,15 @@ LONGEST_RETRY_S = 30.0
 
 
 class CommitSchedule:
-    """A checkpoint is due every `every` updates, when Redis' memory is nearly full, and after a failed one."""
+    """A checkpoint is due every `every` updates, when Redis' memory is nearly full, and after a failed one.
 
-    def __init__(self, connection: TrainerConnection, every: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._connection = connection
+    memory_share: the share of its maxmemory that Redis uses; 0 without a limit.
+    """
+
+    def __init__(
+        self, memory_share: Callable[[], float], every: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._memory_share = memory_share
         self._every = every
         self._clock = clock
         self._for_memory = self._freed_nothing = False
@@ -45,7 +48,7 @@ class CommitSchedule:
             return False  # nothing to trim
         if busy and self._freed_nothing and now - self._ended_at < self._took_s / MEMORY_COMMIT_SHARE:
             return False
-        self._for_memory = self._memory_is_high()
+        self._for_memory = self._memory_share() > MEMORY_HIGH
         return self._for_memory
 
     def committed(self, num_batches: int, num_settled: int, took_s: float) -> None:
@@ -56,7 +59,7 @@ class CommitSchedule:
         self._ended_at = self._clock()
         self._retry_at = None
         self._next_delay_s = FIRST_RETRY_S
-        self._freed_nothing = self._for_memory and self._memory_is_high()
+        self._freed_nothing = self._for_memory and self._memory_share() > MEMORY_HIGH
 
     def failed(self) -> float:
         """Notes a checkpoint that could not be written; returns the seconds until the next attempt."""
@@ -64,8 +67,3 @@ class CommitSchedule:
         self._next_delay_s = min(2 * delay_s, LONGEST_RETRY_S)
         self._retry_at = self._clock() + delay_s
         return delay_s
-
-    def _memory_is_high(self) -> bool:
-        memory = self._connection.call(lambda client: client.info("memory"))
-        limit = memory.get("maxmemory", 0)
-        return bool(limit) and memory["used_memory"] > MEMORY_HIGH * limit

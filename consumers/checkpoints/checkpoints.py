@@ -8,7 +8,6 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,32 +16,21 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError
 
-from penstock.consumers.stream.ledger import LedgerState
-from penstock.schemas.best import BEST_FILE
+from penstock.consumers.checkpoints.model_folder import (
+    MODEL_FOLDER,
+    TENSORS_FOLDER,
+    Export,
+    copy_model_files,
+    export_checkpoint,
+)
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.schemas.process.files import digest, fsync, make_private
-from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
 
 _SUMS = "checksums.json"
 _NAME = re.compile(r"\d+-[0-9a-f]+")
 _STATE = "state.json"
-TENSORS_FOLDER = "tensors"
-MODEL_FOLDER = "model"
-"""In each checkpoint, without weights; in the folder of a run that is complete, with them."""
-_MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-)
-
-Export = Callable[[Path, Path, Path, str], None]
-"""`penstock.consumers.learning.model.export.export_model`: tensors, configuration, new folder, type."""
 
 
 class CheckpointError(RuntimeError):
@@ -51,47 +39,6 @@ class CheckpointError(RuntimeError):
 
 class CheckpointWriteError(OSError):
     """A checkpoint could not be written. It was removed; earlier ones remain."""
-
-
-class PassedOver(msgspec.Struct):
-    """Groups that a batch skipped while it was filled, and their sampled tokens."""
-
-    num_groups: dict[str, int] = {}
-    """By environment."""
-    num_tokens: int = 0
-
-    @property
-    def count(self) -> int:
-        return sum(self.num_groups.values())
-
-    def add(self, group: RolloutGroup) -> None:
-        self.num_groups[group.environment] = self.num_groups.get(group.environment, 0) + 1
-        self.num_tokens += sum(rollout.num_sampled_tokens for rollout in group.rollouts)
-
-
-class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that a trainer continues from, in addition to model and optimizer. The defaults are those of a run that
-    has trained nothing yet; its `policy_version` is the parent of the first policy.
-    """
-
-    policy_version: int
-    num_batches: int = 0
-    ledger: LedgerState = LedgerState()
-    forks: dict[int, int] = {}
-    announced: dict[int, int] = {}
-    counters: dict[str, int | float] = {}
-    """Running totals of the whole run: tokens and seconds."""
-    learner: dict[str, Any] = {}
-    """`Learner.state`."""
-    rng: dict[str, Any] = {}
-    """State of Python's and NumPy's global random generators; the learner's own is in `learner`."""
-    taken: dict[int, int] = {}
-    """For each epoch on the way here, the batches taken in the whole run when it ended: the positions at which the
-    record of rollouts is cut."""
-    passed: PassedOver = msgspec.field(default_factory=PassedOver)
-    """Skipped by the batch that was being filled."""
-    skipped_share: float = 0.0
-    """Share of the groups read for the last batches; it increases the credit."""
 
 
 class Checkpoints:
@@ -266,37 +213,6 @@ def read_state(folder: Path) -> CheckpointState:
 
 def _state(folder: Path) -> CheckpointState:
     return msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
-
-
-def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, export: Export) -> None:
-    """Exports the model of a whole checkpoint, or of the best model's folder, as a Hugging Face folder: whole or not at
-    all, in place of an existing one.
-
-    Raises:
-        OSError: for example, the disk is full.
-        ConfigError: the checkpoint's `model/` and its tensors belong to different models.
-    """
-    is_best = (checkpoint / BEST_FILE).is_file()
-    tensors, files = (checkpoint, checkpoint) if is_best else (checkpoint / TENSORS_FOLDER, checkpoint / MODEL_FOLDER)
-    partial = folder.with_name(f"partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        export(tensors, files, partial, dtype)
-        copy_model_files(files, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except SafetensorError as error:
-        raise OSError(f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def copy_model_files(base: Path, folder: Path) -> None:
-    """Copies a model's configuration and tokenizer files, except those that `folder` already has."""
-    for pattern in _MODEL_FILES:
-        for file in base.glob(pattern):
-            if not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
 
 
 def rng_state() -> dict[str, Any]:
