@@ -104,11 +104,7 @@ class _Clock(TrainerCallback):
 
 
 def measure(job: TrlJob) -> TrlUpdates:
-    """Trains with TRL.
-
-    Raises:
-        ConfigError: the run file asks for something that TRL does not offer in the same form.
-    """
+    """Trains with TRL."""
     torch.set_num_threads(job.num_threads)
     disable_progress_bar()
     config = load_config(Path(job.run_file))
