@@ -28,7 +28,7 @@ test: venv-dev
 test-all: venv-dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --exhaustive
 
-# Under twenty minutes; the results and the page made of them (docs/faults.md is a copy) are in runs/chaos.
+# Some ten minutes; the results and the page made of them (docs/faults.md is a copy) are in runs/chaos.
 # SEED=3 replays one seed.
 chaos: venv-dev
 	$(VENV)/bin/python -m tests.chaos --out runs/chaos $(if $(SEED),--seed $(SEED))

@@ -25,7 +25,6 @@ class Process:
         self.name = name
         self.pid = pid
         self.log = log
-        self.started = time.monotonic()
         self.status: int | None = None
         self.is_stopped = False
         self.was_killed = False
@@ -42,10 +41,6 @@ class Process:
         if pid == 0:
             _be_a_child(parent, log, environment, body)
         return cls(name, pid, log)
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.started
 
     def poll(self) -> int | None:
         """Returns the exit status (negative: the signal), or None while it runs."""

@@ -106,7 +106,7 @@ class Supervisor:
         self._num_started: Counter[str] = Counter()
         self.is_ending = False
         self._started = time.monotonic()
-        self._disk_was_full_at = float("-inf")
+        self._was_full_at = dict.fromkeys(("disk full", "Redis full"), float("-inf"))
         self._redis_forgot_at = float("-inf")
 
     @property
@@ -184,8 +184,8 @@ class Supervisor:
                     break
             if what is not None:
                 self._note(number, kind.name, what)
-            if kind.name == "disk full":
-                self._disk_was_full_at = time.monotonic() + 2.5
+            if kind.name in ("disk full", "Redis full"):
+                self._was_full_at[kind.name] = time.monotonic() + 2.5
         complete_run(self)
 
     def _tick(self) -> None:
@@ -249,11 +249,13 @@ class Supervisor:
 
     def _may_end(self, reason: str) -> bool:
         """Returns whether a fault explains an end: a trainer ends with one line if another leads the run, or seems to
-        in a Redis that has lost data, and if it cannot write its last checkpoint."""
+        in a Redis that has lost data, and if it cannot write its last checkpoint or policy."""
         now = time.monotonic()
         if "this trainer is of epoch" in reason or "is open already" in reason:
             return len(self.trainers) > 1 or now - self._redis_forgot_at < 30
-        return "No space left" in reason and now - self._disk_was_full_at < 30
+        if "cannot be written: Redis" in reason:  # it was told to stop while it waited for room for a policy
+            return now - self._was_full_at["Redis full"] < 30
+        return "No space left" in reason and now - self._was_full_at["disk full"] < 30
 
     @staticmethod
     def have_ended(slots: list[Slot]) -> bool:

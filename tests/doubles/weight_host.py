@@ -85,8 +85,8 @@ class HostProducer:
         await self.connection.close()
 
 
-def corrupt_copy(folder: Path, how: str, *, wait: bool = True) -> None:
-    """Corrupts a host's copy while no producer loads from it; without `wait`, raises BlockingIOError if one does.
+def corrupt_copy(folder: Path, how: str) -> None:
+    """Corrupts a host's copy while no producer loads from it.
 
     how: `torn`: half of its bytes are wrong and its state is missing, as after a kill during a patch. `overwritten`:
     half of its bytes are wrong, and its state is clean. `stateless`: its state is missing. `cut short`: half of the
@@ -94,7 +94,7 @@ def corrupt_copy(folder: Path, how: str, *, wait: bool = True) -> None:
     """
     descriptor = os.open(folder / "read", os.O_RDWR)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         (file,) = folder.glob("weights-*")
         if how in ("torn", "stateless"):
             (folder / "state").unlink(missing_ok=True)

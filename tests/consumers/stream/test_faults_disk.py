@@ -149,3 +149,18 @@ def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, 
     assert re.search(rf"policy [56] cannot be written: {where} \([\d,]+ bytes\)", line)
     assert "training waits until it can" in line
     assert not list((bench.runs / "chunks").rglob("*.partial*"))
+
+
+def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, redis_client, caplog):
+    bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
+    bench.resilient_producer()
+    trainer = with_large_policy(bench.trainer())
+    with contextlib.ExitStack() as stack:
+        fill_from(trainer, 5, 99, stack)
+        once_it_is_told(caplog, trainer.stop)
+        with pytest.raises(OSError, match=r"policy [56] cannot be written: .*File too large"):
+            trainer.run()
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    assert second.run()
+    assert_settled_once(bench, redis_client)
