@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.deploy.launch.endpoints import Samples, scrape, targets
+from penstock.deploy.launch.endpoints import Samples, scrape
 from penstock.deploy.report.telemetry import (
     EvaluationPoint,
     ProducerEvent,
@@ -114,10 +114,9 @@ class Progress:
             if self._seen and self._seen[-1][1] > update.update:
                 self._seen.clear()
             self._seen.append((time.monotonic(), update.update))
-        if time.monotonic() >= self._scrape_at and (address := targets(self._folder).get("trainer")):
-            (endpoint,) = scrape([("trainer", address)])
-            if endpoint.samples is not None:
-                self._look(endpoint.samples)
+        if time.monotonic() >= self._scrape_at:
+            if (trainer := scrape(self._folder, "trainer")) is not None:
+                self._look(trainer)
             self._scrape_at = time.monotonic() + self.scrape_s
 
     def _look(self, trainer: Samples) -> None:

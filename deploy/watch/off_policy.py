@@ -6,9 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from penstock.consumers.parity.report import TOLERANCES
 from penstock.deploy.report.telemetry import Update, mean_by_lag, metric_values
 from penstock.deploy.watch.snapshot import RunSnapshot
-from penstock.deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
+from penstock.deploy.watch.text import bar, count, joined, number, percent, sparkline
 from penstock.schemas.metrics import LAG_LABELS, lag_key, lag_label
 
 LOW_ESS = 0.3
@@ -30,12 +31,11 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
     tokens = tokens_by_lag(recent)
     total = sum(tokens.values())
     masked = sum(update.num_tokens_masked_lag for update in recent)
-    bound = seen.config.lag_bound if seen.config is not None else seen.count("penstock_lag_bound_steps")
     head = joined(
         [
             Text("lag of sampled tokens", style="bold"),
             f"last {len(recent)} batches",
-            f"bound {NOTHING if bound is None else bound}",
+            f"bound {seen.config.lag_bound}",
             f"{count(masked)} tokens masked beyond it",
         ]
     )
@@ -56,20 +56,16 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
     return Group(head, table, Text(), _mismatch(seen, width), *_sparklines(seen, width))
 
 
-def tokens_by_lag(updates: Sequence[Update]) -> dict[str, float]:
-    """Counts tokens by lag bucket, with masked ones if the lag histogram is known."""
-    found = dict.fromkeys(LAG_LABELS, 0.0)
+def tokens_by_lag(updates: Sequence[Update]) -> dict[str, int]:
+    """Counts tokens by lag bucket, masked ones included."""
+    counts = dict.fromkeys(LAG_LABELS, 0)
     for update in updates:
-        if update.lag_histogram:
-            for lag, num_tokens in update.lag_histogram.items():
-                found[lag_label(lag)] += num_tokens
-            mixed = min(update.metrics.get(lag_key("num_tokens", "0-mixed"), 0.0), update.lag_histogram.get(0, 0))
-            found["0"] -= mixed
-            found["0-mixed"] += mixed
-        else:
-            for label in LAG_LABELS:
-                found[label] += update.metrics.get(lag_key("num_tokens", label), 0.0)
-    return found
+        for lag, num_tokens in update.lag_histogram.items():
+            counts[lag_label(lag)] += num_tokens
+        mixed = round(min(update.metrics.get(lag_key("num_tokens", "0-mixed"), 0), update.lag_histogram.get(0, 0)))
+        counts["0"] -= mixed
+        counts["0-mixed"] += mixed
+    return counts
 
 
 def _cell_style(key: str, value: float | None) -> str:
@@ -77,17 +73,12 @@ def _cell_style(key: str, value: float | None) -> str:
 
 
 def _mismatch(seen: RunSnapshot, width: int) -> Text:
-    """Shows the mismatch at lag 0, and its band: the trainer's, else that of the run file's dtype."""
+    """Shows the mismatch at lag 0 beside the band of the run file's dtype."""
     gaps = metric_values(seen.updates, "mismatch_lag0")
-    band = seen.trainer.get("penstock_mismatch_lag0_band_nats") if seen.trainer is not None else None
-    if band is None and seen.config is not None:
-        from penstock.consumers.parity.report import TOLERANCES
-
-        band = TOLERANCES[seen.config.model.dtype].mean
     if not gaps:
         return Text("mismatch at lag 0: no row of lag 0 yet")
-    alert = seen.count("penstock_trainer_parity_alert")
-    is_out = bool(alert) if alert is not None else band is not None and gaps[-1] > band
+    band = TOLERANCES[seen.config.model.dtype].mean
+    is_out = gaps[-1] > band
     verdict = Text("ABOVE ITS BAND", style="bold red") if is_out else Text("within", style="green")
     return joined(
         [

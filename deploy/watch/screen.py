@@ -1,4 +1,4 @@
-"""Draws `penstock watch`: one view at a time that keys switch, from a thread's snapshots, or all views once."""
+"""Draws `penstock watch`: one view at a time that keys switch, or all views once."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import select
 import signal
 import sys
 import termios
-import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
@@ -31,8 +30,9 @@ VIEWS = {"Flow": flow, "Learning": learning, "Off-policy": off_policy}
 
 def head(seen: RunSnapshot) -> Text:
     newest = seen.newest
-    planned = f"/{seen.config.num_updates}" if seen.config is not None else ""
-    words: list[Text | str] = [Text(seen.name, style="bold"), f"update {newest.update if newest else 0}{planned}"]
+    num_updates = seen.config.num_updates
+    position = f"update {newest.update if newest else 0}/{num_updates}"
+    words: list[Text | str] = [Text(seen.config.name, style="bold"), position]
     when = f"{moment(newest.time_s)}, {duration(seen.time_s - newest.time_s)} ago" if newest is not None else ""
     if seen.is_over:
         words.append(Text(f"over: finished {when}", style="green"))
@@ -41,8 +41,8 @@ def head(seen: RunSnapshot) -> Text:
         words.append(Text(state, style="yellow"))
     else:
         rate = seen.updates_per_s
-        if rate is not None and seen.config is not None and newest is not None:
-            words.append(f"{duration((seen.config.num_updates - newest.update) / rate)} left")
+        if rate is not None and newest is not None:
+            words.append(f"{duration((num_updates - newest.update) / rate)} left")
         words.append(Text(moment(seen.time_s), style="dim"))
     return joined(words)
 
@@ -63,60 +63,37 @@ def all_views(seen: RunSnapshot, width: int) -> RenderableType:
     return Group(*parts)
 
 
-class SnapshotThread:
-    """A thread that takes a snapshot every `_SNAPSHOT_S`, so that keys never wait for an unreachable host."""
-
-    def __init__(self, gatherer: Gatherer) -> None:
-        self.latest: RunSnapshot | None = None
-        self.problem = ""
-        self._gatherer = gatherer
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-
-    def _run(self) -> None:
-        """Waits `_SNAPSHOT_S` between snapshots until the block ends."""
-        while not self._stop.is_set():
-            try:
-                self.latest, self.problem = self._gatherer.gather(), ""
-            except Exception as error:  # the isolation boundary: no unexpected file or reply ends the view
-                self.problem = f"{type(error).__name__}: {error}"
-            self._stop.wait(_SNAPSHOT_S)
-
-    def __enter__(self) -> "SnapshotThread":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-
-
 def watch(gatherer: Gatherer, console: Console) -> None:
     """Draws until q, Ctrl-C or SIGTERM, and restores the terminal."""
-    with _ended_by_sigterm(), contextlib.suppress(KeyboardInterrupt):
-        screen = Live(console=console, screen=True, auto_refresh=False)
-        with SnapshotThread(gatherer) as snapshots, _keys() as read_key, screen:
-            _draw(snapshots, read_key, screen)
+    screen = Live(console=console, screen=True, auto_refresh=False)
+    with _ended_by_sigterm(), contextlib.suppress(KeyboardInterrupt), _keys() as read_key, screen:
+        _draw(gatherer, read_key, screen)
 
 
-def _draw(snapshots: SnapshotThread, read_key: Callable[[], str], screen: Live) -> None:
-    """Waits for keys, `_KEY_S` at a time, and draws what has changed; a quit key or KeyboardInterrupt ends it."""
-    number, drawn = 1, None
-    while (key := read_key()) not in _QUIT:
+def _draw(gatherer: Gatherer, read_key: Callable[[], str], screen: Live) -> None:
+    """Takes a snapshot every `_SNAPSHOT_S`, waits for keys in between, `_KEY_S` at a time, and draws what has changed;
+    a quit key or KeyboardInterrupt ends it."""
+    number, drawn, due_s = 1, None, 0.0
+    key = ""
+    while key not in _QUIT:
         if key.isdecimal() and 1 <= int(key) <= len(VIEWS):
             number = int(key)
-        # The second redraws at least once a second, since ages grow.
-        now = (number, screen.console.size, id(snapshots.latest), snapshots.problem, int(time.monotonic()))
+        if time.monotonic() >= due_s:
+            snapshot = _snapshot(gatherer)
+            due_s = time.monotonic() + _SNAPSHOT_S
+        now = (number, screen.console.size, due_s)
         if now != drawn:
             drawn = now
-            screen.update(_picture(snapshots, number, screen.console), refresh=True)
+            is_shown = isinstance(snapshot, RunSnapshot)
+            screen.update(one_view(snapshot, number, screen.console.width) if is_shown else snapshot, refresh=True)
+        key = read_key()
 
 
-def _picture(snapshots: SnapshotThread, number: int, console: Console) -> RenderableType:
-    if snapshots.problem:
-        return Text(f"cannot be shown: {snapshots.problem}", style="red")
-    if snapshots.latest is None:
-        return Text("looking ...", style="dim")
-    return one_view(snapshots.latest, number, console.width)
+def _snapshot(gatherer: Gatherer) -> RunSnapshot | Text:
+    try:
+        return gatherer.gather()
+    except Exception as error:  # the isolation boundary: no unexpected file or reply ends the view
+        return Text(f"cannot be shown: {type(error).__name__}: {error}", style="red")
 
 
 @contextlib.contextmanager

@@ -7,11 +7,9 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from penstock.deploy.launch.endpoints import Samples
 from penstock.deploy.report.telemetry import EvaluationPoint, Update, phase_seconds
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
-from penstock.schemas.producer_parity import ProducerParity
 
 RECENT = 20
 """Number of batches that shares, rates and lag are computed over."""
@@ -21,13 +19,10 @@ _LONG_BATCHES = 10
 
 
 class ProducerSeen(NamedTuple):
-    """A producer's state in Redis. announced_s: the unix time of its policy. parity: the trainer's findings on its
-    rows."""
+    """A producer's state in Redis. lag: of its policy, in optimizer steps; None if it is not known."""
 
     heartbeat: Heartbeat
     lag: int | None
-    announced_s: float | None = None
-    parity: ProducerParity | None = None
 
 
 @dataclass(frozen=True)
@@ -68,29 +63,26 @@ class Pauses:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment. redis, trainer: None if they do not answer; `without_redis`, `without_trainer` then say why.
+    """A run at one moment. redis: None if it does not answer; `without_redis` then says why.
 
+    pauses: of every producer that the run folder has lines of, by id.
     updates, evaluations: those that led to the current policy, oldest first.
-    producers: the ids of all seen so far, with a heartbeat or without. starting: those that answer and have sampled
-        nothing yet.
-    rebuilt: copies of the weights on producers' hosts that were rebuilt, by reason.
     is_over: the run is finished.
     """
 
-    name: str
-    config: RunConfig | None
+    config: RunConfig
     redis: RedisSeen | None
     without_redis: str = ""
-    trainer: Samples | None = None
-    without_trainer: str = ""
-    producers: tuple[str, ...] = ()
-    starting: frozenset[str] = frozenset()
     pauses: Mapping[str, Pauses] = field(default_factory=dict)
-    rebuilt: Mapping[str, int] = field(default_factory=dict)
     updates: tuple[Update, ...] = ()
     evaluations: tuple[EvaluationPoint, ...] = ()
     is_over: bool = False
     time_s: float = field(default_factory=time.time)
+
+    @property
+    def producers(self) -> Mapping[str, ProducerSeen]:
+        """Those alive, by id."""
+        return self.redis.producers if self.redis is not None else {}
 
     @property
     def newest(self) -> Update | None:
@@ -103,8 +95,7 @@ class RunSnapshot:
     @property
     def is_running(self) -> bool:
         """True while a trainer or a producer is alive."""
-        in_redis = self.redis is not None and (self.redis.has_trainer or self.redis.producers)
-        return bool(self.trainer is not None or self.starting or in_redis)
+        return self.redis is not None and (self.redis.has_trainer or bool(self.redis.producers))
 
     @property
     def silent_s(self) -> float | None:
@@ -132,37 +123,17 @@ class RunSnapshot:
         return {phase: seconds / total_s for phase, seconds in spent.items()} if total_s else None
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens sampled by all producers, from their heartbeats."""
-        if self.redis is None:
-            return None
-        return sum(producer.heartbeat.tokens_per_s for producer in self.redis.producers.values())
-
-    @property
     def trained_per_s(self) -> float | None:
         """Tokens that reached the loss, over the recent batches."""
         recent, rate = self.recent, self.updates_per_s
         return rate * sum(update.num_tokens_trained for update in recent) / len(recent) if rate is not None else None
 
     @property
-    def credit(self) -> int | None:
-        if self.recent and "credit" in self.recent[-1].metrics:
-            return int(self.recent[-1].metrics["credit"])
-        if self.config is not None:
-            return self.config.credit
-        return self.count("penstock_credit_groups")
+    def credit(self) -> int:
+        newest = self.newest
+        return int(newest.metrics["credit"]) if newest and "credit" in newest.metrics else self.config.credit
 
     @property
-    def num_ready(self) -> int | None:
-        """Groups that are generated and not settled: neither queued nor in producers."""
-        groups_open = self.count("penstock_groups_open")
-        # The trainer's gauge is that of the last batch; Redis is current.
-        prompts_open = self.redis.num_prompts if self.redis is not None else self.count("penstock_prompts_open")
-        if groups_open is not None and prompts_open is not None:
-            return max(0, groups_open - prompts_open)
-        return self.newest.queue_depth if self.newest is not None else None
-
-    def count(self, name: str) -> int | None:
-        """Returns a gauge of the trainer's endpoint as a whole number."""
-        value = self.trainer.get(name) if self.trainer is not None else None
-        return None if value is None else round(value)
+    def num_ready(self) -> int:
+        """Groups that waited to be trained at the last batch."""
+        return (self.newest.queue_depth or 0) if self.newest is not None else 0

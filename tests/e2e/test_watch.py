@@ -26,7 +26,7 @@ def test_a_run_is_seen_while_it_trains_and_after_its_end(
     try:
         shown = "\n".join(terminal.wait_for(lambda frame: any("waited for" in text for text in frame)))
         assert "producer-0" in shown and "updates/s" in shown, shown
-        assert "gone" not in shown and "does not answer" not in shown, shown
+        assert "away" not in shown and "does not answer" not in shown, shown
         terminal.press("2")
         shown = "\n".join(terminal.wait_for(lambda frame: any("gradient norm" in text for text in frame)))
         assert all(

@@ -140,7 +140,7 @@ def trainer_metrics(tmp_path, monkeypatch) -> Iterator[TrainerMetrics]:
     thread.join()
 
 
-def test_a_run_that_waits_for_agents_says_so_until_a_batch_comes(plain, trainer_metrics, tmp_path, capsys):
+def test_a_run_that_waits_for_agents_says_so_until_a_batch_comes(trainer_metrics, plain, tmp_path, capsys):
     def told() -> str:
         plain.refresh({})
         return capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_a_run_that_waits_for_agents_says_so_until_a_batch_comes(plain, trainer_
     assert "waits" not in told() and plain.states["trainer"] == "stopping"
 
 
-def test_dead_groups_are_counted_where_there_are_any(plain, trainer_metrics, tmp_path, capsys):
+def test_dead_groups_are_counted_where_there_are_any(trainer_metrics, plain, tmp_path, capsys):
     plain.line_s, ledger = 0.0, Ledger()
     for index, outcome in enumerate(("trained", "dead"), start=1):
         ledger.settle(index, outcome)
