@@ -4,7 +4,6 @@ import io
 import math
 import os
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -81,7 +80,7 @@ REPORT = ParityReport(
         LayerGap(name="head", error=NAN, allowed=1e-5),
     ),
     points=tuple(GapPoint(-0.1 * n, -0.1 * n - 0.01 * (n % 3), n % 40, n % 12 - 1) for n in range(200)),
-    notes=("engine.prefix_caching is on",),
+    notes=("engine.prefix_caching is [on] \\[x]",),
     seconds=2.34,
 )
 
@@ -92,38 +91,24 @@ def shown(report: ParityReport) -> str:
     return console.file.getvalue()
 
 
-def test_the_table_holds_every_hypothesis_with_its_residual_and_the_verdict_ends_it():
+def test_a_report_as_text_ends_with_the_verdict_and_what_to_do():
     text = shown(REPORT)
-    for each in REPORT.hypotheses:
-        assert each.says in text
-    assert "3.1e-01" in text and "4.2e-06" in text and "within tolerance" in text and "2 rows of 8" in text
-    assert "policies 3, 4" in text and "note: engine.prefix_caching is on" in text
+    for part in (*(each.says for each in REPORT.hypotheses), "3.1e-01", "4.2e-06", "within tolerance", "2 rows of 8"):
+        assert part in text
+    assert "policies 3, 4" in text and "note: engine.prefix_caching is [on] \\[x]" in text
     assert text.index("note:") < text.index("MISMATCH  these are raw logprobs")
     assert text.rstrip().endswith(RAW.advice)
-
-
-def test_advice_that_the_sentence_holds_is_not_said_twice():
-    verdict = msgspec.structs.replace(RAW, sentence=f"{RAW.sentence}; {RAW.advice}")
-    assert shown(msgspec.structs.replace(REPORT, verdict=verdict)).count(RAW.advice) == 1
-
-
-def test_layers_that_are_off_are_shown_and_a_layer_without_a_number_is_off():
-    text = shown(REPORT)
-    assert text.count("OFF") == 2 and "layers.1.mlp" in text and "head" in text
+    assert text.count("OFF") == 2 and "layers.1.mlp" in text and "head" in text, "a layer without a number is off"
     assert "layers.0.attention" not in text and "... 1 more" in text
 
-
-def test_versions_after_a_resume_are_shown_by_epoch():
-    versions = (7, *(make_version(2, n) for n in range(9)))
-    assert "policies 0:7, 2:0, 2:1, 2:2, 2:3, ..., 2:8" in shown(msgspec.structs.replace(REPORT, versions=versions))
-
-
-def test_what_comes_from_a_record_steers_no_terminal():
-    text = shown(msgspec.structs.replace(REPORT, notes=("[bold]not bold[/] \\[x]",)))
-    assert "[bold]not bold[/]" in text
+    verdict = msgspec.structs.replace(RAW, sentence=f"{RAW.sentence}; {RAW.advice}")
+    resumed = (7, *(make_version(2, n) for n in range(9)))
+    text = shown(msgspec.structs.replace(REPORT, verdict=verdict, versions=resumed))
+    assert text.count(RAW.advice) == 1
+    assert "policies 0:7, 2:0, 2:1, 2:2, 2:3, ..., 2:8" in text
 
 
-def test_pictures_are_svg_and_png_with_the_verdict_as_title(tmp_path):
+def test_pictures_show_each_token_and_each_lag_under_the_verdict(tmp_path):
     svg, png = write_pictures(REPORT, tmp_path / "out")
     root = ElementTree.parse(svg).getroot()
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -131,53 +116,40 @@ def test_pictures_are_svg_and_png_with_the_verdict_as_title(tmp_path):
     assert not any("$" in text for text in texts), "no formula is left undrawn"
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
 
-
-def test_each_token_and_each_lag_is_drawn():
     against, by_position, by_lag = draw(REPORT).axes
     assert len(against.collections[0].get_offsets()) == len(REPORT.points)
     assert len(by_position.collections[0].get_offsets()) == len(REPORT.points)
     assert [bar.get_height() for bar in by_lag.patches] == [0.31, 0.32, 0.4]
-
-
-def test_equal_numbers_and_missing_ones_can_be_drawn():
     points = (GapPoint(-1.0, -1.0, 0, 0), GapPoint(-2.0, NAN, 3, 0), GapPoint(-0.5, -0.5, 1, -1))
     against, *_ = draw(msgspec.structs.replace(REPORT, points=points)).axes
     assert len(against.collections[0].get_offsets()) == 2
-
-
-def test_a_report_without_tokens_or_lags_says_so_in_the_picture():
     for ax in draw(msgspec.structs.replace(REPORT, points=(), lags=())).axes:
         assert [text.get_text() for text in ax.texts] == ["nothing to draw"]
 
 
-def left_by_gate(folder: Path, **changes) -> Path:
-    file = folder / "parity.json"
-    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(REPORT, **{"gate": "refuse"} | changes)))
-    return file
-
-
-def test_a_refusal_is_found_in_the_run_s_folder_and_told(tmp_path, capsys):
-    left_by_gate(tmp_path)
-    with pytest.raises(GateRefusedError, match="the parity gate refuses to train") as refused:
+def test_a_refusal_of_the_gate_is_found_in_the_run_s_folder_and_shown(tmp_path, capsys):
+    assert gate_refusal(tmp_path, 0.0) is None
+    file = tmp_path / "parity.json"
+    wordless = msgspec.structs.replace(RAW, status="unclear", sentence="could not tell: every behavior_logprob is 0")
+    for verdict, opening in (
+        (RAW, "MISMATCH  these are raw logprobs"),
+        (wordless, "COULD NOT TELL  every behavior"),
+    ):
+        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(REPORT, gate="refuse", verdict=verdict)))
+        with pytest.raises(GateRefusedError, match="the parity gate refuses to train") as refused:
+            raise_gate_refusal(tmp_path, since_s=0.0)
+        out, err = capsys.readouterr()
+        assert opening in out and str(file) in out
+        assert f"penstock parity {tmp_path / 'run.toml'}" in str(refused.value) and err == ""
+    os.utime(file, (1000.0, 1000.0))
+    assert gate_refusal(tmp_path, 999.0) == wordless and gate_refusal(tmp_path, 1001.0) is None, "of an earlier start"
+    for changes in (
+        {"gate": "warn"},
+        {"gate": ""},
+        {"gate": "refuse", "verdict": Verdict(status="parity", cause="parity", sentence="x")},
+    ):
+        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(REPORT, **changes)))
         raise_gate_refusal(tmp_path, since_s=0.0)
-    out, err = capsys.readouterr()
-    assert "MISMATCH  these are raw logprobs" in out and str(tmp_path / "parity.json") in out
-    assert f"penstock parity {tmp_path / 'run.toml'}" in str(refused.value) and err == ""
-
-
-@pytest.mark.parametrize(
-    "changes", [{"gate": "warn"}, {"gate": ""}, {"verdict": Verdict(status="parity", cause="parity", sentence="x")}]
-)
-def test_what_was_no_refusal_is_not_told_as_one(tmp_path, changes, capsys):
-    left_by_gate(tmp_path, **changes)
+    file.write_text("{")
     raise_gate_refusal(tmp_path, since_s=0.0)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_refusal_of_an_earlier_start_or_a_torn_file_is_none(tmp_path):
-    assert gate_refusal(tmp_path, 0.0) is None
-    file = left_by_gate(tmp_path)
-    os.utime(file, (1000.0, 1000.0))
-    assert gate_refusal(tmp_path, 999.0) == RAW and gate_refusal(tmp_path, 1001.0) is None
-    file.write_text("{")
-    assert gate_refusal(tmp_path, 0.0) is None

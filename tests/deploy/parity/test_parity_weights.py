@@ -63,29 +63,32 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_a_version_of_a_run_is_written_from_anchor_and_chain_when_it_is_asked_for(weights, tmp_path):
-    assert names(tmp_path / "files") == []
-    assert held(weights(5)) == 5 and names(tmp_path / "files") == ["v5.safetensors"]
-    assert held(weights(3)) == 3
+def test_a_version_of_a_run_is_written_when_it_is_asked_for_and_stays_while_it_is_held(weights, log, tmp_path):
+    files = tmp_path / "files"
+    assert names(files) == [] and held(weights(5)) == 5 and names(files) == ["v5.safetensors"]
+    assert weights(0) == tmp_path / "base", "the log has no version 0"
+    weights.hold({3, 4})
+    weights.hold({4, 6, 77})
+    assert names(files) == ["v4.safetensors", "v6.safetensors"]
+    log.anchor(6)
+    log.drop(3, 4, 5)
+    assert held(weights(4)) == 4 and held(weights(6)) == 6, "the trainer has dropped them meanwhile"
+    assert weights(5) is None and weights(9) is None
+    weights.copy({2, 4, 6}, tmp_path / "copies")
+    copied = WeightVersions(tmp_path / "base", tmp_path / "copies")
+    assert held(copied(4)) == 4 and copied(5) is None and copied(0) == tmp_path / "base"
 
 
-@pytest.mark.parametrize("places", [{}, {"anchors": "{folder}"}, {"deltas": "{folder}", "anchors": "memory://parity"}])
+@pytest.mark.parametrize("places", [{"anchors": "{folder}"}, {"deltas": "{folder}", "anchors": "memory://parity"}])
 def test_chunks_are_read_from_wherever_their_manifest_says(places, tmp_path):
     log = WrittenLog(
         fakeredis.FakeRedis(), Keys("run"), **{k: v.format(folder=tmp_path / "c") for k, v in places.items()}
     )
-    for version in (3, 4):
+    for version in (0, 1):
         log.announce(version, policy(version))
     (tmp_path / "files").mkdir()
-    assert held(LoggedVersions(tmp_path / "base", tmp_path / "files", reader(log))(4)) == 4
-
-
-def test_a_version_that_was_held_is_readable_after_the_trainer_has_dropped_it(weights, log):
-    weights.hold({4})
-    log.anchor(6)
-    log.drop(3, 4, 5)
-    assert held(weights(4)) == 4 and held(weights(6)) == 6
-    assert weights(5) is None and weights(9) is None
+    versions = LoggedVersions(tmp_path / "base", tmp_path / "files", reader(log))
+    assert (held(versions(1)), held(versions(0))) == (1, 0)
 
 
 def test_a_version_dropped_between_log_and_chunks_is_gone_and_a_chunk_that_is_lost_is_named(weights, log, monkeypatch):
@@ -99,56 +102,28 @@ def test_a_version_dropped_between_log_and_chunks_is_gone_and_a_chunk_that_is_lo
         weights(6)
 
 
-def test_the_base_model_is_version_0_unless_the_log_has_what_was_published(weights, tmp_path):
-    assert weights(0) == tmp_path / "base"
-    log = WrittenLog(fakeredis.FakeRedis(), Keys("run"))
-    log.announce(0, policy(0))
-    assert held(LoggedVersions(tmp_path / "base", tmp_path / "files", reader(log))(0)) == 0
+def test_want_of_room_and_a_torn_log_are_errors_of_the_check(weights, log, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=600))
+        with pytest.raises(ParityError, match=r"no room for the weights of 2 versions: 1,048 bytes are needed, 600"):
+            weights.hold({3, 4})
 
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-def test_what_is_no_longer_named_is_deleted(weights, tmp_path):
-    weights.hold({3, 4})
-    weights.hold({4, 5, 77})
-    assert names(tmp_path / "files") == ["v4.safetensors", "v5.safetensors"]
-
-
-def test_want_of_room_says_how_much_is_needed_and_where(weights, log, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=600))
-    with pytest.raises(ParityError, match=r"files: no room for the weights of 2 versions: 1,048 bytes are needed, 600"):
-        weights.hold({3, 4})
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ParityError, match=r"\d+ bytes are needed: '.*v4.*'; TMPDIR names a folder with room"):
+            weights(4)
     assert names(tmp_path / "files") == []
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ParityError, match=r"\d+ bytes are needed: '.*v4.*'; TMPDIR names a folder with room"):
-        weights(4)
-    assert names(tmp_path / "files") == []
-
-
-def test_a_log_that_cannot_be_read_is_an_error_of_the_check(weights, log):
     log.store("redis").put("4-delta-0-0", b"torn")
     with pytest.raises(ParityError, match="weight log cannot be read: policy 4: chunk 4-delta-0-0 in redis: 4 bytes"):
         weights(4)
     log.client.xadd(log.keys.policy, {"manifest": b"{}"})
     assert held(weights(3)) == 3, "a broken entry costs that entry alone"
+    assert (with_neighbours({7}), with_neighbours({0})) == ({5, 6, 7, 8}, {0, 1})
 
 
-def test_copies_are_of_the_versions_asked_for_that_are_there(weights, tmp_path):
-    weights.copy({2, 3, 5}, tmp_path / "copies")
-    assert names(tmp_path / "copies") == ["v3.safetensors", "v5.safetensors"]
-    copied = WeightVersions(tmp_path / "base", tmp_path / "copies")
-    assert held(copied(5)) == 5 and copied(4) is None and copied(0) == tmp_path / "base"
-
-
-def test_the_neighbours_of_a_version_are_those_that_may_have_been_served_in_its_place():
-    assert with_neighbours({7}) == {5, 6, 7, 8}
-    assert with_neighbours({0}) == {0, 1}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_a_probe_s_policies_are_what_the_engine_takes_each_a_little_off_the_one_before(tmp_path, tied, dtype):
     tiny_model(tmp_path / "model", tied=tied)
     config = configuration(tmp_path / "model", model=ModelConfig(path=str(tmp_path / "model"), dtype=dtype))
@@ -162,17 +137,10 @@ def test_a_probe_s_policies_are_what_the_engine_takes_each_a_little_off_the_one_
             change = (tensor.float() - before[name].float()).norm() / before[name].float().norm()
             assert 0.3 * CHANGE[dtype] < change < 3 * CHANGE[dtype], name
         before = after
-
-
-def test_equal_run_files_make_equal_policies(tmp_path):
-    tiny_model(tmp_path / "model")
-    config = configuration(tmp_path / "model")
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-        make_policies(config, folder, 1)
-    one, two = (load_file(folder / "v1.safetensors") for folder in (first, second))
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    (tmp_path / "again").mkdir()
+    again = load_file(make_policies(config, tmp_path / "again", 1)[0].path)
+    first = load_file(updates[0].path)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in again.items()), "equal run files, equal policies"
 
 
 def test_a_model_s_digest_knows_its_weights_its_configuration_and_its_tokenizer(tmp_path):

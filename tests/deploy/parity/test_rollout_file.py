@@ -38,73 +38,42 @@ def rollout_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_header_and_groups_survive_the_round_trip_in_their_order(rollout_file):
-    found = read_rollout_file(rollout_file)
-    assert found.header == HEADER
-    assert found.groups == GROUPS
-
-
-def test_a_rollout_file_without_groups_is_one(tmp_path):
+def test_header_and_groups_survive_the_round_trip_in_their_order(rollout_file, tmp_path):
+    assert read_rollout_file(rollout_file) == (HEADER, GROUPS)
     write_rollout_file(tmp_path / "none", RolloutFileHeader(), ())
     assert read_rollout_file(tmp_path / "none").groups == ()
-
-
-def test_a_rollout_file_is_known_by_its_first_bytes(rollout_file, tmp_path):
-    assert is_rollout_file(rollout_file)
     (tmp_path / "text").write_text("name = 'demo'\n")
-    assert not is_rollout_file(tmp_path / "text")
-    assert not is_rollout_file(tmp_path / "absent")
-    assert not is_rollout_file(tmp_path)
+    known = {name: is_rollout_file(tmp_path / name) for name in ("rollouts", "none", "text", "absent", "")}
+    assert known == {"rollouts": True, "none": True, "text": False, "absent": False, "": False}
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RolloutFileError, match="absent: no such file"):
-        read_rollout_file(tmp_path / "absent")
-
-
-def test_what_is_no_rollout_file_is_refused(tmp_path):
-    (tmp_path / "run.toml").write_text("name = 'demo'\n")
-    with pytest.raises(RolloutFileError, match=r"run.toml: not a rollout file"):
-        read_rollout_file(tmp_path / "run.toml")
-
-
-def test_a_rollout_file_cut_off_anywhere_is_refused(rollout_file):
+def test_a_rollout_file_cut_off_or_altered_anywhere_is_refused(rollout_file):
     """Also where the cut falls between two groups, so that each that is left is whole."""
     whole = rollout_file.read_bytes()
     cuts = {*range(len(MAGIC), len(whole), 97), len(whole) - 1, len(whole) - 24, len(whole) - 20}
-    for cut in sorted(cuts):
-        rollout_file.write_bytes(whole[:cut])
+    for damaged in (whole[:cut] for cut in sorted(cuts)):
+        rollout_file.write_bytes(damaged)
         with pytest.raises(RolloutFileError, match="checksum differs: the file was cut off or altered; write it again"):
             read_rollout_file(rollout_file)
-
-
-def test_no_altered_byte_goes_unnoticed(rollout_file):
-    whole = rollout_file.read_bytes()
     for place in range(0, len(whole), 13):
-        altered = bytearray(whole)
-        altered[place] ^= 0x10
-        rollout_file.write_bytes(altered)
+        rollout_file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         with pytest.raises(RolloutFileError, match=re.escape(str(rollout_file))):
             read_rollout_file(rollout_file)
 
 
-def test_bytes_after_the_end_are_refused(rollout_file):
-    rollout_file.write_bytes(rollout_file.read_bytes() + b"x")
-    with pytest.raises(RolloutFileError, match="checksum differs"):
-        read_rollout_file(rollout_file)
-
-
-def test_the_beginning_alone_is_refused(tmp_path):
-    (tmp_path / "short").write_bytes(MAGIC)
-    with pytest.raises(RolloutFileError, match="checksum differs"):
-        read_rollout_file(tmp_path / "short")
-
-
-def test_a_rollout_file_of_a_later_version_is_refused(tmp_path):
+def test_what_is_no_rollout_file_is_refused_by_its_name(tmp_path, rollout_file):
     later = msgspec.structs.replace(HEADER, recording_version=FORMAT + 1)
     write_rollout_file(tmp_path / "later", later, GROUPS)
-    with pytest.raises(RolloutFileError, match=r"recording_version: 2, this reader knows 1 to 1"):
-        read_rollout_file(tmp_path / "later")
+    (tmp_path / "run.toml").write_text("name = 'demo'\n")
+    (tmp_path / "longer").write_bytes(rollout_file.read_bytes() + b"x")
+    for name, message in {
+        "absent": "absent: no such file",
+        "run.toml": "run.toml: not a rollout file",
+        "longer": "checksum differs",
+        "later": "recording_version: 2, this reader knows 1 to 1",
+    }.items():
+        with pytest.raises(RolloutFileError, match=message):
+            read_rollout_file(tmp_path / name)
 
 
 def test_a_group_that_breaks_the_contract_is_not_written_and_leaves_the_old_file(rollout_file):
