@@ -23,9 +23,8 @@ MAX_WAITING = 1000
 """The most points that wait for a sink; further ones are dropped and counted."""
 CLOSE_S = 30.0
 """How long a trainer that ends waits for a sink."""
-FIRST_RETRY_S = 30.0
-"""The pause after a sink's failure; it doubles with each failure in a row, up to `LAST_RETRY_S`."""
-LAST_RETRY_S = 600.0
+RETRY_S = 60.0
+"""The pause after a sink's failure."""
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
@@ -110,7 +109,6 @@ class _Feeder:
         self._on_error = on_error
         self._sink: Sink | None = None
         self._has_opened = self._has_warned = self._is_ending = False
-        self._retry_s = FIRST_RETRY_S
         self._next_try_s = 0.0
         self._points: queue.SimpleQueue[SinkPoint | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
@@ -156,7 +154,6 @@ class _Feeder:
     def _write(self, sink: Sink, point: SinkPoint) -> None:
         try:
             sink.write(point)
-            self._retry_s = FIRST_RETRY_S
         except Exception as error:
             self._sink = None
             with contextlib.suppress(Exception):  # counted below
@@ -164,8 +161,7 @@ class _Feeder:
             self._pause(f"{type(error).__name__}: {error}")
 
     def _pause(self, why: str) -> None:
-        self._next_try_s = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._next_try_s = time.monotonic() + RETRY_S
         self._failed(why)
 
     def _failed(self, why: str) -> None:

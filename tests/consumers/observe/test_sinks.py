@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,6 @@ from penstock.schemas.config import (
     ModelConfig,
     RunConfig,
     WandbConfig,
-    load_config,
 )
 from scripted_learner import KilledError
 from waiting import wait_for
@@ -154,29 +153,6 @@ def test_a_resumed_run_has_each_point_once_in_tensorboard(tmp_path, errors):
     assert errors == []
 
 
-def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_path, errors, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = run_config(wandb=WANDB)
-    for start in (0, 3):
-        opened = Sinks(config, tmp_path, start, errors.append)
-        opened.evaluation(evaluation(start, 0.25))
-        for update in range(start + 1, start + 4):
-            opened.update(line(update, update / 8))
-        opened.evaluation(evaluation(start + 2, 0.75))
-        opened.close()
-    (first_id, first), (second_id, second) = read_wandb(tmp_path)
-    assert first_id == second_id == json.loads((tmp_path / "wandb.json").read_text())["id"]
-    assert [step for step, _ in first] == [0, 1, 2, 3] and [step for step, _ in second] == [3, 4, 5, 6]
-    first = dict(first)
-    assert first[0] == {"evaluation/reward": 0.25, "evaluation/policy_version": 0, "evaluation/update": 0}
-    assert first[2] == {"reward": 0.25, "num_tokens_trained": 7, "phase_s/forward": 0.5}
-    assert first[3] == {
-        **first[2], "reward": 0.375,
-        "evaluation/reward": 0.75, "evaluation/policy_version": 2, "evaluation/update": 2,
-    }  # fmt: skip
-    assert errors == []
-
-
 def test_a_run_resumed_at_wandb_loses_no_evaluation_and_repeats_no_update(monkeypatch, tmp_path):
     server = FakeServer()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=server.init, Settings=Settings))
@@ -296,7 +272,7 @@ def test_a_sink_that_cannot_be_opened_at_first_is_opened_later_and_what_it_misse
         return SimpleNamespace(write=lambda point: written.append(point.update), close=lambda: None)
 
     monkeypatch.setattr(tensorboard, "TensorBoard", open_sink)
-    monkeypatch.setattr(feeding, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(feeding, "RETRY_S", 0.05)
     opened = Sinks(run_config(tensorboard=True), tmp_path, 4, errors.append)
     wait_for(lambda: errors)
     opened.update(line(5, 0.5))
@@ -313,78 +289,6 @@ def test_a_sink_that_cannot_be_opened_at_first_is_opened_later_and_what_it_misse
     assert set(asked) == {4}, "it was never open before"
     assert len(errors) == num_failed + len(range(5, written[0])), "each failure and each point that is not there"
     assert len(caplog.records) == 1 and "cannot be opened: OSError: the server is away" in caplog.text
-
-
-def test_a_sink_that_stays_away_is_tried_less_and_less_often(tmp_path, monkeypatch, errors):
-    clock = [0.0]
-    tried: list[float] = []
-
-    def open_sink(*_: Any) -> Any:
-        tried.append(clock[0])
-        raise OSError("away")
-
-    monkeypatch.setattr(tensorboard, "TensorBoard", open_sink)
-    monkeypatch.setattr(feeding, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
-    wait_for(lambda: len(errors) == 1)
-    for update in range(1, 101):
-        clock[0] += 30
-        opened.update(line(update, 0.5))
-        wait_for(lambda: len(errors) == update + len(tried))  # noqa: B023
-    opened.close()
-    assert tried == [0, 30, 90, 210, 450, 930, 1530, 2130, 2730]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as TensorBoard's own thread ends
-def test_a_tensorboard_whose_files_cannot_be_written_for_a_while_goes_on_afterwards(tmp_path, monkeypatch, errors):
-    monkeypatch.setattr(tensorboard, "_FLUSH_S", 0)
-    monkeypatch.setattr(feeding, "FIRST_RETRY_S", 0.05)
-    folder, aside = tmp_path / "tensorboard" / "updates", tmp_path / "aside"
-    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
-    opened.update(line(1, 0.5))
-    wait_for(lambda: folder.exists() and any(b"reward" in file.read_bytes() for file in folder.iterdir()))
-    folder.rename(aside)
-    folder.write_text("in the way")
-    update = 1
-    while not errors:
-        update += 1
-        opened.update(line(update, 0.5))
-        time.sleep(0.02)
-    folder.unlink()
-    aside.rename(folder)
-    wait_for_the_next_second()
-    last = update + 500
-    while update < last and sum(b"reward" in file.read_bytes() for file in folder.iterdir()) < 2:
-        update += 1
-        opened.update(line(update, 0.5))
-        time.sleep(0.02)
-    opened.close()
-    steps = [step for step, *_ in read_tensorboard(folder, "reward")]
-    assert steps[0] == 1 and steps[-1] == update, "what was there stays, and it goes on"
-    assert steps == sorted(set(steps))
-
-
-def test_one_tensorboard_file_that_cannot_be_written_leaves_the_other_its_last_points(tmp_path, monkeypatch):
-    close = tensorboard.SummaryWriter.close
-
-    def fail_for(kind: str) -> Callable[[Any], None]:
-        def close_and_fail(writer: Any) -> None:
-            close(writer)
-            if writer.log_dir.endswith(kind):
-                raise OSError("no room")
-
-        return close_and_fail
-
-    sinks = tmp_path / "sinks"
-    for failing in ("updates", "evaluations"):
-        monkeypatch.setattr(tensorboard.SummaryWriter, "close", fail_for(failing))
-        sink = tensorboard.TensorBoard(sinks / failing, 0)
-        for kind in ("updates", "evaluations"):
-            sink.write(SinkPoint(kind, 3, 1003.0, {"reward": 0.5}))
-        with pytest.raises(OSError, match="no room"):
-            sink.close()
-        for kind in ("updates", "evaluations"):
-            assert read_tensorboard(sinks / failing / kind, "reward") == [(3, 0.5, 1003.0)]
 
 
 def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_path, monkeypatch, caplog, errors):
@@ -433,21 +337,6 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_i
 
 
 @pytest.mark.redis
-def test_a_tensorboard_that_cannot_be_opened_stops_no_training(bench, caplog):
-    bench.overrides = ["metrics.tensorboard=true"]
-    bench.folder.mkdir()
-    (bench.folder / "tensorboard").write_text("in the way")
-    bench.resilient_producer()
-    trainer = bench.trainer()
-    assert trainer.run()
-    trainer.close()
-    num_points = len(bench.lines("updates.jsonl")) + len(bench.lines("evaluations.jsonl"))
-    count = bench.metrics.registry.get_sample_value("penstock_sink_errors_total", {"sink": "tensorboard"})
-    assert count == 1 + num_points
-    assert sum("metrics.tensorboard: it cannot be opened" in each.getMessage() for each in caplog.records) == 1
-
-
-@pytest.mark.redis
 @pytest.mark.parametrize("how", ["resume", "standby"])
 def test_a_trainer_without_the_sinks_package_takes_nothing_over(bench, redis_client, monkeypatch, caplog, how):
     monkeypatch.setenv("REDIS_URL", bench.url)
@@ -465,34 +354,3 @@ def test_a_trainer_without_the_sinks_package_takes_nothing_over(bench, redis_cli
     assert "metrics.tensorboard is set: the package tensorboard is not installed" in caplog.text
     assert redis_client.hgetall(bench.keys.commit) == epoch
     assert Checkpoints(bench.folder / "checkpoints", 2, Path("none")).newest_epoch() == claimed == 0
-
-
-@pytest.mark.redis
-def test_the_record_is_closed_before_the_sinks_which_may_take_their_time(bench, monkeypatch):
-    closed: list[str] = []
-    bench.overrides = ["record=true"]
-    trainer = bench.trainer()
-    for name in ("recorder", "run_log"):
-        part = getattr(trainer, name)
-
-        def close(name: str = name, close: Callable[[], None] = part.close) -> None:
-            closed.append(name)
-            close()
-
-        monkeypatch.setattr(part, "close", close)
-    trainer.close()
-    assert closed == ["recorder", "run_log"]
-
-
-@pytest.fixture
-def run_file(tmp_path: Path) -> Iterator[Path]:
-    file = tmp_path / "run.toml"
-    file.write_text('name = "r"\n[model]\npath = "m"\n[environment]\npath = "a:B"\n[metrics.wandb]\nproject = "lab"\n')
-    yield file
-
-
-def test_sinks_are_off_unless_asked_for(run_file):
-    assert load_config(run_file).metrics.wandb == WandbConfig(project="lab")
-    assert MetricsConfig().wandb is None and MetricsConfig().tensorboard is False
-    with pytest.raises(ConfigError, match=r"metrics\.wandb\.project = ''"):
-        load_config(run_file, ['metrics.wandb.project=""'])
