@@ -22,10 +22,8 @@ VLLM_FILES = {
     f"producers/engines/{name}.py"
     for name in (
         "vllm",
-        "adapter",
         "engine_process",
         "weight_transfer",
-        "pinned_files",
         "update",
         "answer_parser",
     )

@@ -19,13 +19,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from penstock.producers.engines.adapter import ADAPTER_ID, ADAPTER_NAME
 from penstock.producers.engines.completions import pack, pack_unfinished
 from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import TRY, UPDATE, results_of
 from penstock.producers.engines.weight_files import BaseModel, check
-from penstock.producers.engines.weight_transfer import BACKEND, EngineReport
+from penstock.producers.engines.weight_transfer import ADAPTER_ID, ADAPTER_NAME, BACKEND, EngineReport
 from penstock.producers.interfaces import CaptureError, Completion, EngineError, Restore, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest

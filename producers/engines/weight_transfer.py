@@ -1,31 +1,38 @@
-"""vLLM plug-in, loaded in every engine process: loads weights from safetensors files; children end with the process."""
+"""vLLM plug-in, loaded in every engine process: loads policies, whole or adapters, from safetensors files; children
+end with the process."""
 
 import logging
 import multiprocessing
 import os
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from penstock.producers.engines import update
-from penstock.producers.engines.adapter import load_adapter
 from penstock.producers.engines.hidden_states import HiddenStateCapture
 from penstock.producers.engines.parent_death import bind_children
-from penstock.producers.engines.pinned_files import PinnedFiles
 from penstock.producers.engines.weight_files import read_tensors
 
 BACKEND = "penstock_safetensors"
+ADAPTER_ID = 1
+ADAPTER_NAME = "policy"
+"""The one adapter, which every request uses."""
+_MOST_NAMED = 3
 BIND_VARIABLE = "PENSTOCK_BIND_ENGINE"
 """Environment variable that gives the children of this process's engine processes a parent-death signal."""
 
@@ -54,7 +61,6 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
         # It warns at every update about layers that have nothing to load: rotary embeddings, tied heads.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._files = PinnedFiles(read_tensors) if self.device.type == "cuda" else None
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -68,9 +74,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         try:
             model: Any = self.model
-            paths = update_info.paths
-            with nullcontext(read_tensors(paths)) if self._files is None else self._files.reading(paths) as tensors:
-                model.load_weights(tensors)
+            model.load_weights(read_tensors(update_info.paths))
         except BaseException:
             self._abandon()
             raise
@@ -170,6 +174,46 @@ class EngineReport(HiddenStateCapture):
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "num_threads": torch.get_num_threads(),
         }
+
+
+def load_adapter(model: Any, tensors: Mapping[str, Tensor], scaling: float) -> None:
+    """Writes an adapter into the buffers of vLLM's own LoRA layers. Nothing may be sampled meanwhile.
+
+    tensors: by peft's names; none leave the base model alone.
+
+    Raises:
+        ValueError: the adapter has half of a layer, or layers that vLLM's model lacks or does not adapt. The buffers
+            are unchanged.
+    """
+    manager = model.lora_manager
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    factors: dict[str, dict[bool, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, is_first = parse_fine_tuned_lora_name(name, mapper and mapper.get_rename_mapper())
+        factors.setdefault(module, {})[is_first] = tensor
+    if not factors:
+        _replace(manager, manager.create_dummy_lora(ADAPTER_ID, 1, {}))  # zeros
+        return
+    served = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+    if unknown := sorted(factors.keys() - served):
+        raise ValueError(
+            f"adapter: vLLM's {type(model).__name__} has no LoRA layer for {unknown[:_MOST_NAMED]}; expected "
+            "lora.targets among those that it adapts"
+        )
+    if halves := [module for module, both in factors.items() if len(both) != 2]:
+        raise ValueError(f"adapter: one factor alone of {halves[:_MOST_NAMED]}, expected lora_A and lora_B")
+    layers = {
+        # Clones: vLLM keeps them, and the file that they are mapped from will change.
+        module: LoRALayerWeights(module, len(both[True]), 1, both[True].clone(), both[False] * scaling, scaling=1)
+        for module, both in factors.items()
+    }
+    _replace(manager, LoRAModel(ADAPTER_ID, manager.lora_config.max_lora_rank, layers))
+
+
+def _replace(manager: Any, adapter: LoRAModel) -> None:
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER_ID)  # copied into the only slot, in place
 
 
 def _name(dtype: torch.dtype) -> str:
