@@ -39,8 +39,9 @@ from penstock.consumers.stream.tasks import TaskPlan
 from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
-from penstock.consumers.weights.publisher import Publisher, WeightPlaces
+from penstock.consumers.weights.publisher import Publisher
 from penstock.consumers.weights.shard import PolicyShard
+from penstock.consumers.weights.writer import WeightPlaces
 from penstock.schemas.best import BEST_FOLDER
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.description import describe, encode_description

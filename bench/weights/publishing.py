@@ -16,8 +16,9 @@ from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
-from penstock.consumers.weights.publisher import Publisher, WeightPlaces
+from penstock.consumers.weights.publisher import Publisher
 from penstock.consumers.weights.shard import PolicyShard
+from penstock.consumers.weights.writer import WeightPlaces
 from penstock.schemas.keys import Keys
 
 TENSOR_ELEMENTS = 1 << 24

@@ -12,8 +12,9 @@ from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
-from penstock.consumers.weights.publisher import Publication, Publisher, WeightPlaces
+from penstock.consumers.weights.publisher import Publication, Publisher
 from penstock.consumers.weights.shard import PolicyShard
+from penstock.consumers.weights.writer import WeightPlaces
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import make_version
 from penstock.schemas.weights.reading import WeightReader

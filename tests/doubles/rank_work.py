@@ -27,8 +27,9 @@ from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
-from penstock.consumers.weights.publisher import Publisher, WeightPlaces
+from penstock.consumers.weights.publisher import Publisher
 from penstock.consumers.weights.shard import PolicyShard, ShardPublisher
+from penstock.consumers.weights.writer import WeightPlaces
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import WeightManifest

@@ -108,40 +108,35 @@ async def test_producers_of_several_hosts_serve_what_was_published_while_it_goes
     await rig.all_serve(rig.trainer.version)
 
 
-@pytest.mark.parametrize("how", ["missing", "flipped", "cut short"])
-async def test_a_chunk_that_is_lost_or_wrong_holds_the_old_policy_until_the_trainer_has_looked(
-    rig: WeightRig, how: str
-) -> None:
+async def test_a_chunk_that_is_lost_or_wrong_holds_the_old_policy_until_the_trainer_has_looked(rig: WeightRig) -> None:
     rig.publish()
-    staying = rig.join()
-    old = rig.publish()
-    await rig.all_serve(old)
-    await staying.leave()  # absent while the chunk is corrupted
-    rig.producers.clear()
-    newest = rig.publish()
-    rig.corrupt_chunk(newest, how)
-    joining = rig.join()
-    await until(lambda: joining.weights.num_failed > 1)
-    assert f"{newest}-delta-0-0" in joining.weights.last_error
-    rig.trainer.publisher.announce_again(thoroughly=True)
-    await rig.all_serve(newest)
-    await rig.all_serve(rig.publish())
+    for how in ("missing", "flipped", "cut short"):
+        staying = rig.join()
+        await rig.all_serve(rig.publish())
+        await staying.leave()  # absent while the chunk is corrupted
+        rig.producers.clear()
+        newest = rig.publish()
+        rig.corrupt_chunk(newest, how)
+        joining = rig.join()
+        await until(lambda at=joining: at.weights.num_failed > 1)
+        assert f"{newest}-delta-0-0" in joining.weights.last_error, how
+        rig.trainer.publisher.announce_again(thoroughly=True)
+        await rig.all_serve(newest)
+        await rig.all_serve(rig.publish())
 
 
-@pytest.mark.parametrize("how", ["torn", "overwritten", "stateless", "cut short", "removed"])
 @pytest.mark.parametrize("who", ["next version", "joining"])
-async def test_a_corrupted_copy_is_rebuilt_for_the_next_producer_that_needs_it(
-    rig: WeightRig, how: str, who: str
-) -> None:
+async def test_a_corrupted_copy_is_rebuilt_for_the_next_producer_that_needs_it(rig: WeightRig, who: str) -> None:
     rig.publish()
     rig.join()
-    await rig.all_serve(rig.publish())
-    corrupt_copy(rig.producers[0].copy.folder, how)
-    if who == "joining":
-        rig.join()
-    else:
-        rig.publish()
-    await rig.all_serve(rig.trainer.version)
+    for how in ("torn", "overwritten", "stateless", "cut short", "removed"):
+        await rig.all_serve(rig.publish())
+        corrupt_copy(rig.producers[0].copy.folder, how)
+        if who == "joining":
+            rig.join()
+        else:
+            rig.publish()
+        await rig.all_serve(rig.trainer.version)
     rig.join()
     await rig.all_serve(rig.publish())
     folders = {producer.copy.folder for producer in rig.producers}
@@ -163,31 +158,19 @@ async def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(rig: 
     assert not first.copy.folder.exists()
 
 
-@pytest.mark.parametrize("lost", ["anchors", "chunks", "policy"])
-async def test_what_redis_has_lost_is_there_again_for_who_joins(rig: WeightRig, lost: str) -> None:
+async def test_what_redis_has_lost_is_there_again_for_who_joins(rig: WeightRig) -> None:
     rig.publish()
     rig.join("one")
-    for _ in range(3):
-        newest = rig.publish()
-    await rig.all_serve(newest)
-    rig.client.delete(getattr(rig.keys, lost))
-    rig.trainer.publisher.announce_again(thoroughly=True)
-    rig.trainer.settle()
-    rig.join("two")
-    await rig.all_serve(newest)
-    await rig.all_serve(rig.publish())
-
-
-async def test_an_emptied_redis_gets_the_newest_policy_again(rig: WeightRig) -> None:
-    rig.publish()
-    rig.join("one")
-    await rig.all_serve(rig.publish())
-    rig.client.flushall()
-    rig.trainer.publisher.announce_again()
-    rig.trainer.settle()
-    rig.join("two")
-    await rig.all_serve(rig.trainer.version)
-    await rig.all_serve(rig.publish())
+    for lost in ("anchors", "chunks", "policy", "everything"):
+        for _ in range(3):
+            newest = rig.publish()
+        await rig.all_serve(newest)
+        rig.client.flushall() if lost == "everything" else rig.client.delete(getattr(rig.keys, lost))
+        rig.trainer.publisher.announce_again(thoroughly=lost != "everything")
+        rig.trainer.settle()
+        rig.join("two")
+        await rig.all_serve(newest)
+        await rig.all_serve(rig.publish())
 
 
 async def test_chunks_of_a_policy_never_announced_are_gone_and_the_fork_is_served(rig: WeightRig) -> None:

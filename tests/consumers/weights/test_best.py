@@ -19,7 +19,7 @@ from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.best import BestPolicy
 from penstock.schemas.best import BestModel, read_best
 from penstock.schemas.config import CheckpointConfig, ConfigError, EnvironmentConfig, LoraConfig, ModelConfig, RunConfig
-from penstock.schemas.weights.log import WeightLog
+from penstock.schemas.policy import WeightManifest
 from penstock.schemas.weights.reading import WeightReader
 from probed_engine import model as tiny_qwen3
 from publishing_trainer import PublishingTrainer, RandomWalkMasters
@@ -103,8 +103,13 @@ def test_the_evaluated_version_is_kept_bit_for_bit_however_late_its_result_is(st
 def test_of_the_versions_evaluated_the_best_stays_also_for_the_trainer_after_this_one(start):
     kept = start()
     kept.publish(6)
+    for version in (4, 5):
+        kept.best.expect(version)
+    assert kept.best.pinned == {4, 5}
     kept.consider(result(4, 0.5), result(5, 0.5))
     assert kept.version == 4, "the first of equal ones"
+    assert not kept.best.pinned
+    kept.folder.rename(kept.folder.with_name("old-best"))  # as a kill between two renames leaves it
     kept.best = kept.opened(epoch=1)
     kept.consider(result(5, 0.4))
     assert kept.version == 4
@@ -113,22 +118,20 @@ def test_of_the_versions_evaluated_the_best_stays_also_for_the_trainer_after_thi
     assert sorted(path.name for path in kept.folder.parent.iterdir() if "best" in path.name) == ["best"]
 
 
-def test_a_result_that_is_no_better_lets_its_version_go(start):
-    kept = start()
+def test_without_the_setting_nothing_is_kept_and_another_figure_begins_anew(start):
+    kept = start(best=None)
     kept.publish(3)
     kept.best.expect(1)
-    kept.best.expect(2)
-    assert kept.best.pinned == {1, 2}
-    kept.consider(result(2, 0.5), result(1, 0.1))
-    assert not kept.best.pinned
-
-
-def test_without_the_setting_nothing_is_kept_and_nothing_pinned(start):
-    kept = start(best=None)
-    kept.publish(2)
-    kept.best.expect(1)
-    kept.consider(result(1, 1.0))
+    kept.consider(result(1, 0.9))
     assert not kept.best.pinned and not kept.folder.exists()
+    for epoch, (best, version) in enumerate((("reward", 1), ("pass@2", 2)), start=1):
+        kept.config = msgspec.structs.replace(kept.config, checkpoint=CheckpointConfig(best=best))
+        kept.best = kept.opened(epoch)
+        kept.consider(result(version, 0.9 / version, **{"pass@2": 0.1}))
+        assert kept.version == version
+    (kept.folder / "best.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"best.json: .*expected what the trainer wrote"):
+        kept.opened()
 
 
 @pytest.mark.parametrize(("best", "version"), [("pass@8", 2), ("environments/sums/reward", 3), ("reward/exact", 1)])
@@ -136,50 +139,25 @@ def test_any_figure_may_choose_as_it_is_named_in_the_lines(start, best, version)
     kept = start(best=best)
     kept.publish(4)
     parts = [{"pass@8": 0.1, "reward/exact": 0.9}, {"pass@8": 0.7, "reward/exact": 0.8}, {"pass@8": 0.3}]
-    results = [result(n, 1 - n / 10, **own) for n, own in enumerate(parts, start=1)]
-    for each in results:
-        kept.best.expect(each.policy_version)
-    kept.consider(*results)
+    kept.consider(*(result(n, 1 - n / 10, **own) for n, own in enumerate(parts, start=1)))
     assert kept.version == version
 
 
-def test_a_version_that_the_log_has_lost_is_told_and_the_next_better_one_is_kept(start, caplog):
+def test_a_version_that_the_log_has_lost_is_told_once_and_the_next_better_one_is_kept(start, caplog):
     kept = start()
     kept.publish(40)
     with caplog.at_level(logging.ERROR):
         kept.consider(result(1, 0.9))
     assert "policy 1 is the best with reward 0.9000, and cannot be kept: policy 1: its weights are kept" in caplog.text
     assert not kept.folder.exists() and not list(kept.folder.parent.glob("partial-*"))
+    pending = BestModel(figure="reward", value=0.9, policy_version=77, update=7, dtype="bfloat16")
+    file = kept.folder.with_name("pending-best-77.json")
+    file.write_bytes(msgspec.json.encode(pending))
+    kept.best = kept.opened(epoch=1)
+    kept.best.wait()
+    assert "policy 77 is the best with reward 0.9000, and cannot be kept" in caplog.text and not file.exists()
     kept.consider(result(kept.log.version, 0.2))
     assert kept.version == kept.log.version
-
-
-def test_what_a_kill_between_two_renames_leaves_is_put_back(start):
-    kept = start()
-    kept.publish(2)
-    kept.consider(result(1, 0.5))
-    kept.folder.rename(kept.folder.with_name("old-best"))
-    kept.best = kept.opened(epoch=1)
-    kept.consider(result(1, 0.4))
-    assert kept.version == 1 and read_best(kept.folder).value == 0.5
-
-
-def test_another_figure_begins_anew(start):
-    kept = start()
-    kept.publish(3)
-    kept.consider(result(1, 0.9))
-    kept.config = msgspec.structs.replace(kept.config, checkpoint=CheckpointConfig(best="pass@2"))
-    kept.best = kept.opened(epoch=1)
-    kept.consider(result(2, 0.0, **{"pass@2": 0.1}))
-    assert kept.version == 2
-
-
-def test_a_best_json_of_other_hands_is_refused(start):
-    kept = start()
-    kept.folder.mkdir()
-    (kept.folder / "best.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"best.json: .*expected what the trainer wrote"):
-        kept.opened()
 
 
 def test_what_is_kept_loads_in_transformers_as_the_policy(redis_url, tmp_path):
@@ -214,26 +192,6 @@ def test_of_an_adapter_a_folder_of_pefts_is_kept(start, model_folder):
     assert load_file(kept.folder / "adapter_model.safetensors").keys() == kept.log.expected[1].keys()
 
 
-def test_a_run_that_is_killed_and_continued_keeps_its_best(redis_url, tmp_path, model_folder, monkeypatch):
-    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
-    rewards = {0: 0.2, 5: 0.9, 10: 0.3}
-    bench = TrainerBench(redis_url, tmp_path)
-    bench.overrides = ["checkpoint.best=reward", f"model.path={model_folder}", "weights.keep_versions=2"]
-    try:
-        bench.producer().held_out = lambda version: rewards.get(version, 0.4)
-        trainer = bench.trainer()
-        at_step(trainer, 9, lambda: (_ for _ in ()).throw(KilledError))
-        with pytest.raises(KilledError):
-            trainer.run()
-        assert bench.trainer(resume=True).run()
-    finally:
-        bench.close()
-    best = bench.folder / "best"
-    found = read_best(best)
-    assert (found.policy_version, found.update, found.value) == (5, 5, 0.9)
-    assert load_file(best / "model.safetensors")["steps"].tolist() == [5.0], "the policy that was evaluated"
-
-
 @pytest.fixture
 def scored_bench(redis_url, tmp_path, model_folder, monkeypatch):
     """A run that keeps its best policy, which is 5."""
@@ -250,12 +208,12 @@ def ends_while_it_writes(
 ) -> threading.Event:
     """Has the trainer meet `end` in a step after `version` was found to be the best; its models are not written until
     the event that is returned."""
-    may_write, read = threading.Event(), WeightReader.log
+    may_write, write = threading.Event(), WeightReader.write
     pending = trainer.config.folder(runs) / f"pending-best-{version}.json"
 
-    def log(reader: WeightReader) -> WeightLog:
+    def write_late(reader: WeightReader, chain: list[WeightManifest], path: Path) -> WeightManifest:
         may_write.wait(30)
-        return read(reader)
+        return write(reader, chain, path)
 
     def is_the_best() -> bool:
         for each in trainer.evaluator.collect():
@@ -266,7 +224,7 @@ def ends_while_it_writes(
         wait_for(is_the_best)
         end()
 
-    monkeypatch.setattr(WeightReader, "log", log)
+    monkeypatch.setattr(WeightReader, "write", write_late)
     at_step(trainer, version + 2, once_it_is_the_best)
     return may_write
 
@@ -286,8 +244,9 @@ def test_the_best_that_a_killed_trainer_was_writing_is_written_by_the_next_one(s
     wait_for(lambda: not any(thread.name.startswith("best") for thread in {*threading.enumerate()} - before))
     assert not best.exists(), "the next trainer has the folder"
     assert scored_bench.trainer(resume=True).run()
-    assert read_best(best).policy_version == 5
-    assert load_file(best / "model.safetensors")["steps"].tolist() == [5.0]
+    kept = read_best(best)
+    assert (kept.policy_version, kept.update, kept.value) == (5, 5, 0.9)
+    assert load_file(best / "model.safetensors")["steps"].tolist() == [5.0], "the policy that was evaluated"
     assert sorted(path.name for path in best.parent.iterdir() if "best" in path.name) == ["best"]
 
 
@@ -323,16 +282,3 @@ def test_a_wait_after_the_end_is_for_the_model_under_way_and_not_for_those_behin
     may_write.set()
     kept.best.wait()
     assert not kept.best.pinned and not kept.folder.exists()
-
-
-def test_what_was_pending_and_is_gone_by_now_is_told_once(start, caplog):
-    kept = start()
-    kept.publish(2)
-    pending = BestModel(figure="reward", value=0.9, policy_version=77, update=7, dtype="bfloat16")
-    file = kept.folder.with_name("pending-best-77.json")
-    file.write_bytes(msgspec.json.encode(pending))
-    kept.best = kept.opened(epoch=1)
-    kept.best.wait()
-    assert "policy 77 is the best with reward 0.9000, and cannot be kept" in caplog.text and not file.exists()
-    kept.consider(result(1, 0.2))
-    assert kept.version == 1
