@@ -132,6 +132,7 @@ class PolicyWriter:
         failure = _gravest(parts)
         if failure is None:
             self._unfinished = None
+            self._attempt += 1  # the same policy again is written from its first chunk on
             return WeightManifest(
                 version=version,
                 parent_version=parent,

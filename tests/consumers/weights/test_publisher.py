@@ -157,6 +157,11 @@ def test_what_redis_loses_is_written_again_from_memory_and_without_a_loss_nothin
     one = start()
     one.publisher.announce_again()  # nothing yet
     one.publish()
+    one.settle()
+    redis_client.delete(one.keys.chunks)  # of the first policy alone
+    one.publisher.announce_again()
+    one.settle()
+    one.check(0)
     for loss in ((), (one.keys.policy,), (one.keys.chunks,), (one.keys.anchors,), ("*",)):
         for _ in range(3):
             one.masters.walk(0.02)
