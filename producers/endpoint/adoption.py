@@ -56,16 +56,16 @@ class _KeptRollout:
                 chain=call.chain,
                 reply=call.reply,
             )
+        rollout.ledger.num_begun = 1 + max(self.places, default=-1)
         if self.ended is None and replay:
             rollout.is_waiting, rollout.earlier = True, list(self.calls.values())
-            rollout.ledger.num_begun = 1 + max(self.places, default=-1)
         elif self.ended is None or self.ended.reward is not None:
             rollout.ledger.restore(list(calls.values()), self.unread)
             # The newest answer to a request counts.
             rollout.earlier = list({call.request: call for call in self.calls.values()}.values())
         if self.ended is not None:
-            for call in rollout.ledger.calls:
-                call.delivered = call.number in self.ended.read
+            for restored in rollout.ledger.calls:
+                restored.delivered = restored.number in self.ended.read
             rollout.restore_end(self.ended)
         return rollout
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -51,7 +52,8 @@ class Holders:
         if (origin := origin_of(rollout_id)) is None or self._is_here(origin[1]):
             return None
         opener, index = origin
-        context, data = self._context, None
+        context = self._context
+        data: Any = None
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 holder = await self._journals.holder_of(index)

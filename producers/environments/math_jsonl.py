@@ -91,7 +91,7 @@ class MathJsonl(Dataset):
         self._scorer.stop()  # the first reward starts it again: not everyone who opens the files asks for one
 
     def prompt(self, index: int) -> Prompt:
-        return self._pose(self._rows, self._numbers[task_of(index, self.num_tasks, self._seed)])
+        return self._pose(self._rows, self._numbers[task_of(index, len(self._numbers), self._seed)])
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         correct = _is_right(self._scorer, prompt, completion, self._require_boxed)

@@ -5,16 +5,18 @@ import itertools
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent_client import ADD, ANSWER, CALL, AgentClient, as_plain_client, spelled, tool_user
 from chat_templates import decode as text_of
 from penstock.producers.endpoint.access import KEY
 from penstock.producers.endpoint.adoption import adopt
-from penstock.producers.endpoint.call_ledger import Call
+from penstock.producers.endpoint.call_ledger import Call, digest
 from penstock.producers.endpoint.groups import AgentGroup, origin_of, rollout_id
 from penstock.producers.endpoint.holders import FORWARDED
-from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, RunningCall, decode, encode
+from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, RunningCall, decode, encode
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.stream import progress_store
@@ -254,24 +256,6 @@ async def test_an_answer_that_its_client_may_not_have_read_is_given_again(serve)
     assert sampled(group) == [[first["generation_token_ids"]] * 2]
 
 
-async def test_a_finish_is_kept_although_its_producer_dies_before_the_group_is_whole(serve) -> None:
-    one = await serve(group_size=2)
-    one.trainer.release(1, 1)
-    rollouts = [await one.client.open() for _ in range(2)]
-    for rollout in rollouts:
-        await one.client.converse(rollout)
-    await one.client.finish(rollouts[0], 1.0)
-    await kill(one)
-    two = await serve(producer_id="b", beside=one, group_size=2)
-    status, _ = 503, None
-    while status == 503:
-        status, _ = await two.client.request("POST", path_of(rollouts[1], "finish"), 0.0)
-    assert status == 200
-    await two.client.finish(rollouts[0], 1.0)  # whoever does not know whether it was heard
-    (group,) = await two.groups(1)
-    assert [one.reward.value for one in group.rollouts] == [1.0, 0.0] and two.engine.requests == []
-
-
 async def test_the_same_producer_restarted_goes_on_and_a_third_follows(serve) -> None:
     one = await serve(group_size=1)
     one.trainer.release(1, 1)
@@ -376,17 +360,21 @@ def new_group(answer: str = "", fingerprint: EngineFingerprint = FINGERPRINT) ->
     )
 
 
+def completion_of(ids: list[int], version: int) -> Completion:
+    return Completion(
+        token_ids=pack_ids(ids),
+        behavior_logprobs=pack_floats([-0.5] * len(ids)),
+        version_spans=(VersionSpan(version, 0, len(ids)),) if ids else (),
+        finish_reason="stop",
+    )
+
+
 def left(version: int = 0) -> list[bytes]:
     """What a rollout of two calls leaves: an answer, and a continuation of it."""
     group = new_group()
     rollout, base = group.open(), None
     for n, context in enumerate(([1, 2], [5])):
-        completion = Completion(
-            token_ids=pack_ids([3, 4]),
-            behavior_logprobs=pack_floats([-0.5, -0.25]),
-            version_spans=(VersionSpan(version, 0, 2),),
-            finish_reason="stop",
-        )
+        completion = completion_of([3, 4], version)
         identity = b"%d" % n
         number, ids = rollout.begin_call(identity), pack_ids(context)
         call = Call(number=number, base=base, context=ids, completion=completion, rendered=None, request=identity)
@@ -400,28 +388,70 @@ def taken(group: AgentGroup, entries: list[bytes]) -> int:
     return adopt(group, entries, held=0, lag_bound=2, replay=False)
 
 
-def test_a_rollout_is_taken_over_call_by_call() -> None:
-    group = new_group()
-    assert taken(group, left(2)) == 4 and group.claim.num_tries_lost == 0
+class Partly:
+    """Siblings of which one is sampled so far."""
+
+    def __init__(self, completion: Completion) -> None:
+        self.completion = completion
+
+    def so_far(self) -> list[Completion]:
+        return [self.completion]
+
+
+def known(group: AgentGroup) -> tuple[object, ...]:
+    """What is known of a group's rollout: its end, or what its calls were given and have sampled."""
     (rollout,) = group.rollouts
-    first, second = rollout.ledger.recorded()
-    assert second.prompt_token_ids == pack_ids([1, 2, 3, 4, 5]) and second.version_spans == (VersionSpan(2, 0, 2),)
-    assert unpack_ids(first.prompt_token_ids).tolist() == [1, 2] and first.delivered and second.delivered
-    assert rollout.ledger.begin(b"0") == 2 and [one.number for one in rollout.ledger.calls] == [0, 1]
-    assert rollout.id.startswith("a.1.") and not group.has_place
-    assert group.journal.entries[1:] == [encode(Opened(rollout.id)), *left(2)[2:]]
+    calls = [
+        (call.t, call.prompt_token_ids, call.generation_token_ids, call.version_spans, call.delivered)
+        for call in rollout.ledger.recorded()
+    ]
+    return rollout.id, rollout.finished, rollout.reason, calls, rollout.ledger.unread, rollout.ledger.num_begun
+
+
+@given(st.data())
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_a_rollout_is_the_same_at_whichever_producer(data: st.DataObject) -> None:
+    """Calls answered, partly sampled and repeated, in any order and with a takeover after any of them."""
+    group, made = new_group(), itertools.count(3)
+    group.open()
+    for n in range(data.draw(st.integers(1, 8))):
+        (rollout,) = group.rollouts
+        action = data.draw(st.sampled_from(["answer", "answer", "part", "repeat"]))
+        base = data.draw(st.sampled_from([None, *rollout.ledger.calls]))
+        ids = [next(made) for _ in range(data.draw(st.integers(1, 3)))]
+        sampled_now = completion_of(ids, version=n % 2)
+        request = data.draw(st.sampled_from([call.request for call in rollout.ledger.calls] or [b"x"]))
+        request = request if action == "repeat" else b"%d" % n
+        number = rollout.begin_call(request, is_retry=data.draw(st.booleans()))
+        context = pack_ids([1, n + 100])
+        running = RunningCall(number, digest(context), request, Partly(sampled_now))
+        if data.draw(st.booleans()) or action == "part":
+            rollout.calls[number] = running
+            rollout.enter_running()
+            del rollout.calls[number]
+        if action != "part":
+            call = Call(
+                number=number, base=base, context=context, completion=sampled_now, rendered=None, request=request
+            )
+            rollout.record(running, call, [{"role": "user", "content": str(n)}], {"role": "assistant", "content": "a"})
+            call.delivered = True
+        heir = new_group()
+        num_tokens = taken(heir, group.journal.entries)
+        assert known(heir)[:-1] == known(group)[:-1] and heir.journal.entries[1:] == group.journal.entries[1:]
+        assert num_tokens == group.journal.num_entered == heir.journal.num_entered
+        group = heir if data.draw(st.booleans()) else group
+    (rollout,) = group.rollouts
+    rollout.finish(Reward(value=0.5, parts={"steps": 2.0}))
+    heir = new_group()
+    taken(heir, group.journal.entries)
+    assert known(heir)[:3] == known(group)[:3]
 
 
 def test_what_was_sampled_in_several_pieces_by_several_holders_is_one_call() -> None:
     """A stop string may end an answer before what was entered while it was sampled."""
 
     def piece(number: int, ids: list[int], **fields: object) -> bytes:
-        completion = Completion(
-            token_ids=pack_ids(ids),
-            behavior_logprobs=pack_floats([-0.5] * len(ids)),
-            version_spans=(VersionSpan(number, 0, len(ids)),) if ids else (),
-            finish_reason="abort",
-        )
+        completion = completion_of(ids, number)
         return encode(KeptCall(rollout=0, number=number, prompt=b"p", completion=completion, request=b"r", **fields))
 
     pieces = [piece(0, [3, 4]), piece(0, [5], start=2), piece(1, [6], start=3, replaces=0), piece(1, [7], start=2)]
