@@ -276,13 +276,6 @@ def test_mini_batches_of_an_asynchronous_batch_are_drawn_by_seed_and_batch() -> 
     assert alone.indexes == (1, 2, 3)
 
 
-def test_the_same_groups_pack_to_the_same_bits() -> None:
-    groups = [random_group(i, 2) for i in range(1, 9)]
-    a, b = (pack(groups, lag_from(7), CONFIG).microbatches[0] for _ in range(2))
-    for name in ("token_ids", "position_ids", "predicting", "targets", "behavior_logprobs", "advantages", "lag"):
-        assert torch.equal(getattr(a, name), getattr(b, name))
-
-
 def test_a_trainable_group_passes() -> None:
     check_trainable(random_group(1, 0), VOCABULARY)
 
@@ -361,18 +354,6 @@ def test_truncated_rollouts_that_are_masked_leave_the_loss_and_its_denominators_
     assert sorted(microbatch.targets.tolist()) == [3, 3, 8] and microbatch.loss_mask.all()
     assert batch.group_advantages[1] == pytest.approx((2 / 3, -1 / 3, -1 / 3))
     assert batch.outcome["truncated_rollouts"] == 3 and batch.outcome["truncated_frac"] == 0.6
-
-
-def test_a_batch_of_truncated_rollouts_that_are_masked_trains_nothing() -> None:
-    batch = pack(_two_groups()[1:], lag_from(7), _truncated("mask"))
-    assert batch.microbatches == () and batch.num_tokens_trained == 0
-
-
-def test_with_kl_in_the_reward_masked_rollouts_keep_their_rows_without_a_token_in_the_loss() -> None:
-    batch = pack(_two_groups(), lag_from(7), _truncated("mask", kl_coefficient=0.1))
-    (microbatch,) = batch.microbatches
-    assert len(microbatch.targets) == 12 and int(microbatch.loss_mask.sum()) == batch.num_tokens_trained == 3
-    assert set(microbatch.targets[microbatch.loss_mask].tolist()) == {3, 8}
 
 
 def test_truncated_rollouts_that_are_penalized_have_the_advantages_of_that_reward() -> None:

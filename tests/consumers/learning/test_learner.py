@@ -129,33 +129,6 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, monkeypatch, dtype
         assert torch.equal(got[name], gradient), name
 
 
-def test_the_order_of_groups_changes_only_rounding(folder) -> None:
-    groups, config = _groups(6), configuration(folder, trainer=UNCLIPPED)
-    expected, _ = _gradients(Learner(config), pack(groups, lag_from(7), config))
-    got, _ = _gradients(Learner(config), pack(groups[::-1], lag_from(7), config))
-    _assert_close(got, expected, 1e-6)
-
-
-def test_a_rewarded_token_becomes_likelier(folder) -> None:
-    group = group_of(
-        1, [[segment([1, 2, 5], [(2, 3)], [7], [-3.0])], [segment([1, 2, 8], [(2, 3)], [7], [-3.0])]], [1, 0]
-    )
-    config = configuration(folder)
-    learner = Learner(config)
-
-    def margin() -> float:
-        with torch.no_grad():
-            hidden, head = learner.model.forward(pack([group], lag_from(7), config).microbatches[0])
-            scores = hidden[-1] @ head.t()
-            return float(scores[5] - scores[8])
-
-    before = margin()
-    for _ in range(5):
-        assert learner.step(pack([group], lag_from(7), config)).skipped_reason is None
-    assert margin() > before
-    assert learner.num_steps == 5
-
-
 def test_equal_batches_and_states_give_equal_bits(folder) -> None:
     config = configuration(folder)
     results = []

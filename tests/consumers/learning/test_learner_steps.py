@@ -236,18 +236,6 @@ def test_bypass_puts_the_behavior_policy_in_the_proximal_place_with_weights_of_1
     assert report.metrics["rollout_correction/kl"] == pytest.approx(gap.item(), rel=1e-5)
 
 
-def test_mode_none_corrects_nothing_and_reports_everything(folder) -> None:
-    config = configuration(folder, correction=CorrectionConfig(mode="none"))
-    learner, recorder = _recording(config)
-    none = learner.step(pack(_groups(), lag_from(7), config))
-    assert torch.equal(recorder.seen[0].importance_weights, recorder.seen[0].loss_mask.float())
-    truncated = Learner(configuration(folder)).step(pack(_groups(), lag_from(7), config))
-    for name in ("rollout_correction/k3_kl", "chi2", "ess_fraction", "ess_fraction/lag_1", "rollout_correction/ess"):
-        assert name in none.metrics and name in truncated.metrics
-    assert none.metrics["chi2"] == pytest.approx(truncated.metrics["chi2"], rel=1e-6)
-    assert none.metrics["weight_mean"] == 1
-
-
 def test_an_objective_that_reads_the_behavior_policy_is_refused_beside_a_correction(folder, monkeypatch) -> None:
     module = types.ModuleType("plugged")
     module.ReadsBehavior = lambda: RecordingObjective(reads_behavior=True)  # type: ignore[attr-defined]
@@ -394,22 +382,6 @@ def test_tokens_of_a_step_that_was_not_finite_are_not_counted_as_trained(folder)
     second = sum(int(part.loss_mask.sum()) for part in batch.minibatches[1].microbatches)
     assert report.num_tokens_trained == second < whole
     assert math.isfinite(report.metrics["entropy"])
-
-
-def test_recorded_groups_train_to_the_same_bits_without_a_stream(folder) -> None:
-    config = configuration(folder, trainer=_trainer(num_epochs=2, num_minibatches=2))
-    records = [encode_group(group) for group in _groups()]
-    results = []
-    for _ in range(2):
-        learner = Learner(config)
-        groups = [decode_group(record) for record in records]
-        for group in groups:
-            check_trainable(group, learner.vocabulary)
-        reports = [learner.step(pack(groups, lag_from(7), config)) for _ in range(2)]
-        results.append((_weights(learner), [report.metrics for report in reports]))
-    (weights, metrics), (again, metrics_again) = results
-    assert metrics == metrics_again
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def _masked_group(kept: list[list[int]], top_k: int = 3):

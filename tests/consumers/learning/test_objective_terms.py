@@ -42,12 +42,6 @@ def test_the_three_aggregations(arguments, expected) -> None:
     assert Grpo(**arguments)(_of_ones((3, 1, 4, 2))).loss.item() == pytest.approx(-expected, rel=1e-14)
 
 
-def test_sequence_aggregation_weighs_rollouts_of_any_length_alike() -> None:
-    inputs = _of_ones((1, 1, 5, 4))
-    current = gradients(Grpo(aggregation="sequence"), inputs)[1]
-    assert current[:2].sum().item() == pytest.approx(current[2:].sum().item(), rel=1e-14)
-
-
 def _expected_kl_gradient(estimator: str, theta: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """The KL term's gradient by theta, in exact expectation over one token sampled from softmax(theta)."""
     log_p = torch.log_softmax(theta, 0)
@@ -147,23 +141,6 @@ def test_the_entropy_bonus_reaches_the_entropys_gradient(kind) -> None:
     torch.testing.assert_close(loss, plain_loss - 0.5 * inputs.entropy.detach().sum() / inputs.denominator)
     assert torch.equal(current, plain)
     assert not nothing.any()
-
-
-@pytest.mark.parametrize("kind", EVERY_CLASS)
-def test_the_weight_scales_each_tokens_gradient(kind) -> None:
-    inputs = packed_inputs(0, (1, 1, 1, 1))
-    once = gradients(kind(), changed(inputs, importance_weights=torch.ones_like(inputs.advantages)))[1]
-    torch.testing.assert_close(gradients(kind(), inputs)[1], inputs.importance_weights * once, rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("kind", EVERY_CLASS)
-def test_at_the_proximal_policy_the_gradient_is_the_weighted_policy_gradient(kind) -> None:
-    inputs = packed_inputs(0)
-    inputs = changed(inputs, proximal_logprobs=inputs.current_logprobs.detach())
-    if kind is Gspo:  # The weights of a row meet in its ratio's gradient.
-        inputs = changed(inputs, importance_weights=torch.ones(10).double(), advantages=inputs.row_ids.double() - 1)
-    gradient = gradients(kind(aggregation="token"), inputs)[1]
-    torch.testing.assert_close(gradient, -inputs.importance_weights * inputs.advantages / inputs.denominator)
 
 
 def test_what_the_trainer_reads_off_an_objective() -> None:
