@@ -20,13 +20,8 @@ from penstock.deploy.watch.text import (
     size,
     sparkline,
 )
+from penstock.schemas import limits
 
-WAITING = 0.2
-"""A trainer that waits for this share of its time is held up. The recording rules have this number and the next two."""
-PAUSED = 0.3
-"""Producers that are paused for this share of their time are held up by weight updates."""
-FULL = 0.8
-"""A queue filled to this share of the credit keeps producers waiting."""
 _NAME = 48
 """Longest shown name of a producer, in characters; it wraps if the other columns need the space."""
 _ROOMY = 100
@@ -162,12 +157,12 @@ def bottleneck(seen: RunSnapshot) -> tuple[str, str]:
         return "start", "no batch has been trained yet"
     waits = seen.shares["wait"]
     paused = fmean([pauses.share for pauses in seen.pauses.values() if pauses.share is not None] or [0.0])
-    if waits >= WAITING:
-        if paused >= PAUSED:
+    if waits >= limits.WAITING:
+        if paused >= limits.PAUSED:
             return "weight updates", f"the trainer waits {waits:.0%} of its time, they pause for {paused:.0%}"
         if seen.config.mode == "synchronous":
             return "producers", f"the trainer waits {waits:.0%} of its time; synchronous: in turns"
         return "producers", f"the trainer waits {waits:.0%} of its time for groups"
-    if seen.num_ready >= FULL * seen.credit:
+    if seen.num_ready >= limits.QUEUE_FILLED * seen.credit:
         return "trainer", f"busy {1 - waits:.0%} of its time, {seen.num_ready} of {seen.credit} groups wait"
     return "nobody", f"the trainer is busy {1 - waits:.0%} of its time, producers have work"

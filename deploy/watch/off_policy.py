@@ -10,18 +10,10 @@ from penstock.consumers.parity.report import TOLERANCES
 from penstock.deploy.report.telemetry import Update, mean_by_lag, metric_values
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import bar, count, joined, number, percent, sparkline
-from penstock.schemas.metrics import LAG_LABELS, lag_key, lag_label
+from penstock.schemas.metrics import LAG_LABELS, UPDATE_METRICS, lag_key, lag_label, title_of
 
-LOW_ESS = 0.3
-"""A lag bucket below it contributes little. The alert has the same number."""
-_COLUMNS = (
-    ("ESS", "ess_fraction"),
-    ("applied", "applied_ess_fraction"),
-    ("χ²", "chi2"),
-    ("KL", "k3_kl"),
-    ("weight", "weight_mean"),
-    ("masked", "masked_frac"),
-)
+_COLUMNS = ("ess_fraction", "applied_ess_fraction", "chi2", "k3_kl", "weight_mean", "masked_frac")
+_SPARKLINES = ("ess_fraction", "applied_ess_fraction", "chi2", "weight_mean")
 
 
 def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
@@ -40,15 +32,15 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
         ]
     )
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    room = max(6, width - 68)
-    for name in ("lag", "tokens", *(name for name, _ in _COLUMNS), "share"):
+    room = max(6, width - 72)
+    for name in ("lag", "tokens", *map(title_of, _COLUMNS), "share"):
         table.add_column(name, justify="left" if name in ("lag", "share") else "right", no_wrap=True)
     for label in LAG_LABELS:
         share = tokens[label] / total if total else 0.0
         if not tokens[label]:
             table.add_row(label, "0", style="dim")
             continue
-        values = {key: mean_by_lag(recent, key, label) for _, key in _COLUMNS}
+        values = {key: mean_by_lag(recent, key, label) for key in _COLUMNS}
         cells = [percent(value) if key == "masked_frac" else Text(number(value), style=_cell_style(key, value))
                  for key, value in values.items()]  # fmt: skip
         shown = Text(bar(share, room), style="cyan").append(f" {percent(share)}", style="default")
@@ -69,7 +61,7 @@ def tokens_by_lag(updates: Sequence[Update]) -> dict[str, int]:
 
 
 def _cell_style(key: str, value: float | None) -> str:
-    return "bold red" if key == "ess_fraction" and value is not None and value < LOW_ESS else ""
+    return "bold red" if value is not None and UPDATE_METRICS[key].is_bad(value) else ""
 
 
 def _mismatch(seen: RunSnapshot, width: int) -> Text:
@@ -92,10 +84,9 @@ def _mismatch(seen: RunSnapshot, width: int) -> Text:
 
 def _sparklines(seen: RunSnapshot, width: int) -> list[Text]:
     lines = []
-    for label, key in (("ESS before", "ess_fraction"), ("ESS applied", "applied_ess_fraction"), ("χ²", "chi2"),
-                       ("weight", "weight_mean")):  # fmt: skip
+    for key in _SPARKLINES:
         values = metric_values(seen.updates, key)
         if values:
             line = Text(sparkline(values[-500:], max(6, width - 34)), style="cyan")
-            lines.append(joined([Text(f"{label:<17}", style="bold"), line, number(values[-1])]))
+            lines.append(joined([Text(f"{title_of(key):<17}", style="bold"), line, number(values[-1])]))
     return lines
