@@ -18,7 +18,7 @@ from penstock.consumers.learning.loss.importance import Correction
 from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.adapter import AdapterHypotheses
-from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
+from penstock.consumers.parity.inference import equal_contexts
 from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
 from penstock.consumers.parity.report import TOLERANCES, Gap, GapPoint, Hypothesis, LagRow, ParityReport, cause_of
 from penstock.consumers.parity.sample import Sample, read_sample
@@ -133,14 +133,13 @@ def _measure(
     if not passing and not any(each.explains for each in judged):
         judged += [judge(each, sample.engine, baseline, dtype) for each in tokens_and_weights()]
     contexts = equal_contexts(sample)
-    slope = rounding_slope(sample.engine, semantics.processed, semantics.bfloat16_head)
     return ParityMeasurements(
         dtype=dtype,
         baseline=gap,
         trainer_head=semantics.trainer_head,
         judged=tuple(sorted(judged, key=lambda each: each.hypothesis.layer != "semantics")),
         refused=_refused(sample),
-        engine_head=engine_head_sign(contexts, slope) if dtype != "float32" else "",
+        engine_head=str(contexts) if dtype != "float32" and contexts.has_bfloat16_logits else "",
         spread=contexts.spread,
         sampling=semantics.suspicion,
     )

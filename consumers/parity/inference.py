@@ -40,7 +40,6 @@ _MIN_SHARE = 0.5
 """The least share of the differences that must lie on the grid."""
 _MAX_CHANCE = 1e-6
 """The largest probability of the hits under a float32 head."""
-_MIN_BETA, _MIN_BETA_Z = 0.25, 6.0
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative error of one part's output, by the type that the trainer's body computes with."""
 ALLOWED_AS_SERVED = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
@@ -123,32 +122,6 @@ def _by_context(rows: Sequence[SampleRow]) -> list[list[tuple[SampleRow, int, in
                     ]
                     alive += [(row, offset + 1) for row, offset in entries if offset + 1 < len(row.sampled)]
     return list(found.values())
-
-
-def rounding_slope(engine: Tensor, processed: Tensor, rounded: Tensor) -> tuple[float, float]:
-    """Returns the slope of (engine - processed) over (rounded - processed) through 0, and its standard errors from 0.
-
-    The slope is 1 if the engine's head rounds and its body is the trainer's, 0 if it does not round; body noise blurs
-    it.
-    """
-    known = ~(engine.isnan() | processed.isnan() | rounded.isnan())
-    r, d = (engine - processed)[known], (rounded - processed)[known]
-    power = float(d.square().sum())
-    if len(d) < 2 or power == 0:
-        return 0.0, 0.0
-    beta = float((r * d).sum()) / power
-    error = float((r - beta * d).square().sum()) ** 0.5 / (power * (len(d) - 1)) ** 0.5
-    return beta, beta / error if error > 0 else 0.0
-
-
-def engine_head_sign(contexts: EqualContexts, slope: tuple[float, float]) -> str:
-    """Returns the evidence that the engine's head computes in bfloat16; empty if there is none."""
-    if contexts.has_bfloat16_logits:
-        return str(contexts)
-    beta, z = slope
-    if beta >= _MIN_BETA and z >= _MIN_BETA_Z:
-        return f"its residuals follow the rounding of bfloat16 logits with slope {beta:.2f}, z = {z:.0f}"
-    return ""
 
 
 @torch.no_grad()

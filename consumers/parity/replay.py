@@ -63,11 +63,6 @@ class PolicyStore:
         """Returns whether the weights of `version` are loaded or have a file."""
         return version >= 0 and (self._is_loaded(version) or self._path(version) is not None)
 
-    def forget(self) -> None:
-        """Looks up files again from now on. Called after files were written or deleted."""
-        self._paths.clear()
-        self._cache = {path: state for path, state in self._cache.items() if path.exists()}
-
     @property
     def vocabulary(self) -> int:
         return (self._loaded.model if self._loaded is not None else self._base()).vocabulary

@@ -143,6 +143,18 @@ def evenly(sizes: Sequence[int], budget: int | None) -> list[int]:
     return chosen
 
 
+def evenly_and_worst(sizes: Sequence[int], gaps: Sequence[float], budget: int) -> tuple[list[int], list[int]]:
+    """Returns indexes of parts spread evenly over half of the budget, and these with the parts of the largest gaps;
+    their sizes sum to the budget at most, unless one part is larger."""
+    fair = evenly(sizes, budget if sum(sizes) <= budget else budget // 2)
+    chosen, taken = set(fair), sum(sizes[place] for place in fair)
+    for place in sorted(range(len(sizes)), key=lambda place: -gaps[place]):
+        if place not in chosen and taken + sizes[place] <= budget:
+            chosen.add(place)
+            taken += sizes[place]
+    return fair, sorted(chosen)
+
+
 def _num_tokens(group: RolloutGroup) -> int:
     return sum(rollout.num_sampled_tokens for rollout in group.rollouts)
 

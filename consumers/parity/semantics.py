@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.consumers.parity.conventions import CONVENTIONS, Convention, at_temperatures, under_conventions
 from penstock.consumers.parity.replay import Replay
 from penstock.consumers.parity.report import TOLERANCES, Gap
-from penstock.consumers.parity.sample import Sample, SampleRow, evenly
+from penstock.consumers.parity.sample import Sample, SampleRow, evenly_and_worst
 from penstock.consumers.parity.sampled_tokens import fits_better, fitted_temperatures, sampling_test
 from penstock.consumers.parity.verdict import Candidate, gap_of
 
@@ -50,12 +50,10 @@ class SemanticHypotheses:
                 f"hypotheses that need logits were tried on {num_read:,} of {self._sample.num_tokens:,} tokens"
             )
         self._found = under_conventions(replay, self._rows, self._conventions())
-        self.processed: Tensor = self._found["processed"]
-        """[M] float64, by a plain head in float64; NaN for rows without logits."""
-        self.bfloat16_head: Tensor = self._found["engine-head"]
-        self.trainer_head: Gap = gap_of(self._found["trainer"], self.processed)
+        processed = self._found["processed"]
+        self.trainer_head: Gap = gap_of(self._found["trainer"], processed)
         """The trainer's head against that one, on equal hidden states: those of another pass differ in bfloat16."""
-        self._test = sampling_test(self._found["moments"], self.processed, self._fair)
+        self._test = sampling_test(self._found["moments"], processed, self._fair)
 
     @property
     def suspicion(self) -> str:
@@ -70,7 +68,7 @@ class SemanticHypotheses:
         yield from _in_another_unit(self._sample.engine, self._baseline)
         yield from _shifted(self._sample, self._baseline)
         yield self._of_siblings()
-        yield Candidate("engine-head", self.bfloat16_head, flips=_ROUNDING_FLIPS)
+        yield Candidate("engine-head", self._found["engine-head"], flips=_ROUNDING_FLIPS)
 
     def _conventions(self) -> dict[str, Convention]:
         names = ["processed", "trainer", "raw", "engine-head", "moments"]
@@ -182,21 +180,12 @@ def _shifted(sample: Sample, baseline: Tensor) -> Iterator[Candidate]:
 
 
 def _chosen(sample: Sample, baseline: Tensor, budget: int) -> tuple[list[SampleRow], list[SampleRow]]:
-    """Returns rows spread evenly over the groups, and these with the rows of the worst groups; `budget` tokens in all,
-    or one group."""
+    """Returns the rows of groups spread evenly, and these with the rows of the worst groups."""
     groups: dict[int, list[SampleRow]] = {}
     for row in sample.rows:
         groups.setdefault(row.group, []).append(row)
-    by_group = list(groups.values())
+    by_group, gap = list(groups.values()), (sample.engine - baseline).abs()
     sizes = [sum(len(row.sampled) for row in rows) for rows in by_group]
-    if sum(sizes) <= budget:
-        return list(sample.rows), list(sample.rows)
-    gap = (sample.engine - baseline).abs()
     gaps = [float(torch.cat([gap[row.tokens] for row in rows]).mean()) for rows in by_group]
-    fair = evenly(sizes, budget // 2)
-    chosen, held = set(fair), sum(sizes[place] for place in fair)
-    for place in sorted(range(len(by_group)), key=lambda place: -gaps[place]):
-        if place not in chosen and held + sizes[place] <= budget:
-            chosen.add(place)
-            held += sizes[place]
-    return [row for place in fair for row in by_group[place]], [row for p in sorted(chosen) for row in by_group[p]]
+    fair, chosen = evenly_and_worst(sizes, gaps, budget)
+    return [row for place in fair for row in by_group[place]], [row for place in chosen for row in by_group[place]]

@@ -65,7 +65,7 @@ def quantile(values: Tensor, share: float) -> float:
 class Candidate:
     """Logprobs under one hypothesis, [M] float64, NaN for tokens that it leaves out.
 
-    name: in `CAUSES`, or "weights" with a distance. says: instead of the cause's.
+    name: in `CAUSES`, or "weights" with a distance.
     engine: the recorded values as this hypothesis interprets them; None leaves them as they are.
     flips: the share of the tokens that may be off because a choice at a boundary can go either way.
     possible: False if other evidence rules it out. certain: True if other evidence proves it, so that the gap need not
@@ -76,7 +76,6 @@ class Candidate:
     name: str
     trainer: Tensor
     engine: Tensor | None = None
-    says: str = ""
     flips: float = 0.0
     possible: bool = True
     certain: bool = False
@@ -114,7 +113,7 @@ def judge(candidate: Candidate, engine: Tensor, baseline: Tensor, dtype: str) ->
     hypothesis = Hypothesis(
         layer=layer_of(candidate.name),
         name=candidate.name,
-        says=candidate.says or cause_of(candidate.name).says,
+        says=cause_of(candidate.name).says,
         gap=gap,
         note=candidate.note,
     )

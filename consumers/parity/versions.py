@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled, whole
 from penstock.consumers.parity.report import TOLERANCES, Gap
-from penstock.consumers.parity.sample import SampleRow, evenly
+from penstock.consumers.parity.sample import SampleRow, evenly, evenly_and_worst
 from penstock.consumers.parity.verdict import Candidate, gap_of
 
 TOKENS_PER_VERSION = 512
@@ -40,7 +40,9 @@ class VersionHypotheses:
         self._near: dict[int, list[tuple[int, int]]] = {}
 
     def candidates(self) -> Iterator[Candidate]:
-        mixed = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
+        mixed = [row for row in self._sample.rows if row.is_mixed]
+        sizes, gaps = [len(row.sampled) for row in mixed], [self._mean_gap(row) for row in mixed]
+        mixed = [mixed[n] for n in evenly_and_worst(sizes, gaps, MIXED_TOKENS)[1]]
         yield from self._weights()
         if mixed:
             yield from self._labels(mixed)
@@ -50,33 +52,28 @@ class VersionHypotheses:
 
     def _weights(self) -> Iterator[Candidate]:
         """Tries, for every version with a gap, the policies published around it."""
-        mapping: dict[int, int] = {}
-        by_step: dict[int, Tensor] = {}
+        served: dict[int, int] = {}
+        """The policy that sampled the tokens of a version, where it is another one."""
         examined: dict[int, SampleRow] = {}
         for version in sorted({int(v) for v in self._sample.versions}):
             rows = self._rows_with(version)
             tokens = self._sample.mask_of(rows) & torch.from_numpy(self._sample.versions == version)
-            now = self._relabelled(rows, mapping) if mapping else self._baseline
-            found = {version: self._gap(now, tokens)}
-            if self._tolerance.allows(found[version]):
+            gap = self._gap(self._relabelled(rows, served) if served else self._baseline, tokens)
+            if self._tolerance.allows(gap):
                 continue
             examined |= {row.first: row for row in rows}
-            for step, other in self._around(version):
-                tried = self._relabelled(rows, {**mapping, version: other})
-                found[other] = self._gap(tried, tokens)
-                filled = by_step.setdefault(step, torch.full_like(self._baseline, torch.nan))
-                filled[tokens] = tried[tokens]
-            best = min(found, key=lambda other: found[other].mean)
-            if best != version and self._tolerance.allows(found[best]):
-                mapping[version] = best
-        steps = {self._step(version, other) for version, other in mapping.items()}
-        name = f"weights{steps.pop():+d}" if len(steps) == 1 else "weights-other"
-        for step, filled in sorted(by_step.items(), key=lambda each: (each[0] > 0, -each[0])):
-            if f"weights{step:+d}" != name:
-                yield Candidate(f"weights{step:+d}", filled, says=_step_in_words(step), possible=False)
-        if mapping:
-            detail = ", ".join(f"labelled {v}, sampled by {other}" for v, other in sorted(mapping.items())[:4])
-            trainer = self._relabelled(list(examined.values()), mapping)
+            gaps = {
+                other: self._gap(self._relabelled(rows, {**served, version: other}), tokens)
+                for _, other in self._around(version)
+            }
+            best = min(gaps, key=lambda other: gaps[other].mean, default=version)
+            if best != version and gaps[best].mean < gap.mean and self._tolerance.allows(gaps[best]):
+                served[version] = best
+        if served:
+            steps = {self._step(version, other) for version, other in served.items()}
+            name = f"weights{steps.pop():+d}" if len(steps) == 1 else "weights-other"
+            detail = ", ".join(f"labelled {v}, sampled by {other}" for v, other in sorted(served.items())[:4])
+            trainer = self._relabelled(list(examined.values()), served)
             yield Candidate(name, trainer, note=detail, detail=detail)
 
     def _labels(self, rows: Sequence[SampleRow]) -> Iterator[Candidate]:
@@ -109,45 +106,31 @@ class VersionHypotheses:
         rows = self._off(STALE_TOKENS)
         if not rows:
             return
-        found, used = self._baseline.clone(), set()
+        closest, used = self._baseline.clone(), set()
         for step, lengths in _prefix_trials(rows, self._sample.rows, self._blocks):
-            left = [row for row in rows if self._mean(found, row.tokens) > self._tolerance.mean]
             plans = [
-                plan
-                for row in left
+                _with_older_prefix(row, older, lengths[row.first])
+                for row in rows
                 if row.first in lengths
-                and (plan := _with_older_prefix(row, self._older(row, step), lengths[row.first]))
+                and self._mean(closest, row.tokens) > self._tolerance.mean
+                and (older := self._older(row, step)) is not None
             ]
             tried = self._replay.logprobs(plans)
             for plan in plans:
                 part = plan.row.tokens
-                if self._mean(tried, part) < self._mean(found, part):
-                    found[part] = tried[part]
+                if self._mean(tried, part) < self._mean(closest, part):
+                    closest[part] = tried[part]
                     used.add(lengths[plan.row.first])
-        found[~self._sample.mask_of(rows)] = torch.nan
+        closest[~self._sample.mask_of(rows)] = torch.nan
         blocks = sorted(used)
         note = f"prefixes of {', '.join(map(str, blocks[:6]))} tokens" if blocks else ""
-        yield Candidate("stale-prefix", found, possible=bool(used), note=note)
+        yield Candidate("stale-prefix", closest, possible=bool(used), note=note)
 
     def _rows_with(self, version: int) -> list[SampleRow]:
         """Returns rows that this policy sampled alone; if there are none, those that it sampled in part."""
         pure = [row for row in self._sample.rows if not row.is_mixed and row.versions[0] == version]
         some = pure or [row for row in self._sample.rows if (row.versions == version).any()]
         return [some[n] for n in evenly([len(row.sampled) for row in some], TOKENS_PER_VERSION)]
-
-    def _worst(self, rows: Sequence[SampleRow], max_tokens: int) -> list[SampleRow]:
-        """Returns rows with the largest mean gap for half of the tokens, and rows spread evenly for the other half."""
-        chosen: dict[int, SampleRow] = {}
-        held = 0
-        for row in sorted(rows, key=self._mean_gap, reverse=True):
-            if chosen and held + len(row.sampled) > max_tokens // 2:
-                break
-            chosen[row.first] = row
-            held += len(row.sampled)
-        rest = [row for row in rows if row.first not in chosen]
-        if rest:
-            chosen |= {rest[n].first: rest[n] for n in evenly([len(r.sampled) for r in rest], max_tokens // 2)}
-        return [chosen[first] for first in sorted(chosen)]
 
     def _off(self, max_tokens: int) -> list[SampleRow]:
         """Returns rows with a mean gap above the tolerance, the worst first; at most `max_tokens` in all, or a row."""
@@ -194,11 +177,8 @@ def _moved(versions: np.ndarray, move: int) -> np.ndarray:
     return versions[places]
 
 
-def _with_older_prefix(row: SampleRow, older: int | None, length: int) -> ReplayPlan | None:
-    plan = as_labelled(row)
-    if older is None or length >= row.start:
-        return None
-    (version, _, end), *rest = plan.spans
+def _with_older_prefix(row: SampleRow, older: int, length: int) -> ReplayPlan:
+    (version, _, end), *rest = as_labelled(row).spans
     return ReplayPlan(row, ((older, 0, length), (version, length, end), *rest))
 
 
@@ -210,38 +190,19 @@ def _prefix_trials(
     They are the whole blocks of each row's context, and of the parts that it shares with the nearest other group's and
     with every other group's. No row gets a length twice.
     """
-    shared = _shared_prefixes(rows, all_rows)
-    tried: set[tuple[int, int, int]] = set()
-    for block in blocks:
-        for which in range(3):
-            for step in range(1, _OLDER + 1):
-                lengths = {}
-                for row in rows:
-                    length = (row.start - 1, *shared[row.group])[which] // block * block
-                    if length and (row.first, length, step) not in tried:
-                        tried.add((row.first, length, step))
-                        lengths[row.first] = length
-                if lengths:
-                    yield step, lengths
-
-
-def _shared_prefixes(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow]) -> dict[int, tuple[int, int]]:
-    """Returns for each group of `rows` the number of tokens that its context shares with the nearest other group's and
-    with every other's; 0 if there is no other."""
     contexts = {row.group: row.token_ids[: row.start] for row in all_rows}
-    found = {}
-    for group in {row.group for row in rows}:
-        lengths = [_shared_prefix(contexts[group], other) for name, other in contexts.items() if name != group]
-        found[group] = max(lengths, default=0), min(lengths, default=0)
-    return found
+    lengths: dict[int, list[int]] = {}
+    for row in rows:
+        own = row.token_ids[: row.start - 1]
+        shared = [_shared_prefix(own, other) for group, other in contexts.items() if group != row.group] or [0]
+        parts = len(own), max(shared), min(shared)
+        lengths[row.first] = list(dict.fromkeys(p // block * block for block in blocks for p in parts if p >= block))
+    for n in range(max(map(len, lengths.values()))):
+        for step in range(1, _OLDER + 1):
+            yield step, {first: some[n] for first, some in lengths.items() if n < len(some)}
 
 
 def _shared_prefix(one: np.ndarray, other: np.ndarray) -> int:
     size = min(len(one), len(other))
     differs = np.flatnonzero(one[:size] != other[:size])
     return int(differs[0]) if len(differs) else size
-
-
-def _step_in_words(step: int) -> str:
-    side = "before" if step < 0 else "after"
-    return f"weights published {abs(step)} version{'s' * (abs(step) > 1)} {side} the labelled one"

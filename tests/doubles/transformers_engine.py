@@ -84,13 +84,12 @@ class TransformersEngine:
         sampling: SamplingSettings | None = None,
         seed: int = 0,
         clear: bool = False,
-        preempted: Sequence[int] = (),
         stale: tuple[int, int] | None = None,
     ) -> list[TransformersAnswer]:
         """Samples `siblings` answers to each of `prompts`, which have the same length.
 
         updates: versions whose weights are loaded, by the step before which they are.
-        clear: an update discards the keys and values computed so far. preempted: steps before which they are, too.
+        clear: an update discards the keys and values computed so far.
         stale: (version, tokens): older weights compute the keys and values of so many tokens of the context.
         """
         sampling = sampling or SamplingSettings(max_tokens=num_tokens)
@@ -108,8 +107,6 @@ class TransformersEngine:
                 self.load(version)
                 if clear:
                     cache = DynamicCache()
-            if step in preempted:
-                cache = DynamicCache()
             hidden = self._body(ids[:, cache.get_seq_length() :], cache)[:, -1]
             logits = self._logits(hidden)
             drawn = processed(logits, ids[:, :length], ids[:, length:], sampling)
