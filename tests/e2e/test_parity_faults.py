@@ -1,4 +1,7 @@
-"""The parity check on the real vLLM: it names each injected fault, and finds none without one."""
+"""The parity check on the real vLLM: it names each injected fault, and finds none without one.
+
+`make test` boots one engine of these; `tests/consumers/parity/test_faults.py` has every fault on computed rows.
+"""
 
 import msgspec
 import pytest
@@ -90,7 +93,7 @@ async def half_head(vllm_engine, tmp_path_factory):
     await probed.engine.close()
 
 
-SHAPES = [("float32", True), ("bfloat16", False)]
+SHAPES = [("float32", True), pytest.param(("bfloat16", False), marks=pytest.mark.exhaustive)]
 """Each dtype and each kind of head; `changeable` is the other float32 model, `test_vllm_parity.py` has the fourth."""
 
 
@@ -161,6 +164,7 @@ async def test_nothing_is_found_where_nothing_is_wrong(sound: ProbedEngine, seed
     assert report.num_tokens == sum(r.num_sampled_tokens for g in groups for r in g.rollouts)
 
 
+@pytest.mark.exhaustive
 async def test_an_engine_that_caches_prefixes_by_version_is_in_parity(faulty: ProbedEngine):
     # More requests than run at once: some wait under one policy and are prefilled under the next.
     groups = await met_in_flight(faulty, NUDGE, 2 * NUDGE, 3 * NUDGE, prompts=list(LONG_PROMPTS) * 8)
@@ -193,15 +197,18 @@ async def test_an_update_between_two_chunks_of_a_prompt_restarts_the_prompt(soun
     assert report.verdict.status == "parity", report
 
 
+@pytest.mark.exhaustive
 async def test_raw_logprobs_are_named(raw: ProbedEngine):
     sentence = named(raw.check(await raw.sample(temperature=0.7)), "raw")
     assert "processed_logprobs" in sentence
 
 
+@pytest.mark.exhaustive
 async def test_raw_logprobs_of_a_bfloat16_body_are_named(raw_bfloat16: ProbedEngine):
     named(raw_bfloat16.check(await raw_bfloat16.sample(temperature=0.7)), "raw")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("sampled", "recorded"), [(0.7, 1.0), (1.0, 0.7)])
 async def test_a_temperature_recorded_wrong_is_named_with_the_one_that_was_used(faulty, sampled, recorded):
     groups = await faulty.sample(temperature=sampled)
@@ -211,10 +218,12 @@ async def test_a_temperature_recorded_wrong_is_named_with_the_one_that_was_used(
     assert f"{sampled:g} where {recorded:g} is recorded" in sentence
 
 
+@pytest.mark.exhaustive
 async def test_top_p_without_the_mask_is_named(faulty: ProbedEngine):
     named(faulty.check(await faulty.sample(top_p=0.9)), "kept-support")
 
 
+@pytest.mark.exhaustive
 async def test_token_ids_made_again_from_text_are_named(faulty: ProbedEngine):
     tokenizer = probed_engine.tokenizer()
 
@@ -237,6 +246,7 @@ async def test_token_ids_made_again_from_text_are_named(faulty: ProbedEngine):
     named(faulty.check(altered(await faulty.sample(), retokenized)), "retokenized")
 
 
+@pytest.mark.exhaustive
 async def test_logprobs_of_two_siblings_in_swapped_order_are_named(faulty: ProbedEngine):
     groups = await faulty.sample()
     swapped = []
@@ -254,6 +264,7 @@ async def test_logprobs_of_two_siblings_in_swapped_order_are_named(faulty: Probe
     named(faulty.check(swapped), "siblings")
 
 
+@pytest.mark.exhaustive
 async def test_an_update_that_moved_the_label_only_is_named(faulty: ProbedEngine):
     skipped = faulty.policy(nudge=NUDGE)
     groups = await faulty.sample([skipped], engine=LabelsOnly(faulty.engine))
@@ -271,6 +282,7 @@ async def test_an_update_that_moved_the_label_only_is_named_at_either_precision(
         await sound.load(sound.policy())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("late", [1, 5])
 async def test_a_label_moved_late_is_named_with_the_number_of_tokens(faulty: ProbedEngine, late):
     def moved(segment: Segment) -> Segment:
@@ -286,6 +298,7 @@ async def test_a_label_moved_late_is_named_with_the_number_of_tokens(faulty: Pro
     assert f"{late} token" in sentence
 
 
+@pytest.mark.exhaustive
 async def test_cached_prefixes_of_older_weights_are_named(faulty: ProbedEngine, monkeypatch):
     monkeypatch.setattr(faulty.engine, "_salted", False)
     await faulty.sample(prompts=LONG_PROMPTS)
@@ -293,6 +306,7 @@ async def test_cached_prefixes_of_older_weights_are_named(faulty: ProbedEngine, 
     named(faulty.check(groups), "stale-prefix")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("method", "arguments", "layer"),
     [
@@ -316,6 +330,7 @@ async def test_a_layer_with_another_rope_or_norm_epsilon_is_named(faulty: Probed
     assert off == [layer], "no other layer is blamed"
 
 
+@pytest.mark.exhaustive
 async def test_a_bfloat16_head_in_the_engine_only_is_named(half_head: ProbedEngine):
     report = half_head.check(await half_head.sample())
     named(report, "engine-head")
