@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.consumers.learning.batch.layout import make_layout
 from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE, selected_logprobs
 from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.consumers.parity.replay import run_sequence
 from penstock.consumers.parity.report import AS_SERVED, Gap, LayerGap, ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
 from penstock.consumers.parity.verdict import NO_GAP, gap_of
@@ -152,12 +151,10 @@ def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, .
         raise ParityError(f"{capture}: token {int(token_ids.max())}, the vocabulary ends at {model.vocabulary - 1}")
     device = next(model.module.parameters()).device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    counts = np.array([len(token_ids)])
-    layout = make_layout(0 * counts, 0 * counts, 0 * counts, counts, len(token_ids))
     found: list[LayerGap] = []
     with ExitStack() as hooks:
         _replace_inputs(body, layers, tensors, found, hooks)
-        norm, head = model.run(token_ids.to(device), torch.arange(len(token_ids), device=device), layout.to(device))
+        norm, head = run_sequence(model, token_ids.to(device))
     if norm.shape != tensors[names.NORM].shape:
         raise ParityError(
             f"{capture}: hidden states {tuple(tensors[names.NORM].shape)}, the trainer's are {tuple(norm.shape)}"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import Support
+from penstock.consumers.learning.batch.layout import make_layout
 from penstock.consumers.learning.batch.packing import pack_segments
 from penstock.consumers.learning.loss.scoring import head_logprobs
 from penstock.consumers.learning.model.lora import adapter_share
@@ -23,7 +24,6 @@ from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
 from penstock.schemas.config import ConfigError, RunConfig
-from penstock.schemas.rollout import Segment
 
 _CONFIG = "config.json"
 _CACHE_BYTES = 1 << 30
@@ -227,13 +227,6 @@ class Replay:
         for batch in _within(mixed, self._budget):
             yield from self._continued(batch)
 
-    def hidden_after(self, segment: Segment, version: int) -> tuple[Tensor, Tensor]:
-        """Returns the hidden state that predicts the segment's one sampled token, [1, H], and the head, [V, H]."""
-        ((microbatch, _),) = pack_segments([(0, segment, 1.0)], self._budget)
-        microbatch = microbatch.to(self._device)
-        hidden, head = self.policies.model(version).forward(microbatch)
-        return F.embedding(microbatch.predicting, hidden), head
-
     def _whole(self, plans: list[ReplayPlan], version: int) -> Iterator[ForwardPass]:
         model = self.policies.model(version)
         segments = [(plan.row.group, plan.row.segment, plan.row.sampling.temperature) for plan in plans]
@@ -316,6 +309,14 @@ def _within(plans: Sequence[ReplayPlan], budget: int) -> Iterator[list[ReplayPla
         part.append(plan)
     if part:
         yield part
+
+
+def run_sequence(model: PackedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs the body over one sequence, [N] int64 on the model's device; returns the hidden states [N, H] before
+    `PackedModel.scaled`, and the head [V, H]."""
+    counts = np.array([len(token_ids)])
+    layout = make_layout(0 * counts, 0 * counts, 0 * counts, counts, len(token_ids)).to(token_ids.device)
+    return model.run(token_ids, torch.arange(len(token_ids), device=token_ids.device), layout)
 
 
 class KvCache:

@@ -225,12 +225,6 @@ def _check_numbers(group: RolloutGroup, vocabulary: int) -> None:
                     f"group {group.index}: token id {largest}, but model.path has a vocabulary of {vocabulary}: "
                     "expected the model that the rollouts were sampled from"
                 )
-            num_sampled = sum(end - start for start, end in segment.loss_mask)
-            if num_sampled != segment.num_sampled_tokens:
-                raise ParityError(
-                    f"group {group.index}: {segment.num_sampled_tokens} behavior_logprobs for {num_sampled} sampled "
-                    "tokens, expected one for each"
-                )
             if not np.isfinite(np.frombuffer(segment.behavior_logprobs, dtype=np.float32)).all():
                 raise ParityError(
                     f"group {group.index}: behavior_logprobs holds a value that is not finite, expected the logprob of "

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE
 from penstock.consumers.parity.conventions import chunks, plain_logits
-from penstock.consumers.parity.replay import Replay
+from penstock.consumers.parity.replay import Replay, run_sequence
 from penstock.consumers.parity.report import TOLERANCES, ParityError
 from penstock.consumers.parity.sample import SampleRow
 from penstock.consumers.parity.verdict import Candidate
 from penstock.schemas.prompt import Prompt
-from penstock.schemas.rollout import RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
+from penstock.schemas.rollout import RolloutGroup
 
 SUSPICIOUS_Z = 6.0
 """Standard errors beyond which tokens count as drawn from another distribution. Groups that finish early are read
@@ -244,12 +244,8 @@ class _Vocabulary:
 
     def _next(self, row: SampleRow, ids: list[int]) -> Tensor:
         """Returns [V] float64 on CPU: log-softmax after `ids` under the row's policy, at its temperature."""
-        segment = Segment(
-            token_ids=pack_ids([*ids, 0]),  # the last one stands for any id
-            behavior_logprobs=pack_floats([0.0]),
-            loss_mask=((len(ids), len(ids) + 1),),
-            version_spans=(VersionSpan(0, len(ids), len(ids) + 1),),
-        )
-        logits = plain_logits(*self._replay.hidden_after(segment, int(row.versions[0])))
+        model = self._replay.policies.model(int(row.versions[0]))
+        hidden, head = run_sequence(model, torch.tensor(ids, device=self._replay.policies.device))
+        logits = plain_logits(model.scaled(hidden[-1:]), head)
         temperature = 1.0 if row.sampling.temperature < GREEDY_TEMPERATURE else row.sampling.temperature
         return (logits / temperature).log_softmax(-1)[0].cpu()

@@ -77,7 +77,6 @@ def test_rows_that_cannot_be_checked_are_left_out_and_counted() -> None:
         ([group_of(1, [[segment([1, 2], [(1, 2)], [-1])]], [0.0])], "no row can be checked: .* version_spans"),
         ([group_of(1, [[segment([1, 2], [(1, 2)], [7], [0.0])]], [0.0])], "every behavior_logprob is 0"),
         ([group_of(4, [[segment([1, 2], [(1, 2)], [7], [float("nan")])]], [0.0])], "group 4: .* not finite"),
-        ([group_of(4, [[segment([1, 2], [(1, 2)], [7], [])]], [0.0])], "group 4: 0 behavior_logprobs for 1 sampled"),
         ([group_of(4, [[segment([1, 23], [(1, 2)], [7])]], [0.0])], "group 4: token id 23, .* vocabulary of 23"),
     ],
 )

@@ -79,18 +79,6 @@ def test_a_version_of_a_run_is_written_when_it_is_asked_for_and_stays_while_it_i
     assert held(copied(4)) == 4 and copied(5) is None and copied(0) == tmp_path / "base"
 
 
-@pytest.mark.parametrize("places", [{"anchors": "{folder}"}, {"deltas": "{folder}", "anchors": "memory://parity"}])
-def test_chunks_are_read_from_wherever_their_manifest_says(places, tmp_path):
-    log = WrittenLog(
-        fakeredis.FakeRedis(), Keys("run"), **{k: v.format(folder=tmp_path / "c") for k, v in places.items()}
-    )
-    for version in (0, 1):
-        log.announce(version, policy(version))
-    (tmp_path / "files").mkdir()
-    versions = LoggedVersions(tmp_path / "base", tmp_path / "files", reader(log))
-    assert (held(versions(1)), held(versions(0))) == (1, 0)
-
-
 def test_a_version_dropped_between_log_and_chunks_is_gone_and_a_chunk_that_is_lost_is_named(weights, log, monkeypatch):
     log.anchor(6)
     logs = iter([read_log(log.client, log.keys)])  # then as they are
