@@ -106,7 +106,7 @@ def test_every_import_of_the_laboratory_and_the_tests_is_declared():
 
 def test_commands_start_without_what_only_an_extra_installs():
     names = sorted(name for name, found in providers().items() if found & OPTIONAL and not found & CORE)
-    modules = ("deploy.cli", "deploy.record.command", "consumers.__main__", "producers.__main__")
+    modules = ("deploy.cli", "deploy.record.reading", "consumers.__main__", "producers.__main__")
     program = f"import sys; sys.modules |= dict.fromkeys({names!r})\n"
     program += "\n".join(f"import penstock.{module}" for module in modules)
     shown = run_in(ROOT, sys.executable, "-c", program)

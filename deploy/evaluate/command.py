@@ -1,19 +1,20 @@
 """The command `penstock evaluate`."""
 
-import argparse
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from penstock.deploy.launch.command_line import (
     DEFAULT_RUNS,
-    Command,
-    add_json,
-    add_runs,
-    add_set,
+    Json,
+    RunFile,
+    Runs,
+    Set,
     find_run_file,
     limit_threads,
-    print_found,
+    print_result,
     standard_output,
 )
 from penstock.deploy.launch.engine_output import output_in, progress
@@ -27,24 +28,19 @@ if TYPE_CHECKING:
     from penstock.deploy.evaluate.evaluation import Evaluated
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL|RUN", help="a model's folder, or a run (its name or folder): its newest checkpoint"
-    )
-    parser.add_argument(
-        "run_file", type=Path, metavar="RUN.toml", help="a run file with the held-out prompts and how they are answered"
-    )
-    add_runs(parser)
-    add_json(parser, "print the results as JSON for a machine")
-    add_set(parser, "override a field, as in evaluation.num_samples=8")
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    """Returns 0, or 1 if prompts have failed."""
-    config = load_config(find_run_file(arguments.run_file), arguments.set)
-    found = evaluate_model(arguments.model, config, runs=arguments.runs)
-    print_found(arguments, found, lambda found: standard_output().print(results_table(found)))
-    return 1 if found.failures else 0
+def command(
+    model: Annotated[str, Parameter(help="a model's folder, or a run (its name or folder): its newest checkpoint")],
+    run_file: RunFile,
+    /,
+    *,
+    runs: Runs = DEFAULT_RUNS,
+    json: Json = False,
+    set: Set = (),
+) -> int:
+    """Measure a model on the held-out prompts of a run file; trains nothing. Status 1 if prompts have failed."""
+    evaluated = evaluate_model(model, load_config(find_run_file(run_file), set), runs=runs)
+    print_result(evaluated, lambda evaluated: standard_output().print(results_table(evaluated)), json)
+    return 1 if evaluated.failures else 0
 
 
 def evaluate_model(model: str | Path, settings: RunConfig, *, runs: str | Path = DEFAULT_RUNS) -> "Evaluated":
@@ -99,8 +95,3 @@ def _figure(figures: dict[str, float], key: str) -> str:
         return "-"
     error = figures.get(error_key(key))
     return f"{figures[key]:.3f}" + ("" if error is None else f" ± {error:.3f}")
-
-
-COMMAND = Command(
-    "evaluate", "measure a model on the held-out prompts of a run file; trains nothing", _add_arguments, _evaluate
-)

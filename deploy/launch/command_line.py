@@ -1,15 +1,15 @@
-"""The description of a `penstock` command, and the arguments that several commands share."""
+"""What several commands share: arguments with their help, the way to a run file, output, threads."""
 
-import argparse
 import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
+from cyclopts import Parameter
 
 from penstock.schemas.config import ConfigError
 
@@ -23,50 +23,22 @@ MODULES_PATH = "PENSTOCK_MODULES_PATH"
 _UNBOUNDED = 100_000
 
 
-class Command(NamedTuple):
-    """One command of `penstock`.
-
-    name: one word, or the words of a subcommand, as in `dead list`.
-    run: returns the exit status. It imports what it needs when called, which keeps `penstock --help` fast.
-    """
-
-    name: str
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+Run = Annotated[str, Parameter(help="name of a run, or its folder")]
+Runs = Annotated[Path, Parameter(name="--runs", help="folder of all runs")]
+RunFile = Annotated[Path, Parameter(help="a run file, or the name of one that is shipped")]
+Set = Annotated[
+    tuple[str, ...],
+    Parameter(name="--set", help="override a field, as in trainer.learning_rate=1e-5; may be repeated"),
+]
+Json = Annotated[bool, Parameter(name="--json", help="print JSON for a machine")]
 
 
-def add_run(parser: argparse.ArgumentParser, help: str = "name of a run, or its folder") -> None:
-    parser.add_argument("run", metavar="RUN", help=help)
-    add_runs(parser)
-
-
-def add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
-    )
-
-
-def add_set(
-    parser: argparse.ArgumentParser,
-    help: str = "override a field, as in trainer.learning_rate=1e-5",
-    metavar: str = "PATH=VALUE",
-) -> None:
-    """Adds `--set`, which may be repeated."""
-    parser.add_argument("--set", action="append", default=[], metavar=metavar, help=help)
-
-
-def add_json(parser: argparse.ArgumentParser, help: str = "print JSON for a machine") -> None:
-    parser.add_argument("--json", action="store_true", help=help)
-
-
-def print_found(arguments: argparse.Namespace, found: Any, print_text: Callable[[Any], object]) -> int:
-    """Prints the result of a command, as JSON if `--json` is given. Returns the exit status 0."""
-    if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+def print_result(result: Any, print_text: Callable[[Any], object], as_json: bool) -> None:
+    """Prints the result of a command, as JSON if that is asked for."""
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
     else:
-        print_text(found)
-    return 0
+        print_text(result)
 
 
 def find_run_file(given: Path) -> Path:

@@ -1,69 +1,33 @@
-"""`penstock list`, `audit`, `dead`, `producers`, `weights` and `export`."""
+"""`penstock list`, `audit`, `dead`, `producers`, `weights`, `export` and `record export`: each is a function of the
+package, with its output printed."""
 
-import argparse
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+from cyclopts import App, Parameter
 
-from penstock.deploy.launch.command_line import Command, add_json, add_run, add_runs, print_found
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, Json, Run, Runs, print_result
 
+DeadIndex = Annotated[int, Parameter(help="the task index that died (`dead list` shows them)")]
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_json(parser)
-
-
-def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    add_runs(parser)
-    add_json(parser)
+dead = App("dead", help="List, show or requeue the dead letters of a run.")
+record = App("record", help="Export the record of a run's rollouts.")
 
 
-def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser)
-    parser.add_argument("index", metavar="INDEX", type=int, help="the task index that died (`dead list` shows them)")
-
-
-def _add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser)
-    parser.add_argument(
-        "indexes", metavar="INDEX", type=int, nargs="*", help="dead task indexes, in place of --reason and --all"
-    )
-    parser.add_argument(
-        "--reason", metavar="R", help="all indexes that died of R: a reason, or its part before the colon"
-    )
-    parser.add_argument("--all", dest="every", action="store_true", help="all dead indexes")
-
-
-def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
-    parser.add_argument(
-        "--checkpoint", metavar="N", help="its policy version, its name, or `best` (default: the one that is committed)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the weights: float32, as they are trained (the default), or rounded to half the size",
-    )
-    parser.add_argument(
-        "--merged", action="store_true", help="of an adapter: the whole model, with the adapter added to its base"
-    )
-    parser.add_argument("--base", type=Path, metavar="DIR", help="with --merged: the base model, if it has moved")
-
-
-def _list(arguments: argparse.Namespace) -> int:
+def list_(*, runs: Runs = DEFAULT_RUNS, json: Json = False) -> None:
+    """List the runs on this machine, the latest first."""
     from penstock.deploy.operate.run_list import list_runs
     from penstock.deploy.operate.tables import print_runs
 
-    if not (found := list_runs(arguments.runs)):
-        print(f"penstock: no run in {arguments.runs}", file=sys.stderr)
-    return print_found(arguments, found, print_runs)
+    if not (listed := list_runs(runs)):
+        print(f"penstock: no run in {runs}", file=sys.stderr)
+    print_result(listed, print_runs, json)
 
 
-def _audit(arguments: argparse.Namespace) -> int:
-    """Status 0 if the ledger balances, 1 if it does not, 2 if the run cannot be audited."""
+def audit(run: Run, /, *, runs: Runs = DEFAULT_RUNS, json: Json = False) -> int:
+    """Show where each released index of a run is. Status 1 when one is not, 2 if the run cannot be audited."""
     import redis
 
     from penstock.deploy.launch.redis_server import ServerError
@@ -72,79 +36,115 @@ def _audit(arguments: argparse.Namespace) -> int:
     from penstock.deploy.operate.tables import print_audit
 
     try:
-        found = audit(arguments.run, runs=arguments.runs)
+        result = audit(run, runs=runs)
     except (UnreadableError, ServerError, redis.RedisError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
-    shown = {**msgspec.to_builtins(found), "balanced": found.balanced} if arguments.json else found
-    print_found(arguments, shown, print_audit)
-    return 0 if found.balanced else 1
+    shown = {**msgspec.to_builtins(result), "balanced": result.balanced} if json else result
+    print_result(shown, print_audit, json)
+    return 0 if result.balanced else 1
 
 
-def _list_dead(arguments: argparse.Namespace) -> int:
-    import penstock
+@dead.command(name="list")
+def _list_dead(run: Run, /, *, runs: Runs = DEFAULT_RUNS, json: Json = False) -> None:
+    """List the dead letters of a run."""
+    from penstock.deploy.operate.dead_letters import list_dead
     from penstock.deploy.operate.tables import print_letters
 
-    return print_found(arguments, penstock.list_dead(arguments.run, runs=arguments.runs), print_letters)
+    print_result(list_dead(run, runs=runs), print_letters, json)
 
 
-def _show_dead(arguments: argparse.Namespace) -> int:
-    import penstock
+@dead.command(name="show")
+def _show_dead(run: Run, index: DeadIndex, /, *, runs: Runs = DEFAULT_RUNS, json: Json = False) -> None:
+    """Show the letters of one index with their content."""
+    from penstock.deploy.operate.dead_letters import show_dead
     from penstock.deploy.operate.tables import print_contents
 
-    return print_found(
-        arguments, penstock.show_dead(arguments.run, arguments.index, runs=arguments.runs), print_contents
-    )
+    print_result(show_dead(run, index, runs=runs), print_contents, json)
 
 
-def _requeue_dead(arguments: argparse.Namespace) -> int:
-    import penstock
+@dead.command(name="requeue")
+def _requeue_dead(
+    run: Run,
+    /,
+    *indexes: Annotated[int, Parameter(help="dead task indexes, in place of --reason and --all")],
+    reason: str | None = None,
+    every: Annotated[bool, Parameter(name="--all")] = False,
+    runs: Runs = DEFAULT_RUNS,
+    json: Json = False,
+) -> None:
+    """Release dead indexes again.
+
+    Args:
+        reason: all indexes that died of it: a reason, or its part before the colon
+        every: all dead indexes
+    """
+    from penstock.deploy.operate.dead_letters import requeue_dead
     from penstock.deploy.operate.tables import print_requeued
 
-    options = {option: getattr(arguments, option) for option in ("indexes", "reason", "every", "runs")}
-    return print_found(arguments, penstock.requeue_dead(arguments.run, **options), print_requeued)
+    print_result(requeue_dead(run, indexes, reason=reason, every=every, runs=runs), print_requeued, json)
 
 
-def _list_producers(arguments: argparse.Namespace) -> int:
-    import penstock
+def producers(run: Run, /, *, runs: Runs = DEFAULT_RUNS, json: Json = False) -> None:
+    """List a run's producers, and claims whose producer is gone."""
+    from penstock.deploy.operate.producer_list import list_producers
     from penstock.deploy.operate.tables import print_producers
 
-    return print_found(arguments, penstock.list_producers(arguments.run, runs=arguments.runs), print_producers)
+    print_result(list_producers(run, runs=runs), print_producers, json)
 
 
-def _list_weights(arguments: argparse.Namespace) -> int:
-    import penstock
+def weights(run: Run, /, *, runs: Runs = DEFAULT_RUNS, json: Json = False) -> None:
+    """List the policies in a run's weight log, and who holds which."""
     from penstock.deploy.operate.tables import print_weights
+    from penstock.deploy.operate.weight_list import list_weights
 
-    return print_found(arguments, penstock.list_weights(arguments.run, runs=arguments.runs), print_weights)
+    print_result(list_weights(run, runs=runs), print_weights, json)
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    """Status 1 if a file cannot be read or written."""
+def export(
+    run: Run,
+    folder: Path,
+    /,
+    *,
+    checkpoint: str | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    merged: bool = False,
+    base: Path | None = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> int:
+    """Make a Hugging Face folder of a checkpoint's model, or peft's of its adapter.
+
+    Args:
+        folder: a new or an empty folder
+        checkpoint: its policy version, its name, or `best` (default: the one that is committed)
+        dtype: of the weights: float32, as they are trained, or rounded to half the size
+        merged: of an adapter: the whole model, with the adapter added to its base
+        base: with --merged: the base model, if it has moved
+    """
     from penstock.deploy.operate.export import export
 
-    fields = ("folder", "checkpoint", "dtype", "merged", "base", "runs")
     try:
-        name = export(arguments.run, **{field: getattr(arguments, field) for field in fields})
+        name = export(run, folder, checkpoint=checkpoint, dtype=dtype, merged=merged, base=base, runs=runs)
     except OSError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1
-    print(f"model    {arguments.folder} ({name}, {arguments.dtype})")
+    print(f"model    {folder} ({name}, {dtype})")
     return 0
 
 
-COMMANDS = (
-    Command("list", "list the runs on this machine, the latest first", _add_list_arguments, _list),
-    Command("audit", "show where each released index of a run is; status 1 when one is not", _add_arguments, _audit),
-    Command("dead list", "list the dead letters of a run", _add_arguments, _list_dead),
-    Command("dead show", "show the letters of one index with their content", _add_show_arguments, _show_dead),
-    Command("dead requeue", "release dead indexes again", _add_requeue_arguments, _requeue_dead),
-    Command(
-        "export",
-        "make a Hugging Face folder of a checkpoint's model, or peft's of its adapter",
-        _add_export_arguments,
-        _export,
-    ),
-    Command("producers", "list a run's producers, and claims whose producer is gone", _add_arguments, _list_producers),
-    Command("weights", "list the policies in a run's weight log, and who holds which", _add_arguments, _list_weights),
-)
+@record.command(name="export")
+def _export_record(
+    run: Annotated[str, Parameter(help="name of a run with record = true, or its folder")],
+    file: Path,
+    /,
+    *,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Write a run's recorded rollouts to a Parquet file.
+
+    Args:
+        file: a row per segment of a rollout; overwritten
+    """
+    from penstock.deploy.record.reading import export_record
+
+    print(f"{file}: {export_record(run, file, runs=runs):,} rows")

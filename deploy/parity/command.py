@@ -1,18 +1,20 @@
 """The command `penstock parity`: opens its target, runs the check, shows the report. Also reports a gate's refusal."""
 
-import argparse
 import os
 import sys
 import tempfile
 import traceback
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
 from penstock.consumers.parity.report import REPORT_FILE, Verdict
-from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, find_run_file, shipped_run_files
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, Json, Runs, Set, find_run_file, shipped_run_files
 from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.deploy.parity.rollout_file import RolloutFileError, is_rollout_file
 from penstock.schemas.config import ConfigError, load_config
@@ -23,70 +25,39 @@ if TYPE_CHECKING:
     from penstock.deploy.parity.inputs import ParityInput
 
 _COULD_NOT_TELL = 2
-NEWEST_GROUPS = 128
-WAIT_S = 30.0
-NUM_PROMPTS = 8
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        metavar="RUN|RUN.toml|FILE",
-        help="a run (its name or folder), a run file (boots one engine and probes it), or a file of recorded rollouts",
+@dataclass(frozen=True, kw_only=True)
+class ParityOptions:
+    """The options of the command, with their help."""
+
+    runs: Runs = DEFAULT_RUNS
+    json: Json = False
+    save: Annotated[Path | None, Parameter(help="record the rollouts in this file, their weights in FILE.weights")] = (
+        None
     )
-    add_runs(parser)
-    add_json(parser, "print the report as JSON for a machine")
-    parser.add_argument(
-        "--save", type=Path, metavar="FILE", help="record the rollouts in FILE, their weights in FILE.weights"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for parity.json, parity.svg and parity.png (default: the run's, the rollout file's, else here)",
-    )
-    parser.add_argument(
-        "--groups",
-        type=_positive,
-        default=NEWEST_GROUPS,
-        metavar="N",
-        help=f"of a run, the newest N groups (default: {NEWEST_GROUPS})",
-    )
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=WAIT_S,
-        metavar="S",
-        help=f"of a live run, wait S seconds for them (default: {WAIT_S:g})",
-    )
-    parser.add_argument(
-        "--max-tokens", type=_positive, default=50_000, metavar="N", help="look at N sampled tokens (default: 50000)"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=_positive,
-        default=NUM_PROMPTS,
-        metavar="N",
-        help=f"of a run file, the prompts that its probe samples (default: {NUM_PROMPTS})",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        help="where to recompute (default: cpu for a run, else trainer.device)",
-    )
-    parser.add_argument("--model", metavar="FOLDER", help="of a rollout file, the base model if it has moved")
-    parser.add_argument(
-        "--weights", type=Path, metavar="FOLDER", help="of a rollout file, its v<version>.safetensors files"
-    )
-    parser.add_argument("--dtype", metavar="DTYPE", help="of a rollout file, the type of the published weights")
-    parser.add_argument("--no-tokenizer", action="store_true", help="leave out what needs the model's tokenizer")
-    add_set(parser, "of a run file, override a field")
+    out: Annotated[
+        Path | None,
+        Parameter(
+            help="folder for parity.json, parity.svg and parity.png (default: the run's, the rollout file's, else here)"
+        ),
+    ] = None
+    groups: Annotated[PositiveInt, Parameter(help="of a run, the newest N groups")] = 128
+    wait: Annotated[float, Parameter(help="of a live run, wait so many seconds for them")] = 30.0
+    max_tokens: Annotated[PositiveInt, Parameter(help="look at N sampled tokens")] = 50_000
+    prompts: Annotated[PositiveInt, Parameter(help="of a run file, the prompts that its probe samples")] = 8
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None,
+        Parameter(help="where to recompute (default: cpu for a run, else trainer.device)"),
+    ] = None
+    model: Annotated[str | None, Parameter(help="of a rollout file, the base model if it has moved")] = None
+    weights: Annotated[Path | None, Parameter(help="of a rollout file, its v<version>.safetensors files")] = None
+    dtype: Annotated[str | None, Parameter(help="of a rollout file, the type of the published weights")] = None
+    no_tokenizer: Annotated[bool, Parameter(help="leave out what needs the model's tokenizer")] = False
+    set: Annotated[Set, Parameter(help="of a run file, override a field; may be repeated")] = ()
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
-    return int(text)
+DEFAULTS = ParityOptions()
 
 
 class _Opened(NamedTuple):
@@ -104,8 +75,13 @@ class _Opened(NamedTuple):
     capture: Path | None = None
 
 
-def _parity(arguments: argparse.Namespace) -> int:
-    """Returns the verdict's exit status; 2, with one line on stderr, if the check cannot be made."""
+def command(target: str, /, *, options: Annotated[ParityOptions, Parameter(name="*")] = DEFAULTS) -> int:
+    """Compare the engine's logprobs with the trainer's and name what is wrong. Status 0 parity, 1 mismatch, 2 could not
+    tell, with one line on standard error.
+
+    Args:
+        target: a run (its name or folder), a run file (boots one engine and probes it), or a file of recorded rollouts
+    """
     import redis
 
     from penstock.consumers.parity.report import ParityError
@@ -114,10 +90,10 @@ def _parity(arguments: argparse.Namespace) -> int:
     from penstock.producers.interfaces import EngineError, WeightLoadError
 
     refused = (ParityError, RolloutFileError, ConfigError, ServerError, EngineError, WeightLoadError)
-    say = progress(not arguments.json)
+    say = progress(not options.json)
     try:
         with ExitStack() as closing:
-            return _check(_open(arguments, say, closing), arguments, say)
+            return _check(_open(Path(target), options, say, closing), options, say)
     except (*refused, redis.RedisError, OSError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return _COULD_NOT_TELL
@@ -126,89 +102,87 @@ def _parity(arguments: argparse.Namespace) -> int:
         return _COULD_NOT_TELL
 
 
-def _open(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Opened:
-    target = Path(arguments.target)
+def _open(target: Path, options: ParityOptions, say: "Say", closing: ExitStack) -> _Opened:
     if is_rollout_file(target):
-        _refuse_others(arguments, "rollout file")
-        return _open_rollout_file(target, arguments)
-    if target.suffix == ".toml" or _is_shipped(arguments):
-        _refuse_others(arguments, "run file")
-        return _open_probe(find_run_file(target), arguments, say, closing)
+        _refuse_others(target, "rollout file", options)
+        return _open_rollout_file(target, options)
+    if target.suffix == ".toml" or _is_shipped(target, options.runs):
+        _refuse_others(target, "run file", options)
+        return _open_probe(find_run_file(target), options, say, closing)
     if target.is_file():
         raise RolloutFileError(f"{target}: neither a run file (*.toml) nor a rollout file")
     if not target.exists() and len(target.parts) > 1:
         raise ConfigError(f"{target}: no such file; expected the name or folder of a run, a run file or a rollout file")
-    _refuse_others(arguments, "run")
-    return _open_run(arguments, say, closing)
+    _refuse_others(target, "run", options)
+    return _open_run(target, options, say, closing)
 
 
-def _is_shipped(arguments: argparse.Namespace) -> bool:
+def _is_shipped(target: Path, runs: Path) -> bool:
     """Returns whether the target is the name of a shipped run file and of no run."""
-    target = Path(arguments.target)
-    is_run = target.exists() or (arguments.runs / target).exists() or "REDIS_URL" in os.environ
-    return not is_run and arguments.target in shipped_run_files()
+    is_run = target.exists() or (runs / target).exists() or "REDIS_URL" in os.environ
+    return not is_run and str(target) in shipped_run_files()
 
 
 _ONLY = {
-    "groups": ("run", NEWEST_GROUPS),
-    "wait": ("run", WAIT_S),
-    "prompts": ("run file", NUM_PROMPTS),
-    "set": ("run file", []),
-    "model": ("rollout file", None),
-    "weights": ("rollout file", None),
-    "dtype": ("rollout file", None),
+    "groups": "run",
+    "wait": "run",
+    "prompts": "run file",
+    "set": "run file",
+    "model": "rollout file",
+    "weights": "rollout file",
+    "dtype": "rollout file",
 }
-"""Options that one kind of target takes, with that kind and their defaults."""
+"""The one kind of target that takes an option."""
 
 
-def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
+def _refuse_others(target: Path, kind: str, options: ParityOptions) -> None:
     """Raises ConfigError for an option that the target would ignore."""
-    for name, (takes, default) in _ONLY.items():
-        given = getattr(arguments, name)
-        if takes != kind and given != default:
+    for name, takes in _ONLY.items():
+        given = getattr(options, name)
+        if takes != kind and given != getattr(DEFAULTS, name):
             shown = given if name != "set" else given[0]
-            raise ConfigError(f"--{name} {shown}: {arguments.target} is a {kind}, and only a {takes} takes that option")
+            raise ConfigError(f"--{name} {shown}: {target} is a {kind}, and only a {takes} takes that option")
 
 
-def _open_rollout_file(file: Path, arguments: argparse.Namespace) -> _Opened:
+def _open_rollout_file(file: Path, options: ParityOptions) -> _Opened:
     from penstock.deploy.parity.inputs import from_rollout_file
 
-    found = from_rollout_file(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)
-    return _Opened(found, arguments.out or file.parent, arguments.device or "auto")
+    found = from_rollout_file(file, model=options.model, folder=options.weights, dtype=options.dtype)
+    return _Opened(found, options.out or file.parent, options.device or "auto")
 
 
-def _open_probe(file: Path, arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Opened:
+def _open_probe(file: Path, options: ParityOptions, say: "Say", closing: ExitStack) -> _Opened:
     from penstock.deploy.launch.start_checks import check
     from penstock.deploy.parity.probe import run_probe
     from penstock.producers.interfaces import EngineError
 
-    config = check(load_config(file, arguments.set)).config
+    config = check(load_config(file, options.set)).config
     folder = _temporary(closing)
-    out = arguments.out or Path()
+    out = options.out or Path()
     log = out / "parity-engine.log"
     try:
-        probed = run_probe(config, folder, num_prompts=arguments.prompts, log=log, say=say)
+        probed = run_probe(config, folder, num_prompts=options.prompts, log=log, say=say)
     except EngineError as error:
         raise EngineError(f"{error} ({log} holds what the engine printed)") from error
-    return _Opened(probed.input, out, arguments.device or config.trainer.device, capture=probed.capture)
+    return _Opened(probed.input, out, options.device or config.trainer.device, capture=probed.capture)
 
 
-def _open_run(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Opened:
+def _open_run(target: Path, options: ParityOptions, say: "Say", closing: ExitStack) -> _Opened:
     from penstock.consumers.parity.logged_versions import LoggedVersions
     from penstock.deploy.operate.run_access import open_run
     from penstock.deploy.parity.inputs import from_run
     from penstock.schemas.weights.reading import WeightReader
 
-    run = closing.enter_context(open_run(arguments.target, arguments.runs))
+    run = closing.enter_context(open_run(str(target), options.runs))
     if run.config is None or run.folder is None:
         raise ConfigError(
             f"{run.name}: its folder, with the run file, is not on this machine; expected --runs DIR to hold it"
         )
     reader = WeightReader(lambda command: command(run.redis), run.keys)
     weights = LoggedVersions(Path(run.config.model.path), _temporary(closing), reader)
-    found = from_run(run, run.config, weights, num_groups=arguments.groups, wait_s=arguments.wait, say=say)
+    found = from_run(run, run.config, weights, num_groups=options.groups, wait_s=options.wait, say=say)
     threads = run.config.trainer.num_threads
-    return _Opened(found, arguments.out or run.folder, arguments.device or "cpu", threads)
+    return _Opened(found, options.out or run.folder, options.device or "cpu", threads)
 
 
 def _temporary(closing: ExitStack) -> Path:
@@ -216,7 +190,7 @@ def _temporary(closing: ExitStack) -> Path:
     return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="penstock-parity-")))
 
 
-def _check(opened: _Opened, arguments: argparse.Namespace, say: "Say") -> int:
+def _check(opened: _Opened, options: ParityOptions, say: "Say") -> int:
     import torch
 
     from penstock.consumers.learning.model.device import choose_device
@@ -225,9 +199,9 @@ def _check(opened: _Opened, arguments: argparse.Namespace, say: "Say") -> int:
     from penstock.deploy.parity.inputs import tokenizer_for
 
     found = opened.input
-    if arguments.save is not None:
-        say(found.save(arguments.save))
-    tokenizer = None if arguments.no_tokenizer else tokenizer_for(found.config)
+    if options.save is not None:
+        say(found.save(options.save))
+    tokenizer = None if options.no_tokenizer else tokenizer_for(found.config)
     if opened.num_threads is not None:
         torch.set_num_threads(opened.num_threads)
     device = choose_device(opened.device)
@@ -239,13 +213,13 @@ def _check(opened: _Opened, arguments: argparse.Namespace, say: "Say") -> int:
         lag_of=found.lag_of,
         tokenizer=tokenizer,
         device=device,
-        max_tokens=arguments.max_tokens,
+        max_tokens=options.max_tokens,
     )
     report = msgspec.structs.replace(report, notes=(*found.notes, *report.notes))
     if opened.capture is not None:
         say("comparing layer by layer")
         report = _with_layers(report, found, opened.capture, device)
-    _tell(report, opened, arguments, say)
+    _tell(report, opened, options, say)
     return EXIT_STATUS[report.verdict.status]
 
 
@@ -261,20 +235,20 @@ def _with_layers(report: "ParityReport", found: "ParityInput", capture: Path, de
         return msgspec.structs.replace(report, notes=(*report.notes, f"layers were not compared: {error}"))
 
 
-def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace, say: "Say") -> None:
+def _tell(report: "ParityReport", opened: _Opened, options: ParityOptions, say: "Say") -> None:
     from penstock.deploy.parity.display import print_report, write_pictures
 
     say("drawing")
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=1)
     pictures = write_pictures(report, opened.out)
     (opened.out / "parity.json").write_bytes(encoded)
-    if arguments.json:
+    if options.json:
         print(encoded.decode())
         return
     print_report(report, opened.input.title)
     print(f"\npicture  {pictures[1]}\nreport   {opened.out / 'parity.json'}")
-    if arguments.save is not None:
-        print(f"rollouts {arguments.save}")
+    if options.save is not None:
+        print(f"rollouts {options.save}")
 
 
 class _GateReport(msgspec.Struct):
@@ -313,12 +287,3 @@ def raise_gate_refusal(run_folder: Path, since_s: float) -> None:
         "the parity gate refuses to train. Fix it, then start under another name "
         f"(--name). `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same"
     )
-
-
-COMMAND = Command(
-    "parity",
-    "compare the engine's logprobs with the trainer's and name what is wrong; status 0 parity, 1 mismatch, 2 could not "
-    "tell",
-    _add_arguments,
-    _parity,
-)

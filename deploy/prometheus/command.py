@@ -1,12 +1,11 @@
 """`penstock prometheus RUN` writes the scrape configuration of a run on this machine."""
 
-import argparse
 import json
 import re
 import shlex
 from pathlib import Path
 
-from penstock.deploy.launch.command_line import Command, add_run
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, Run, Runs
 from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.redis_url import connection_file
@@ -19,15 +18,6 @@ REDIS_JOB = """
     static_configs:
       - { targets: [%s] }
 """
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    parser.add_argument(
-        "--redis-exporter",
-        metavar="HOST:PORT",
-        help="scrape redis_exporter at this address, for the memory of Redis",
-    )
 
 
 def write_prometheus_config(run_folder: Path, redis_exporter: str | None = None) -> Path:
@@ -68,24 +58,24 @@ def exporter_command(run_folder: Path, address: str) -> str | None:
     return f"REDIS_PASSWORD={password} {shlex.join(command)}"
 
 
-def _prometheus(arguments: argparse.Namespace) -> int:
-    folders = (Path(arguments.run), arguments.runs / arguments.run)
+def command(run: Run, /, *, runs: Runs = DEFAULT_RUNS, redis_exporter: str | None = None) -> int:
+    """Write the Prometheus configuration of a run on this machine.
+
+    Args:
+        redis_exporter: scrape redis_exporter at this HOST:PORT, for the memory of Redis
+    """
+    folders = (Path(run), runs / run)
     found = [folder for folder in folders if (folder / RUN_FILE).is_file()]
     if not found:
-        raise ConfigError(f"{arguments.run}: neither a run's folder nor a run in {arguments.runs}")
-    file = write_prometheus_config(found[0], arguments.redis_exporter)
+        raise ConfigError(f"{run}: neither a run's folder nor a run in {runs}")
+    file = write_prometheus_config(found[0], redis_exporter)
     data = file.parent / "prometheus"
     print(f"wrote {file}; with Prometheus installed:\n")
     print(shlex.join(["prometheus", f"--config.file={file}", f"--storage.tsdb.path={data}"]))
-    if arguments.redis_exporter is not None:
-        command = exporter_command(file.parent, arguments.redis_exporter)
-        if command is None:
+    if redis_exporter is not None:
+        serving = exporter_command(file.parent, redis_exporter)
+        if serving is None:
             print("\nthe run's own Redis is not running, so there is no command for redis_exporter")
         else:
-            print(f"\nand redis_exporter, for as long as this Redis runs:\n\n{command}")
+            print(f"\nand redis_exporter, for as long as this Redis runs:\n\n{serving}")
     return 0
-
-
-COMMAND = Command(
-    "prometheus", "write the Prometheus configuration of a run on this machine", _add_arguments, _prometheus
-)

@@ -1,13 +1,15 @@
 """`penstock replay`: trains variants on a run's record, writes their numbers, prints the comparison."""
 
-import argparse
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.deploy.launch.command_line import Command, add_runs, add_set, limit_threads, run_as_ranks, standard_output
+from cyclopts import Parameter
+
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, Runs, limit_threads, run_as_ranks, standard_output
 from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import RecordReadError
@@ -22,65 +24,84 @@ if TYPE_CHECKING:
 FOLDER = "replay"
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="name of a run with record = true, or its folder")
-    parser.add_argument(
-        "--objective",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="a variant with this objective, as in penstock.consumers.learning.objectives.gspo:Gspo; may be repeated",
-    )
-    add_set(parser, "another setting for every variant, as in correction.mode=token_mask", "FIELD=VALUE")
-    parser.add_argument(
-        "--variant",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("NAME", "FIELD=VALUE"),
-        help="a variant with settings of its own; may be repeated",
-    )
-    parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="start there (default: the base model)")
-    parser.add_argument("--updates", type=int, metavar="N", help="at most N updates (default: all)")
-    parser.add_argument("--name", help=f"results go to <run>/{FOLDER}/NAME (default: the next free number)")
-    add_runs(parser)
+def command(
+    run: Annotated[str, Parameter(help="name of a run with record = true, or its folder")],
+    /,
+    *,
+    objective: tuple[str, ...] = (),
+    set: tuple[str, ...] = (),
+    variant: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    checkpoint: Annotated[str | None, Parameter(name="--from")] = None,
+    updates: int | None = None,
+    name: str | None = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> int:
+    """Train on a run's recorded rollouts again, to compare other settings. Status 1 if the run's own settings do not
+    reproduce its recorded losses.
 
-
-def _replay(arguments: argparse.Namespace) -> int:
-    """Returns 0, or 1 if the run's own settings do not reproduce its recorded losses."""
+    Args:
+        objective: a variant with this objective, as in penstock.consumers.learning.objectives.gspo:Gspo; may be
+            repeated
+        set: another setting for every variant, as in correction.mode=token_mask; may be repeated
+        variant: NAME FIELD=VALUE ...: a variant with settings of its own; may be repeated
+        checkpoint: start there (default: the base model)
+        updates: at most so many updates (default: all)
+        name: results go to <run>/replay/NAME (default: the next free number)
+    """
     from penstock.deploy.replay.variants import variants_of
 
-    if arguments.updates is not None and arguments.updates < 1:
-        raise ConfigError(f"--updates {arguments.updates}: expected 1 or more")
-    variants = variants_of(arguments.objective, arguments.set, arguments.variant)
-    run_folder = find_run_folder(arguments.run, arguments.runs)
+    if updates is not None and updates < 1:
+        raise ConfigError(f"--updates {updates}: expected 1 or more")
+    variants = variants_of(objective, set, _named(variant))
+    run_folder = find_run_folder(run, runs)
     try:
         record = Record(run_folder)
-        configs = {variant: variant.config(record.header.config, record.folder) for variant in variants}
+        configs = {each: each.config(record.header.config, record.folder) for each in variants}
         # Before torch is imported: equal thread counts make equal sums.
         limit_threads(next(iter(configs.values())).trainer.num_threads)
-        return _start(arguments, run_folder, record, configs)
+        return _start(run_folder, record, configs, checkpoint, updates, name)
     except RecordReadError as error:
         raise ConfigError(str(error)) from None
 
 
+def _named(words: Sequence[str]) -> list[list[str]]:
+    """Returns name and settings of each variant: a word without `=` is a name, and begins one.
+
+    Raises:
+        ConfigError: a field without a value.
+    """
+    variants: list[list[str]] = []
+    for word in words:
+        if "." in word and "=" not in word:
+            raise ConfigError(f"--variant {word}: expected FIELD=VALUE, or a name without dots")
+        if "=" not in word or not variants:
+            variants.append([])
+        variants[-1].append(word)
+    return variants
+
+
 def _start(
-    arguments: argparse.Namespace, run_folder: Path, record: Record, configs: "dict[ReplayVariant, RunConfig]"
+    run_folder: Path,
+    record: Record,
+    configs: "dict[ReplayVariant, RunConfig]",
+    checkpoint: str | None,
+    updates: int | None,
+    name: str | None,
 ) -> int:
     """Replays on as many ranks as the run had; this process is one of them if torchrun has started it."""
     from penstock.consumers.learning.ranks import Ranks
     from penstock.deploy.replay.player import batches_from, find_start, num_ranks, ranks_of
     from penstock.deploy.replay.variants import RANKS
 
-    start = find_start(record, run_folder, arguments.start)
-    batches = batches_from(record, start, arguments.updates)
+    start = find_start(record, run_folder, checkpoint)
+    batches = batches_from(record, start, updates)
     size, started = num_ranks(record, batches, configs), int(os.environ.get("WORLD_SIZE", 1))
     if started != size and "WORLD_SIZE" in os.environ:
         raise ConfigError(
             f"{started} ranks started, to be played on {size}: expected {size}, or --set {RANKS}={started}"
         )
     if started == 1:
-        results = _results_folder(run_folder, arguments.name)
+        results = _results_folder(run_folder, name)
         if size == 1:
             return _play_all(results, record, batches, start, configs, Ranks())
         if ranks_of(batches) == {size}:
@@ -97,7 +118,7 @@ def _start(
     status = 2
     try:
         check_alike(config, ranks)
-        status = _play_all(_results_folder(run_folder, arguments.name), record, batches, start, configs, ranks)
+        status = _play_all(_results_folder(run_folder, name), record, batches, start, configs, ranks)
     except (ConfigError, RecordReadError):
         raise
     except Exception as error:
@@ -194,8 +215,3 @@ def _results_folder(run_folder: Path, name: str | None) -> Path:
     if (folder / name).exists():
         raise ConfigError(f"--name {name}: {folder / name} exists already; choose another name")
     return folder / name
-
-
-COMMAND = Command(
-    "replay", "train on a run's recorded rollouts again, to compare other settings", _add_arguments, _replay
-)

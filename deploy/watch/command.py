@@ -1,44 +1,39 @@
 """`penstock watch RUN`: shows three views of a run in the terminal."""
 
-import argparse
 from pathlib import Path
 
-from penstock.deploy.launch.command_line import Command, add_run
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, Run, Runs
 from penstock.schemas.config import ConfigError
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    parser.add_argument("--once", action="store_true", help="print all three views once, as without a terminal")
+def command(run: Run, /, *, runs: Runs = DEFAULT_RUNS, once: bool = False) -> int:
+    """Show a run in three views: flow, learning, off-policy (keys 1, 2, 3; q quits).
 
+    Args:
+        once: print all three views once, as without a terminal
 
-def _watch(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError: no run folder of this name, or a run file in it that cannot be read."""
+    Raises:
+        ConfigError: no run folder of this name, or a run file in it that cannot be read.
+    """
     from rich.console import Console
 
     from penstock.deploy.operate.run_access import find_run
     from penstock.deploy.watch.gathering import Gatherer
     from penstock.deploy.watch.screen import all_views, watch
 
-    run = arguments.run
     if "://" in run:
         raise ConfigError(f"{run}: expected a run's name or folder; a run on other machines is shown by Grafana")
     if Path(run).is_file():
         raise ConfigError(f"{run}: a file; expected a run's name or folder")
-    _, folder, config = find_run(run, arguments.runs)
+    _, folder, config = find_run(run, runs)
     if folder is None or config is None:
         raise ConfigError(
-            f"{run}: no run folder in {arguments.runs}; a run whose folder is on other machines is shown by Grafana"
+            f"{run}: no run folder in {runs}; a run whose folder is on other machines is shown by Grafana"
         )
     gatherer = Gatherer(folder, config)
     console = Console()
-    if arguments.once or not console.is_terminal or console.is_dumb_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(all_views(gatherer.gather(), console.width))
     else:
         watch(gatherer, console)
     return 0
-
-
-COMMAND = Command(
-    "watch", "show a run in three views: flow, learning, off-policy (keys 1, 2, 3; q quits)", _add_arguments, _watch
-)

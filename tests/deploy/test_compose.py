@@ -1,6 +1,5 @@
 """compose.yaml and the images: what can be told without a container engine. `make compose-check` brings them up."""
 
-import argparse
 import json
 import re
 import shlex
@@ -9,6 +8,7 @@ import socket
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,10 +47,11 @@ def resolved(value: str, **variables: str) -> str:
     return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1], match[2]), value)
 
 
-def command_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    cli.add_commands(parser, cli.COMMANDS)
-    return parser
+def parsed(words: list[str]) -> SimpleNamespace:
+    """The arguments that a command line gives to its command, defaults included."""
+    _, given, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    given.apply_defaults()
+    return SimpleNamespace(**given.arguments)
 
 
 def own() -> list[dict[str, Any]]:
@@ -99,7 +100,7 @@ def test_a_producer_needs_nothing_of_the_run_but_redis_and_its_own_modules() -> 
     script = (IMAGES / "producer.sh").read_text()
     (line,) = re.findall(r"^set -- (.*)$", script, re.M)
     words = shlex.split(line.replace("${REDIS_URL:?the address of Redis is missing}", "redis://redis"))
-    arguments = command_parser().parse_args(["producer", *words[:-1]])
+    arguments = parsed(["producer", *words[:-1]])
     assert (arguments.join, arguments.run, arguments.run_file) == ("redis://redis", "$RUN", None)
 
 
@@ -151,7 +152,7 @@ def test_every_command_of_the_page_is_one_that_there_is() -> None:
     lines = [line for block in re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
     for way in (r"docker compose run .*?\bpenstock ", r"kubectl exec .*? -- penstock "):
         given = {
-            words[0]: (line, command_parser().parse_args(words))
+            words[0]: (line, parsed(words))
             for line in lines
             if (found := re.match(way, line)) and (words := shlex.split(line[found.end() :], comments=True))
         }

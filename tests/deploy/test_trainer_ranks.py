@@ -115,7 +115,7 @@ def test_a_signal_before_training_began_ends_all_ranks_with_status_0(
     ended: list[int] = []
     met = SimpleNamespace(is_lead=True), SimpleNamespace(ended=ended.append)
 
-    def told_to_stop(*_: object) -> None:
+    def told_to_stop(*_: object, **__: object) -> None:
         raise StoppedError
 
     monkeypatch.setenv("WORLD_SIZE", "2")

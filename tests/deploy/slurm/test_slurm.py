@@ -1,6 +1,5 @@
 """deploy/slurm: scripts that sbatch takes, whose commands exist, and that end as their jobs should."""
 
-import argparse
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from penstock.deploy.cli import COMMANDS, add_commands
+from penstock.deploy.cli import app
 from penstock.producers.loop import GRACE_S, SHUTDOWN_TIMEOUT_S
 from waiting import wait_for
 
@@ -114,11 +113,9 @@ def test_options_go_to_penstock_which_takes_them(cluster: Cluster, script: str) 
     words = shlex.split(call.rpartition(" url=")[0])
     command = words[words.index("penstock") + 1 :]
     assert command[1:6] == asked
-    parser = argparse.ArgumentParser()
-    add_commands(parser, COMMANDS)
-    taken = parser.parse_args(command)
+    _, taken, _ = app.parse_args(command, exit_on_error=False, print_error=False)
     if script == "trainer.sbatch":
-        assert taken.resume  # torchrun starts ranks again
+        assert taken.arguments["resume"]  # torchrun starts ranks again
         launched = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
         assert (launched.nnodes, launched.nproc_per_node, launched.no_python) == ("2", "gpu", True)
         assert launched.rdzv_endpoint == "node7:23456"
