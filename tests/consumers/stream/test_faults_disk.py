@@ -161,6 +161,6 @@ def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, red
         with pytest.raises(OSError, match=r"policy [56] cannot be written: .*File too large"):
             trainer.run()
     second = bench.trainer(resume=True)
-    assert second.learner.num_steps in (4, 6), "it commits if it was between two steps when it was stopped"
+    assert second.learner.num_steps in (4, 5, 6), "that of the last checkpoint, or of a stop between two steps"
     assert second.run()
     assert_settled_once(bench, redis_client)
