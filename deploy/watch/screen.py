@@ -84,8 +84,8 @@ def _draw(gatherer: Gatherer, read_key: Callable[[], str], screen: Live) -> None
         now = (number, screen.console.size, due_s)
         if now != drawn:
             drawn = now
-            is_shown = isinstance(snapshot, RunSnapshot)
-            screen.update(one_view(snapshot, number, screen.console.width) if is_shown else snapshot, refresh=True)
+            view = one_view(snapshot, number, screen.console.width) if isinstance(snapshot, RunSnapshot) else snapshot
+            screen.update(view, refresh=True)
         key = read_key()
 
 

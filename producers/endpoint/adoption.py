@@ -64,8 +64,8 @@ class _KeptRollout:
             # The newest answer to a request counts.
             rollout.earlier = list({call.request: call for call in self.calls.values()}.values())
         if self.ended is not None:
-            for restored in rollout.ledger.calls:
-                restored.delivered = restored.number in self.ended.read
+            for answered in rollout.ledger.calls:
+                answered.delivered = answered.number in self.ended.read
             rollout.restore_end(self.ended)
         return rollout
 

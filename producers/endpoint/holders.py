@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -53,14 +52,14 @@ class Holders:
             return None
         opener, index = origin
         context = self._context
-        data: Any = None
+        data: object = None
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 holder = await self._journals.holder_of(index)
                 producer_id = opener if holder is None else holder.producer_id
                 if producer_id != context.producer_id:
                     data = await context.connection.commands.get(context.keys.producer(producer_id))
-            if data is None:
+            if not isinstance(data, bytes):
                 return None if holder is None else ""
             return decode_heartbeat(data).endpoint
         except (TimeoutError, RedisError, ValueError):

@@ -74,6 +74,7 @@ class MathJsonl(Dataset):
             system_prompt=system_prompt,
             num_evaluation_prompts=num_evaluation_prompts,
         )
+        self._order_seed = seed
         held_out = [self.evaluation_prompt(n) for n in range(1, self.num_evaluation_prompts + 1)]
         problems = [self._pose(self._rows, n) for n in range(len(self._rows))]
         texts = {prompt.messages for prompt in held_out}
@@ -91,7 +92,7 @@ class MathJsonl(Dataset):
         self._scorer.stop()  # the first reward starts it again: not everyone who opens the files asks for one
 
     def prompt(self, index: int) -> Prompt:
-        return self._pose(self._rows, self._numbers[task_of(index, len(self._numbers), self._seed)])
+        return self._pose(self._rows, self._numbers[task_of(index, len(self._numbers), self._order_seed)])
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         correct = _is_right(self._scorer, prompt, completion, self._require_boxed)
