@@ -281,18 +281,6 @@ async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(se
     assert "cannot be finished" not in caplog.text and not one.task.done()
 
 
-async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.2)
-    engine = ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096)
-    one = await serve(engine, environment=ToolCaller(), group_size=2)
-    one.trainer.release(1, 2)
-    await until(lambda: engine.num_active == 4)
-    one.producer.stop.set()
-    await asyncio.wait_for(one.task, 60)
-    assert sorted(fields[Field.INDEX] for _, fields in one.server.client.xrange(KEYS.prompts)) == [b"1", b"2"]
-    assert engine.num_active == 0
-
-
 async def test_an_environment_of_prompts_is_answered_in_one_turn_beside_one_that_converses(serve) -> None:
     class Talker(ToolCaller):
         num_evaluation_prompts = 1
@@ -327,18 +315,28 @@ async def test_an_environment_of_prompts_is_answered_in_one_turn_beside_one_that
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer.table)
 
 
-async def test_prompts_of_one_turn_take_no_more_room_than_there_is_and_are_handed_back_at_a_stop(serve) -> None:
+async def test_groups_take_no_more_room_than_there_is_and_are_handed_back_at_a_stop(serve, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.2)
     environment, room = {"talk": ToolCaller(), "ask": Numbers()}, ProducersConfig(groups_in_flight=3)
-    engine = ScriptedEngine(token_s=5.0, max_model_len=4096)
+    held = []
+
+    def script(ids: list[int], sibling: int) -> list[int]:
+        held.append(len(one.producer.table))
+        return spelled("ok")
+
+    engine = ScriptedEngine(script=script, max_model_len=4096)
     one = await serve(engine, environment=environment, group_size=2, producers=room)
     one.trainer.release(1, 8, environment="ask")
-    await until(lambda: engine.num_active == 2)  # requests, one for the siblings of a group; a place is for evaluations
-    await asyncio.sleep(0.3)
-    assert len(one.producer.table) == 2
+    await one.entries(8)
+    assert max(held) == 2, "a place is for evaluations"
+    engine.may_sample.clear()
+    one.trainer.release(21, 21, environment="talk")
+    one.trainer.release(22, 28, environment="ask")
+    await until(lambda: engine.num_active == 3)  # a conversation each sibling, one request for those of a prompt
     one.producer.stop.set()
     await asyncio.wait_for(one.task, 60)
     left = one.server.client.xrange(KEYS.prompts)
-    assert sorted(int(fields[Field.INDEX]) for _, fields in left) == list(range(1, 9))
+    assert sorted(int(fields[Field.INDEX]) for _, fields in left) == list(range(21, 29))
     assert engine.num_active == 0
 
 

@@ -65,13 +65,6 @@ def opening(style: str) -> list[int]:
 
 
 @pytest.mark.parametrize("style", STYLE_NAMES)
-def test_a_first_call_is_the_template_s_own_rendering(style: str) -> None:
-    prompt = prompts(style).prompt(request(ASKED), CallLedger())
-    assert (prompt.kind, prompt.reason, prompt.parent) == ("first", "", None)
-    assert prompt.token_ids == render(style, ASKED, True)
-
-
-@pytest.mark.parametrize("style", STYLE_NAMES)
 def test_an_answer_sampled_otherwise_than_its_text_encodes_stays_as_sampled(style: str) -> None:
     served, ledger = prompts(style), CallLedger()
     first = served.prompt(request(ASKED), ledger)
@@ -93,18 +86,6 @@ def test_an_answer_as_the_template_writes_it_is_continued_without_drift() -> Non
     messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
     second = served.prompt(request(messages), ledger)
     assert second.kind == "spliced" and second.token_ids == render("chatml", messages, True)
-
-
-def test_reasoning_that_the_template_would_strip_stays() -> None:
-    text = "<think>\nthree and four\n</think>\n\n" + TEXT
-    reply = {"role": "assistant", "content": TEXT, "reasoning": "three and four"}
-    messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
-    served, ledger = prompts("qwen3"), CallLedger()
-    first = served.prompt(request(ASKED), ledger)
-    call = answered(ledger, first, ASKED, [*encode("qwen3", text), *end("qwen3")], reply)
-    second = served.prompt(request(messages), ledger)
-    assert (second.kind, second.reason) == ("drifted", "")
-    assert second.token_ids[: len(call.token_ids)] == call.token_ids
 
 
 @pytest.mark.parametrize(

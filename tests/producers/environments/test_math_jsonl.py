@@ -1,13 +1,12 @@
 import json
 import re
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from penstock.producers.environments.math_jsonl import MOST_CHECKED, MathJsonl, _Scorer
-from penstock.schemas.prompt import Message, Prompt
+from penstock.schemas.prompt import Prompt
 
 PROBLEMS = [{"problem": f"What is ${n}/2$?", "answer": f"\\frac{{{n}}}{{2}}"} for n in range(1, 8)]
 
@@ -29,54 +28,15 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> MathJsonl:
     return MathJsonl(seed=0, prompts_file=file, scoring_timeout_s=30.0)
 
 
-def test_a_problem_becomes_messages_for_the_chat_template(prompts_file: str):
-    environment = MathJsonl(seed=0, prompts_file=prompts_file, system_prompt="Answer in \\boxed{}.")
-    prompt = environment.prompt(1)
-    line = int(prompt.metadata["source"].removeprefix(f"{prompts_file}:"))
-    assert prompt.messages == (
-        Message(role="system", content="Answer in \\boxed{}."),
-        Message(role="user", content=PROBLEMS[line - 1]["problem"]),
-    )
-    assert prompt.answer == PROBLEMS[line - 1]["answer"]
-
-
-def test_every_dataset_epoch_poses_each_problem_once_in_an_order_of_seed_and_epoch(prompts_file: str):
-    first, second = (MathJsonl(seed=4, prompts_file=prompts_file) for _ in range(2))
-    epochs = [[first.prompt(7 * epoch + n).answer for n in range(1, 8)] for epoch in range(5)]
-    assert all(Counter(epoch) == Counter(p["answer"] for p in PROBLEMS) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 5
-    other = MathJsonl(seed=5, prompts_file=prompts_file)
-    assert [second.prompt(i).answer for i in range(1, 8)] == epochs[0] != [other.prompt(i).answer for i in range(1, 8)]
-
-
 def test_held_out_problems_are_left_out_of_training(tmp_path: Path, prompts_file: str):
     held_out = write(tmp_path / "test.jsonl", [*PROBLEMS[:2], {"problem": "new", "answer": "1"}])
     environment = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out)
-    assert environment.num_evaluation_prompts == 3
+    limited = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out, num_evaluation_prompts=2)
+    assert (environment.num_evaluation_prompts, limited.num_evaluation_prompts) == (3, 2)
     evaluation = {environment.evaluation_prompt(n).messages for n in (1, 2, 3)}
     training = {environment.prompt(index).messages for index in range(1, 21)}
     assert len(training) == 5
     assert evaluation.isdisjoint(training)
-
-
-def test_the_evaluation_can_be_limited_to_the_first_problems(tmp_path: Path, prompts_file: str):
-    held_out = write(tmp_path / "test.jsonl", [{"problem": f"new {n}", "answer": n} for n in range(4)])
-    environment = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out, num_evaluation_prompts=2)
-    assert [environment.evaluation_prompt(n).answer for n in (1, 2)] == ["0", "1"]
-
-
-def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, prompts_file: str):
-    file = tmp_path / "bad.jsonl"
-    for content, message in [
-        ('\n{"problem": "a"}', r"bad.jsonl:2: column 'answer' is missing, found \['problem'\]"),
-        ('{"problem": "", "answer": "1"}', "bad.jsonl:1: column 'problem' is '', expected a string"),
-        ('{"problem": "a", "answer": ""}', "bad.jsonl:1: column 'answer' is '', expected a string"),
-        ('{"problem": "a", "answer": true}', "bad.jsonl:1: column 'answer' is True, expected a string"),
-        ('{"problem": "a", "answer": "1"}\n{"problem": "b", "answer": null}', "bad.jsonl:2: column 'answer' is None"),
-    ]:
-        file.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            MathJsonl(seed=0, prompts_file=str(file))
     with pytest.raises(ValueError, match="every problem in prompts_file"):
         MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=prompts_file)
 
@@ -127,7 +87,9 @@ def test_an_answer_that_never_finishes_is_wrong_and_the_next_one_is_scored(promp
 def test_raw_gsm8k_is_taken_as_it_is(tmp_path: Path):
     solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether <<48+24=72>>72.\n#### 1,072"
     file = write(tmp_path / "gsm8k.jsonl", [{"question": "How many clips?", "answer": solution}])
-    assert MathJsonl(seed=0, prompts_file=file, problem_field="question").prompt(1).answer == "1,072"
+    prompt = MathJsonl(seed=0, prompts_file=file, problem_field="question", system_prompt="Be brief.").prompt(1)
+    assert prompt.answer == "1,072"
+    assert [message.content for message in prompt.messages] == ["Be brief.", "How many clips?"]
 
 
 @pytest.mark.parametrize(

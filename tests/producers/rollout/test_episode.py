@@ -126,7 +126,11 @@ async def test_each_prompt_is_posed_and_limited_by_its_own_environment(make_conf
         EnvironmentConfig(path="a:B", name="words"),
     )
     config = make_config(
-        group_size=2, environment=None, environments=settings, evaluation=EvaluationConfig(max_tokens=5)
+        group_size=2,
+        environment=None,
+        environments=settings,
+        sampling=SamplingConfig(temperature=0.5),
+        evaluation=EvaluationConfig(max_tokens=5),
     )
     posing = {"sums": OneTask(SUM), "words": OneTask(Prompt(text="one", answer="5"))}
     episodes = Episodes(
@@ -139,7 +143,8 @@ async def test_each_prompt_is_posed_and_limited_by_its_own_environment(make_conf
     )
     sums = await episodes.run(claim(environment="sums", task=4))
     words = await episodes.run(claim(index=8, environment="words", task=4))
-    assert (sums.environment, sums.task, sums.prompt, sums.sampling.max_tokens) == ("sums", 4, SUM, 3)
+    assert (sums.environment, sums.task, sums.prompt) == ("sums", 4, SUM)
+    assert sums.sampling == SamplingSettings(temperature=0.5, max_tokens=3)
     assert (words.environment, words.prompt.text, words.sampling.max_tokens) == ("words", "one", 256)
     assert [[each.reward.value for each in group.rollouts] for group in (sums, words)] == [[1, 0], [0, 1]]
     held_out = await episodes.run(claim(index=9, environment="words", task=2, evaluation_id="0-9"))
@@ -294,16 +299,6 @@ async def test_a_completion_that_the_engine_breaks_off_is_finished_beside_its_si
     begun, (finished,) = whole.rollouts[1].segments[0], broken.rollouts[1].segments
     assert finished.token_ids.startswith(begun.token_ids) and finished.num_sampled_tokens == 6
     assert finished.finish_reason != "abort"
-
-
-async def test_sampling_settings_reach_the_engine(episodes) -> None:
-    build = episodes(engine=ScriptedEngine(num_tokens=50), sampling=SamplingConfig(temperature=0.5, max_tokens=4))
-    group = await build.run(claim())
-    assert isinstance(group, RolloutGroup)
-    assert group.sampling == SamplingSettings(temperature=0.5, max_tokens=4)
-    assert type(group.sampling) is SamplingSettings
-    assert {rollout.num_sampled_tokens for rollout in group.rollouts} == {4}
-    assert build.num_tokens == 8
 
 
 @pytest.mark.parametrize("exists", [True, False])

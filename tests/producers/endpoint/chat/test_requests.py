@@ -38,10 +38,6 @@ def test_what_leaves_the_distribution_alone_is_accepted() -> None:
     assert request.template_arguments == {"enable_thinking": False}
 
 
-def test_a_request_of_messages_alone_gets_the_run_s_settings() -> None:
-    assert chat() == (MESSAGES, [], False, True, None, False, False, False, {}, (), False, False, ())
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -108,12 +108,6 @@ def test_without_an_eos_nothing_can_be_spliced_but_a_first_call_can_be_made():
     assert splice([], [5, 7], [5, 7, 8], None) == [5, 7, 8]
 
 
-def test_a_prefix_cut_at_a_later_answer_without_ids_is_refused():
-    model = [1, EOS, 10, 11, EOS]
-    later = [1, EOS, 10, 12, EOS, 3, EOS, 10, 13, EOS]
-    assert code_of(splice, model, later, [*later, 4, EOS, 10], EOS) == "turn_count_mismatch"
-
-
 def test_ids_and_spans_that_are_none_are_refused():
     for ids in ([1.5], ["1"], [None], [2**31], [-(2**31)]):
         for place in range(3):
@@ -141,11 +135,6 @@ def test_a_generation_prompt_that_the_history_lacks_is_no_edit():
     model, prefix = [1, EOS, 10, 11, 70, 71, 60, EOS], [1, EOS, 10, 11, 61, EOS]
     result = splice(model, prefix, [*prefix, 3, EOS], EOS, generated_spans=[(6, 8)], control_token_ids=[10, 11])
     assert result == [*model, 3, EOS]
-
-
-def test_a_stop_token_other_than_eos_stays_and_the_eos_follows_it():
-    model, prefix = [1, EOS, 10, 60, 99], [1, EOS, 10, 60, EOS]
-    assert splice(model, prefix, [*prefix, 3, EOS], EOS, generated_spans=[(3, 5)]) == [*model, EOS, 3, EOS]
 
 
 def test_spelling_the_end_of_a_turn_is_not_ending_it():
@@ -214,21 +203,6 @@ def test_a_turn_start_must_be_known_unless_there_is_nothing_to_splice():
 # Messages
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({"prompt_token_ids": "12", "generation_token_ids": [], "generation_log_probs": []}, "invalid_token_ids"),
-        ({"prompt_token_ids": [1], "generation_token_ids": [-1], "generation_log_probs": [0.0]}, "invalid_token_ids"),
-        ({"prompt_token_ids": [1], "generation_token_ids": [2.5], "generation_log_probs": [0.0]}, "invalid_token_ids"),
-        ({"generation_token_ids": [1]}, "partial_token_metadata"),
-    ],
-)
-def test_broken_token_fields_are_named_with_their_message(fields, code):
-    with pytest.raises(TokenMetadataError, match=r"messages\[1\]") as refused:
-        extract_model_prefix([{"role": "user"}, {"role": "assistant", **fields}])
-    assert refused.value.code == code
-
-
 def test_a_message_that_the_model_did_not_write_has_no_token_ids():
     answer = {"role": "assistant", **{name: [1] for name in TOKEN_FIELDS}}
     cases = itertools.product(("user", "tool", None), ({"prompt_token_ids": [1]}, {name: [1] for name in TOKEN_FIELDS}))
@@ -239,11 +213,6 @@ def test_a_message_that_the_model_did_not_write_has_no_token_ids():
             extract_model_prefix(messages)
         assert refused.value.code == "token_metadata_on_non_assistant"
         assert extract_model_prefix([answer, {**other, **dict.fromkeys(fields)}]) == (0, [1, 1])
-
-
-def test_messages_without_token_ids_have_no_model_prefix():
-    assert extract_model_prefix([]) == (None, [])
-    assert extract_model_prefix([{"role": "user", "content": "u"}]) == (None, [])
 
 
 # What holds for every conversation
