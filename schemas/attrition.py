@@ -4,7 +4,6 @@ A long rollout spans more policies, restarts and deadlines than a short one. If 
 are not representative: policy and figures are biased towards short answers without any failure.
 """
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,9 +23,9 @@ UNKNOWN = "unknown"
 BEYOND = 1 << 31
 """The assumed length of a group that was too long for a deadline or a stream entry: longer than all that arrived."""
 WINDOW = 256
-"""Groups of each test."""
-FALSE_ALARM = 1e-4
-"""The largest probability that a window raises the alarm although losses do not depend on length."""
+"""Groups of each comparison."""
+LOST_GAP = 0.2
+"""The alarm is raised if the share of lost groups among the longest quarter exceeds that of the others by it."""
 
 
 class Rollouts(msgspec.Struct):
@@ -63,9 +62,8 @@ Counts = dict[str, dict[str, dict[str, Rollouts]]]
 """By environment, outcome and length: the power of 2 that the sampled tokens do not exceed, 0, or `UNKNOWN`."""
 
 
-class LengthTest(msgspec.Struct, frozen=True, kw_only=True):
-    """A test whether the longest quarter of a window's groups is lost more often than the others: Fisher's exact test,
-    one-sided.
+class LostByLength(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups lost of the longest quarter of a window and of the others.
 
     A group counts once, by its longest rollout: siblings share its outcome. It is lost if it is stale or dead, or
     trained with most of its sampled tokens masked for their lag. Groups of one length stay together: the quarter is the
@@ -78,12 +76,10 @@ class LengthTest(msgspec.Struct, frozen=True, kw_only=True):
     num_long_lost: int
     num_other: int
     num_other_lost: int
-    p_value: float
-    """The probability of at least this many long groups among the lost, if losses do not depend on length."""
 
     @property
     def is_alarm(self) -> bool:
-        return self.p_value <= FALSE_ALARM
+        return self.num_long_lost / self.num_long - self.num_other_lost / self.num_other >= LOST_GAP
 
     def __str__(self) -> str:
         return (
@@ -103,8 +99,8 @@ class Attrition(msgspec.Struct):
     """Attempts at groups that were lost when their producer was killed or stopped, and not continued: whole groups of
     rollouts, of unknown lengths."""
     window: list[tuple[int, bool]] = []
-    """For each group since the last test, the tokens of its longest rollout and whether it was lost."""
-    last: LengthTest | None = None
+    """For each group since the last comparison, the tokens of its longest rollout and whether it was lost."""
+    last: LostByLength | None = None
     """Of the last full window; None before the first, or if its groups were all of one length."""
 
     def add(
@@ -121,8 +117,8 @@ class Attrition(msgspec.Struct):
 
         group: None if it is unknown. num_siblings: the number that was to be sampled. num_masked: sampled tokens beyond
             the lag bound, by rollout. is_too_long: it missed a deadline, or was too large for an entry; a missing
-            sibling (`RolloutGroup.missing`) that was too long also makes a group lost, since the test is about long
-            ones.
+            sibling (`RolloutGroup.missing`) that was too long also makes a group lost, since the comparison is about
+            long ones.
         """
         rollouts = () if group is None else group.rollouts[:num_siblings]
         of_environment = self.rollouts.setdefault(environment, {})
@@ -150,12 +146,12 @@ class Attrition(msgspec.Struct):
         lost_longest = (is_too_long and not lengths) or (group is not None and says_too_long(group.missing))
         if (lengths or lost_longest) and outcome != "quarantined":
             is_lost = lost_longest or outcome in ("stale", "dead") or 2 * sum(num_masked) > sum(lengths)
-            self._test(BEYOND if lost_longest else max(lengths), is_lost)
+            self._compare(BEYOND if lost_longest else max(lengths), is_lost)
 
-    def _test(self, length: int, is_lost: bool) -> None:
+    def _compare(self, length: int, is_lost: bool) -> None:
         self.window.append((length, is_lost))
         if len(self.window) == WINDOW:
-            self.last = length_test(self.window)
+            self.last = lost_by_length(self.window)
             self.window = []
 
     def counts(self) -> Iterator[tuple[str, str, str, Rollouts]]:
@@ -192,8 +188,8 @@ def length_bucket(num_tokens: int) -> str:
     return str(bucket) if bucket <= LENGTH_BUCKETS[-1] else "+Inf"
 
 
-def length_test(groups: Iterable[tuple[int, bool]]) -> LengthTest | None:
-    """Tests a window of groups, given each one's length and whether it was lost; None if all are of one length."""
+def lost_by_length(groups: Iterable[tuple[int, bool]]) -> LostByLength | None:
+    """Compares the groups of a window by their length and whether they were lost; None if all are of one length."""
     lengths, lost = zip(*groups, strict=True)
     cuts = sorted(set(lengths))[1:]
     if not cuts:
@@ -201,21 +197,10 @@ def length_test(groups: Iterable[tuple[int, bool]]) -> LengthTest | None:
     cut = min(cuts, key=lambda cut: abs(4 * sum(length >= cut for length in lengths) - len(lengths)))
     long = [is_lost for length, is_lost in zip(lengths, lost, strict=True) if length >= cut]
     others = [is_lost for length, is_lost in zip(lengths, lost, strict=True) if length < cut]
-    return LengthTest(
+    return LostByLength(
         cut=cut,
         num_long=len(long),
         num_long_lost=sum(long),
         num_other=len(others),
         num_other_lost=sum(others),
-        p_value=fisher_p_value(sum(long), len(long), sum(others), len(others)),
     )
-
-
-def fisher_p_value(hits: int, size: int, other_hits: int, other_size: int) -> float:
-    """Returns P(X >= hits), where X of `size` are among hits + other_hits drawn from size + other_size: hypergeometric.
-
-    Source: R. A. Fisher, The Design of Experiments (1935), the exact test of a 2 x 2 table.
-    """
-    drawn = hits + other_hits
-    ways = sum(math.comb(size, x) * math.comb(other_size, drawn - x) for x in range(hits, min(size, drawn) + 1))
-    return ways / math.comb(size + other_size, drawn)

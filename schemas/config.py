@@ -567,13 +567,15 @@ class ParityConfig(Section, frozen=True, kw_only=True):
     judges each producer, and trains nothing more from one whose groups keep differing ([parity](parity.md))."""
 
 
+RECORD_FILE_MB = 64
+"""A file of the record that has reached this size is closed and the next one begun."""
+
+
 class RecordingConfig(Section, frozen=True, kw_only=True):
     """How much of the record of rollouts is kept, if the run keeps one (`record`)."""
 
     max_mb: Positive = 4096
     """Once the record is larger, its oldest file is deleted, and the trainer logs it."""
-    segment_mb: Positive = 64
-    """A file of the record that has reached this size is closed and the next one begun."""
 
 
 class RedisConfig(Section, frozen=True, kw_only=True):
@@ -656,7 +658,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     parity: ParityConfig = ParityConfig()
-    record: bool = False
+    record: bool = True
     """Keep every rollout group that the trainer takes, with its findings about each token, in the run's folder
     `record`: for `penstock replay` and for inspecting samples."""
     recording: RecordingConfig = RecordingConfig()
@@ -981,11 +983,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _teacher_problems(config)
     if config.parity.gate != "off":
         yield from _parity_problems(config)
-    if config.recording.max_mb < 2 * config.recording.segment_mb:
-        yield (
-            f"recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
-            f"{config.recording.segment_mb}"
-        )
+    if config.recording.max_mb < 2 * RECORD_FILE_MB:
+        yield f"recording.max_mb = {config.recording.max_mb}: expected at least two of its files, {2 * RECORD_FILE_MB}"
     plugs: dict[str, Plug] = dict(environment_fields(config))
     plugs |= {name: getattr(config, name) for name in ("curriculum", "objective", "advantage")}
     rewards = {"reward": config.reward} | {f"reward.components[{n}]": r for n, r in enumerate(config.reward.components)}

@@ -270,8 +270,8 @@ def encode_batch(head: BatchHead, groups: Sequence[RecordedGroup]) -> dict[str, 
     """
     position = head.position
     return {
-        "batches": [_row(head)],
-        "groups": [(position, place, *_row(entry)) for place, entry in enumerate(head.groups)],
+        "batches": [to_row(head)],
+        "groups": [(position, place, *to_row(entry)) for place, entry in enumerate(head.groups)],
         "contents": [
             (position, place, _packed(group.payload), _packed(msgspec.msgpack.encode(group.findings)))
             for place, (_, group) in enumerate(zip(head.groups, groups, strict=True))
@@ -283,7 +283,7 @@ def decode_head(batch: tuple[Any, ...], groups: Rows) -> BatchHead:
     """Decodes a batch from its row of `batches` and its rows of `groups`. Raises ValueError if they are invalid."""
     try:
         return msgspec.structs.replace(
-            _struct(BatchHead, batch), groups=tuple(_struct(GroupEntry, entry) for _, _, *entry in groups)
+            from_row(BatchHead, batch), groups=tuple(from_row(GroupEntry, entry) for _, _, *entry in groups)
         )
     except (msgspec.MsgspecError, TypeError) as error:
         raise ValueError(one_line(str(error))) from None
@@ -314,12 +314,14 @@ def _unpacked(data: bytes) -> bytes:
 _JSON = {"lag_histogram", "metrics", "rewards", "advantages", "finish_reasons", "num_sampled_tokens"}
 
 
-def _row(struct: BatchHead | GroupEntry) -> tuple[Any, ...]:
+def to_row(struct: BatchHead | GroupEntry) -> tuple[Any, ...]:
+    """Returns the row of `batches` or `groups` of a head or an entry, for `groups` without position and place."""
     fields = {name: getattr(struct, name) for name in struct.__struct_fields__ if name != "groups"}
     return tuple(msgspec.json.encode(v).decode() if name in _JSON else v for name, v in fields.items())
 
 
-def _struct(type: type[S], row: Sequence[Any]) -> S:
+def from_row(type: type[S], row: Sequence[Any]) -> S:
+    """Decodes what `to_row` has returned. Raises msgspec.MsgspecError or TypeError if it is invalid."""
     fields = dict(zip(type.__struct_fields__, row, strict=False))
     for name in _JSON & fields.keys():
         found = msgspec.json.decode(fields[name])

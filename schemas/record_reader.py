@@ -73,7 +73,7 @@ class Record:
         self.notes: list[str] = []
         self.refresh()
         if not self.files:
-            expected = "expected the folder of a run with record = true in its run file"
+            expected = "expected the folder of a run that has begun, without record = false in its run file"
             raise RecordReadError((self.notes or [f"{self.folder}: no record of rollouts; {expected}"])[0])
 
     @property

@@ -132,8 +132,7 @@ class Check:
 
     def _plan(self, num_updates: int) -> None:
         demo = (DEPLOY / "runs" / "demo.toml").read_text()
-        own = f"num_updates = {num_updates}\nrecord = true"  # for inspect and replay
-        self._run_file.write_text(demo.replace("num_updates = 200", own))
+        self._run_file.write_text(demo.replace("num_updates = 200", f"num_updates = {num_updates}"))
 
     def _end(self) -> None:
         """Stops the trainer, and lets it continue to an end that is near."""

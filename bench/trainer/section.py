@@ -1,4 +1,4 @@
-"""The trainer section: ranks against one process, one process against a plain loop, and a run against TRL.
+"""The trainer section: ranks against one process, the record of rollouts, and a run against TRL.
 
 Every rank has one torch thread, like each process of a run on one machine.
 """
@@ -14,6 +14,7 @@ from bench.section import Bench, BenchSection, found_apart, wait_for
 from bench.sizing import SMALL, save_random
 from bench.trainer.peer import LongAnswersSettings, measure_demo, measure_long_answers
 from bench.trainer.ranks import OnRanks, Work, start_ranks
+from bench.trainer.record import record_figures
 from penstock.deploy.launch.memory import ModelShape
 
 ON_RANKS = "bench.trainer.ranks:on_ranks"
@@ -26,6 +27,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=496, tokens_per_pass=4096)
     ranks_rounds: int = 3
     ranks_steps: int = 2
+    record_rounds: int = 5
     long_answers: LongAnswersSettings = LongAnswersSettings()
     accuracy_updates: int = 3000
     accuracy_limit_s: float = 600.0
@@ -75,6 +77,9 @@ TRAINER = BenchSection(
     "trainer",
     {
         "ranks": ranks_figures,
+        "record": lambda bench: record_figures(
+            _model(bench, bench.settings.model), bench.settings.work, bench.settings.record_rounds, bench.folder
+        ),
         "long-answers": measure_long_answers,
         "peers": measure_demo,
     },
@@ -84,6 +89,7 @@ TRAINER = BenchSection(
         work=Work(num_groups=4, group_size=2, prompt_tokens=4, sampled_tokens=16, tokens_per_pass=64),
         ranks_rounds=1,
         ranks_steps=1,
+        record_rounds=1,
         long_answers=LongAnswersSettings(
             hidden_size=64, intermediate_size=128, num_layers=2, max_tokens=32, updates=3, first_update=1
         ),

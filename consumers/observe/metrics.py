@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
-from penstock.schemas.attrition import UNKNOWN, Attrition, LengthTest
+from penstock.schemas.attrition import UNKNOWN, Attrition, LostByLength
 from penstock.schemas.config import MetricsConfig, RunConfig
 from penstock.schemas.metrics import (
     LAG_LABELS,
@@ -108,7 +108,7 @@ class TrainerMetrics:
                 self[M.ROLLOUTS_SCORED].labels(outcome, environment).set(total.num_scored)
                 self[M.ROLLOUTS_REWARD].labels(outcome, environment).set(total.reward_sum)
 
-    def test_lengths(self, found: LengthTest | None) -> None:
+    def test_lengths(self, found: LostByLength | None) -> None:
         """Sets the shares of long and other rollouts that were lost in the last window of groups."""
         shares = (math.nan, math.nan)
         if found is not None:

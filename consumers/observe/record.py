@@ -83,7 +83,7 @@ class RolloutRecorder:
             config=msgspec.to_builtins(msgspec.structs.replace(config, trainer=trainer)),
             model_digest=model_digest(Path(config.model.path)),
         )
-        self._files = RecordFiles(run_folder / FOLDER, header, config.recording)
+        self._files = RecordFiles(run_folder / FOLDER, header, config.recording.max_mb)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._writing: Future[None] | None = None
         self._failure: RunFailedError | None = None
@@ -141,7 +141,7 @@ class RolloutRecorder:
                 writing.result()
             except Exception as error:
                 self._failure = RunFailedError(
-                    f"record = true: a batch cannot be recorded: {type(error).__name__}: {one_line(str(error))}; "
+                    f"a batch cannot be recorded: {type(error).__name__}: {one_line(str(error))}; "
                     "continued with --resume and record = false the run goes on without"
                 )
                 self._failure.__cause__ = error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.schemas.config import RecordingConfig
+from penstock.schemas.config import RECORD_FILE_MB
 from penstock.schemas.record import FORMAT, SCHEMA, RecordHeader, Rows, file_key, file_name
 
 log = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ class RecordFiles:
     again into a new one; a reader takes the later of two.
     """
 
-    def __init__(self, folder: Path, header: RecordHeader, config: RecordingConfig) -> None:
+    def __init__(self, folder: Path, header: RecordHeader, max_mb: int, file_mb: int = RECORD_FILE_MB) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._header = header
-        self._file_bytes = config.segment_mb * _MB
-        self._max_mb = config.max_mb
+        self._file_bytes = file_mb * _MB
+        self._max_mb = max_mb
         self._number = 0
         self._num_batches = 0
         """The batches in the open file."""

@@ -82,7 +82,7 @@ class RunLog:
         """Settings that name a figure missing from evaluations."""
         self._rollouts = ledger.attrition.copied()
         """As of the last line of updates.jsonl."""
-        self._length_test = ledger.attrition.last
+        self._lost_by_length = ledger.attrition.last
         self._published: dict[str, float] = {}
         """The figures of the policy announced last."""
         self._updates = JsonLines(folder / "updates.jsonl")
@@ -166,13 +166,13 @@ class RunLog:
         return msgspec.to_builtins(attrition.since(before))
 
     def _watch_lengths(self) -> None:
-        found, before = self._ledger.attrition.last, self._length_test
+        found, before = self._ledger.attrition.last, self._lost_by_length
         if found is before:
             return
-        self._length_test = found
+        self._lost_by_length = found
         self.metrics.test_lengths(found)
         if found is not None and found.is_alarm:
-            log.warning("long rollouts are lost: %s (of %d groups, p = %.0e)", found, WINDOW, found.p_value)
+            log.warning("long rollouts are lost: %s (of %d groups)", found, WINDOW)
         elif before is not None and before.is_alarm:
             log.info("long rollouts are no longer lost at a rate that short ones are not")
 

@@ -1,23 +1,49 @@
 """Converts a group to JSON, token by token, for the page and for export lines."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.deploy.inspector.rows import InspectedRow
-from penstock.deploy.inspector.sources import InspectedGroup
 from penstock.deploy.inspector.tokens import TokenTexts
-from penstock.schemas.record import SegmentFindings, sampled_tokens
+from penstock.schemas.record import BatchHead, Findings, GroupEntry, SegmentFindings, sampled_tokens
 from penstock.schemas.rollout import RolloutGroup, Segment, unpack_ids
 
 _BEGINNING = 80
 _ENTRY_FIELDS = (
-    "reason", "producer_id", "environment", "rewards", "finish_reasons", "num_sampled_tokens", "num_masked",
+    "outcome", "reason", "producer_id", "environment", "rewards", "finish_reasons", "num_sampled_tokens", "num_masked",
     "ess_fraction", "max_weight",
 )  # fmt: skip
 _BATCH_FIELDS = ("position", "policy_version", "time_s", "counts", "skipped_reason")
 _SHOWN_METRICS = ("loss", "reward", "ess_fraction", "chi2", "mismatch_lag0")
+
+
+class InspectedRow(NamedTuple):
+    """A group as the list shows it.
+
+    key: its name in links. number: grows in order of arrival. update: the update that its batch made.
+    """
+
+    key: str
+    number: int
+    update: int
+    entry: GroupEntry
+
+
+class InspectedGroup(NamedTuple):
+    """One whole group.
+
+    group: None if its bytes cannot be decoded; `problem` then says why.
+    findings: by rollout and segment; a lag of -1 is unknown.
+    remark: the policy that its lags are counted from.
+    """
+
+    row: InspectedRow
+    group: RolloutGroup | None
+    findings: Findings
+    batch: BatchHead
+    remark: str
+    problem: str = ""
 
 
 def row_fields(row: InspectedRow) -> dict[str, Any]:
@@ -28,7 +54,6 @@ def row_fields(row: InspectedRow) -> dict[str, Any]:
         "number": row.number,
         "update": row.update,
         "index": entry.index or None,
-        "outcome": row.outcome,
         "task": entry.task or None,
         "versions": [entry.min_version, entry.max_version] if entry.max_version >= 0 else None,
         "lags": [entry.min_lag, entry.max_lag] if entry.num_sampled_tokens else None,
@@ -39,11 +64,10 @@ def group_fields(inspected: InspectedGroup, texts: TokenTexts | None) -> dict[st
     """Returns a whole group. Numbers by token are columns: a value per sampled token, None if the trainer has none."""
     row, group, batch = inspected.row, inspected.group, inspected.batch
     fields: dict[str, Any] = row_fields(row) | {"remark": inspected.remark, "problem": inspected.problem}
-    if batch is not None:
-        fields["batch"] = {name: getattr(batch, name) for name in _BATCH_FIELDS} | {
-            "num_groups": len(batch.groups),
-            "metrics": {name: batch.metrics[name] for name in _SHOWN_METRICS if name in batch.metrics},
-        }
+    fields["batch"] = {name: getattr(batch, name) for name in _BATCH_FIELDS} | {
+        "num_groups": len(batch.groups),
+        "metrics": {name: batch.metrics[name] for name in _SHOWN_METRICS if name in batch.metrics},
+    }
     if group is None:
         return fields
     advantages = row.entry.advantages
@@ -92,14 +116,12 @@ def searched_text(group: RolloutGroup | None) -> str:
 
 def _missing(inspected: InspectedGroup) -> list[str]:
     """Names the parts of a group that the token view cannot show, and says why."""
-    if inspected.batch is None:
-        return ["proximal logprobs, weights, masks and advantages: the trainer has not taken this group yet"]
     scored = [bool(found.kept) for of_rollout in inspected.findings for found in of_rollout]
     if all(scored):
         return []
     which = "no token" if not any(scored) else f"{scored.count(False)} of {len(scored)} segments not"
     whys = {"skipped": "its rewards do not differ", "dead": "it died before"}
-    why = whys.get(inspected.row.outcome, "every token lies past the lag bound")
+    why = whys.get(inspected.row.entry.outcome, "every token lies past the lag bound")
     return [f"proximal logprobs and weights: {which} scored ({why})"]
 
 

@@ -125,7 +125,7 @@ async function loadRun() {
   run = await ask("/api/run");
   document.title = `${run.name}: rollouts`;
   $("name").replaceChildren(element("span", "value", run.name));
-  $("source").textContent = `${number(run.num_groups)} groups of its ${run.kind === "record" ? "record" : "live stream"}`;
+  $("source").textContent = `${number(run.num_groups)} groups of its record`;
   $("notes").replaceChildren(...run.notes.map((note) => element("li", "", note)));
   for (const [name, values] of Object.entries(run.facets)) addChoices(field(name), values);
 }

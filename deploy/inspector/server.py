@@ -8,10 +8,9 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
-import redis
 
 from penstock.deploy.inspector.catalogue import Catalogue
-from penstock.deploy.inspector.rows import QueryError, parse_query
+from penstock.deploy.inspector.query import QueryError, parse_query
 from penstock.schemas.config import ConfigError
 from penstock.schemas.record import RecordReadError
 
@@ -93,8 +92,6 @@ class _Handler(BaseHTTPRequestHandler):
         except (KeyError, RecordReadError) as error:
             what = "no such group here" if isinstance(error, KeyError) else str(error)
             self._send_problem(HTTPStatus.NOT_FOUND, what)
-        except redis.RedisError as error:
-            self._send_problem(HTTPStatus.SERVICE_UNAVAILABLE, f"Redis: {error}")
         except (BrokenPipeError, ConnectionResetError):  # the client has gone
             self.close_connection = True
 

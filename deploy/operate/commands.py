@@ -134,7 +134,7 @@ def export(
 
 @record.command(name="export")
 def _export_record(
-    run: Annotated[str, Parameter(help="name of a run with record = true, or its folder")],
+    run: Annotated[str, Parameter(help="name of a run, or its folder")],
     file: Path,
     /,
     *,

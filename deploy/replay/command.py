@@ -25,7 +25,7 @@ FOLDER = "replay"
 
 
 def command(
-    run: Annotated[str, Parameter(help="name of a run with record = true, or its folder")],
+    run: Annotated[str, Parameter(help="name of a run, or its folder")],
     /,
     *,
     objective: tuple[str, ...] = (),

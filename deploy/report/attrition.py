@@ -84,12 +84,13 @@ def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
     test = attrition.last
     if test is not None:
         verdict = "long rollouts are lost at a rate that short ones are not" if test.is_alarm else "no sign of a bias"
-        found.append(f"The last window of groups: {test} (p = {test.p_value:.1g}): {verdict}")
+        found.append(f"The last window of groups: {test}: {verdict}")
     return found
 
 
 def attrition_figures(attrition: Attrition) -> dict[str, Any]:
-    """Returns rollouts, tokens, mean length and mean reward by outcome, the lost tries, and the last window's test."""
+    """Returns rollouts, tokens, mean length and mean reward by outcome, the lost tries, and the last window's
+    comparison."""
     every = _by_outcome(attrition)
     return {
         "outcomes": {
@@ -104,7 +105,7 @@ def attrition_figures(attrition: Attrition) -> dict[str, Any]:
             for name, counts in {"sampled": _sum(every.values()), **every}.items()
         },
         "num_tries_lost": attrition.num_tries_lost,
-        "length_test": None if attrition.last is None else msgspec.to_builtins(attrition.last),
+        "lost_by_length": None if attrition.last is None else msgspec.to_builtins(attrition.last),
     }
 
 

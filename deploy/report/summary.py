@@ -26,7 +26,7 @@ from penstock.deploy.report.telemetry import (
     phase_seconds,
     token_mean,
 )
-from penstock.schemas.attrition import LengthTest
+from penstock.schemas.attrition import LostByLength
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name, figures_of, lag_key, part_key, parts_of
 
@@ -299,8 +299,8 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
     if dead:
         total = trained + skipped + dead
         found.append(f"{dead:,} of {total:,} groups died: `penstock dead list {summary['name']}` says of what")
-    test = (summary["attrition"] or {}).get("length_test")
-    if test is not None and (test := msgspec.convert(test, LengthTest)).is_alarm:
+    test = (summary["attrition"] or {}).get("lost_by_length")
+    if test is not None and (test := msgspec.convert(test, LostByLength)).is_alarm:
         found.append(f"long rollouts are lost at a rate that short ones are not: {test}")
     if failed:
         found.append(f"{failed} of {asked} held-out prompts failed in the last evaluation, each counts as 0: see logs")

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import wire_examples
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.deploy.launch.run_folder import save_run_file
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RecordingConfig, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.prompt import Message, Prompt, Reward
 from penstock.schemas.record import (
     FOLDER,
@@ -186,7 +186,7 @@ def settings(runs: Path) -> RunConfig:
 def trainer_files(runs: Path, epoch: int = 0, line: dict[int, int] | None = None) -> RecordFiles:
     """Opens the record files of a trainer that begins now."""
     begun = msgspec.structs.replace(header(epoch, line), run=NAME)
-    return RecordFiles(runs / NAME / FOLDER, begun, RecordingConfig(max_mb=20, segment_mb=10))
+    return RecordFiles(runs / NAME / FOLDER, begun, max_mb=20, file_mb=10)
 
 
 def inspected_run(runs: Path, *, close: bool = True) -> RecordFiles:

@@ -6,7 +6,6 @@ from pathlib import Path
 import wire_examples
 from mini_producer import unscored_fields
 from penstock.consumers.observe.record_files import RecordFiles
-from penstock.schemas.config import RecordingConfig
 from penstock.schemas.keys import Field
 from penstock.schemas.record import (
     FOLDER,
@@ -20,8 +19,6 @@ from penstock.schemas.record import (
     encode_batch,
 )
 from penstock.schemas.rollout import encode_group, pack_floats
-
-SMALLEST = RecordingConfig(max_mb=2, segment_mb=1)
 
 
 def header(epoch: int = 0, line: dict[int, int] | None = None) -> RecordHeader:
@@ -76,9 +73,8 @@ def write_record(
     line: dict[int, int] | None = None,
     close: bool = True,
     padding: int = 0,
-    config: RecordingConfig = SMALLEST,
 ) -> RecordFiles:
-    files = RecordFiles(run_folder / FOLDER, header(epoch, line), config)
+    files = RecordFiles(run_folder / FOLDER, header(epoch, line), max_mb=2, file_mb=1)
     for position in positions:
         files.append(rows(position, padding=padding))
     if close:

@@ -9,65 +9,34 @@ import pytest
 from attrition_totals import totals
 from penstock.schemas.attrition import (
     BEYOND,
-    FALSE_ALARM,
     UNKNOWN,
     WINDOW,
     Attrition,
-    LengthTest,
+    LostByLength,
     Rollouts,
-    fisher_p_value,
     length_bucket,
-    length_test,
+    lost_by_length,
 )
 from penstock.schemas.rollout import died_of_length
 from wire_examples import group_of_lengths
-
-
-def power(p_long: float, p_other: float, num_long: int = WINDOW // 4) -> float:
-    """The probability that a window raises the alarm, by the two binomial distributions of what is lost."""
-
-    def chances(p: float, size: int) -> list[float]:
-        return [math.comb(size, x) * p**x * (1 - p) ** (size - x) for x in range(size + 1)]
-
-    num_other = WINDOW - num_long
-    return sum(
-        a * b
-        for x, a in enumerate(chances(p_long, num_long))
-        for y, b in enumerate(chances(p_other, num_other))
-        if a * b > 1e-15 and fisher_p_value(x, num_long, y, num_other) <= FALSE_ALARM
-    )
-
-
-def test_the_power_and_the_false_alarms_of_a_window_are_those_that_the_page_of_metrics_states() -> None:
-    assert power(0.20, 0.00) > 0.97
-    assert power(0.15, 0.00) > 0.8
-    assert power(0.40, 0.10) > 0.88
-    for share in (0.01, 0.1, 0.3, 0.5):
-        assert power(share, share) <= FALSE_ALARM
-
-
-def test_fishers_test_gives_the_published_probability_of_the_tea_tasting() -> None:
-    assert fisher_p_value(4, 4, 0, 4) == pytest.approx(1 / 70)
-    assert fisher_p_value(3, 4, 1, 4) == pytest.approx(17 / 70)
-    assert fisher_p_value(0, 4, 0, 4) == 1.0
 
 
 def test_losses_of_long_groups_raise_the_alarm_and_losses_at_random_do_not() -> None:
     draw = random.Random(3)
     lengths = [int(draw.lognormvariate(5, 1)) for _ in range(WINDOW)]
     cut = sorted(lengths)[-WINDOW // 4]
-    of_long = length_test((length, length >= cut and draw.random() < 0.3) for length in lengths)
-    at_random = length_test((length, draw.random() < 0.1) for length in lengths)
+    of_long = lost_by_length((length, length >= cut and draw.random() < 0.4) for length in lengths)
+    at_random = lost_by_length((length, draw.random() < 0.1) for length in lengths)
     assert of_long is not None and of_long.is_alarm and of_long.cut == cut
     assert at_random is not None and not at_random.is_alarm
     assert str(of_long).startswith(f"{of_long.num_long_lost} of the {of_long.num_long} longest groups ({cut:,} tokens")
 
 
 def test_groups_of_one_length_cannot_be_told_apart() -> None:
-    assert length_test([(16, n < 100) for n in range(WINDOW)]) is None
-    assert length_test([(16, True)] * 200 + [(8, False)] * 56).num_long == 200
-    assert length_test([(16, True)] * 3 + [(8, False)] * 253).num_long == 3
-    assert length_test([(16, True)] * 10 + [(9, True)] * 60 + [(8, False)] * 186).num_long == 70
+    assert lost_by_length([(16, n < 100) for n in range(WINDOW)]) is None
+    assert lost_by_length([(16, True)] * 200 + [(8, False)] * 56).num_long == 200
+    assert lost_by_length([(16, True)] * 3 + [(8, False)] * 253).num_long == 3
+    assert lost_by_length([(16, True)] * 10 + [(9, True)] * 60 + [(8, False)] * 186).num_long == 70
 
 
 def test_groups_are_counted_by_environment_outcome_and_length() -> None:
@@ -184,7 +153,7 @@ def test_a_window_is_tested_when_it_is_full_and_the_next_one_begins_anew() -> No
 def test_the_counts_survive_a_checkpoint() -> None:
     found = Attrition()
     found.add("sums", "trained", group_of_lengths(3, 70), 2, [0, 1])
-    found.last = LengthTest(cut=3, num_long=1, num_long_lost=0, num_other=1, num_other_lost=0, p_value=1.0)
+    found.last = LostByLength(cut=3, num_long=1, num_long_lost=0, num_other=1, num_other_lost=0)
     state = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(found)))
     assert msgspec.convert(state, Attrition) == found
 

@@ -98,14 +98,14 @@ def test_a_token_has_every_number_that_was_recorded_and_none_where_nothing_was_s
 
 
 def test_a_run_without_a_record_is_refused(tmp_path):
-    with pytest.raises(RecordReadError, match=r"record: no record of rollouts; expected .* record = true"):
+    with pytest.raises(RecordReadError, match=r"record: no record of rollouts; expected the folder of a run that"):
         Record(tmp_path)
 
 
 def test_a_bound_that_holds_no_two_files_is_refused(tmp_path):
-    (tmp_path / "run.toml").write_text('name = "r"\nmodel.path = "m"\nenvironment.path = "a:B"\nrecord = true\n')
+    (tmp_path / "run.toml").write_text('name = "r"\nmodel.path = "m"\nenvironment.path = "a:B"\n')
     assert load_config(tmp_path / "run.toml").record
-    with pytest.raises(ConfigError, match=r"recording.max_mb = 100: expected at least twice .*segment_mb = 64"):
+    with pytest.raises(ConfigError, match=r"recording.max_mb = 100: expected at least two .* 128"):
         load_config(tmp_path / "run.toml", ["recording.max_mb=100"])
 
 

@@ -116,7 +116,7 @@ def on_one_and_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, 
         else:
             small_model(kind, **MANY_EXPERTS.get(kind, {})).save_pretrained(folder / kind)
         trainer = TrainerConfig(device="cpu", max_grad_norm=1e9, tokens_per_microbatch=40)
-        configs[kind] = configuration(folder / kind, trainer=trainer, record=True)
+        configs[kind] = configuration(folder / kind, trainer=trainer)
     groups = [random_group(index, 1, siblings=2) for index in range(1, 4)]
     one, two = (on_ranks(size, step_once, configs, groups, folder=folder / str(size))[0] for size in (1, 2))
     return one, two

@@ -57,7 +57,6 @@ def assert_recorded_once(bench, client) -> Record:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, redis_client, monkeypatch, place):
     owner, method, when = PLACES[place]
-    bench.overrides = ["record=true"]
     bench.resilient_producer()
     first = bench.trainer()
     original, calls = getattr(owner, method), []
@@ -86,7 +85,7 @@ def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, 
 OFTEN_A_NEW_FILE = with_learner("""
 import random
 import penstock.consumers.observe.record_files
-penstock.consumers.observe.record_files._MB = 4_000
+penstock.consumers.observe.record_files._MB = 60
 class Learner(ScriptedLearner):
     def step(self, batch):
         time.sleep(random.uniform(0, 0.01))
@@ -98,7 +97,7 @@ class Learner(ScriptedLearner):
 def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_client, processes):
     # kill -9 at any moment, in files of four kilobytes, one batch each, a checkpoint every third update.
     rng = random.Random(3)
-    bench.overrides = ["record=true", "recording.segment_mb=1", "num_updates=90", "checkpoint.every=3"]
+    bench.overrides = ["num_updates=90", "checkpoint.every=3", "recording.max_mb=1000000"]
     bench.overrides += ["evaluation.num_prompts=0"]
     num_kills, undone = 0, []
 
@@ -152,7 +151,6 @@ Learner = ScriptedLearner
 
 
 def test_a_batch_half_written_when_the_trainer_was_killed_is_done_again(bench, redis_client, processes):
-    bench.overrides = ["record=true"]
     bench.resilient_producer()
     process = processes.start("first", program=DIES_WRITING_THE_SEVENTH_BATCH)
     assert process.wait(60) == -signal.SIGKILL, processes.log("first")
@@ -166,7 +164,6 @@ def test_a_batch_half_written_when_the_trainer_was_killed_is_done_again(bench, r
 
 
 def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
-    bench.overrides = ["record=true"]
     bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[7] = KilledError()
@@ -190,7 +187,7 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
     def answer(index: int, version: int) -> dict:
         return group_fields(index, version, rewards=(1.0, 1.0) if index % 5 == 0 else (1.0, 0.0))
 
-    bench.overrides = ["record=true", "evaluation.num_prompts=0"]
+    bench.overrides = ["evaluation.num_prompts=0"]
     bench.resilient_producer(answer)
     trainer = bench.trainer()
     trainer.learner.fail_at[3] = "gradient norm is not finite"
@@ -213,7 +210,6 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
 
 
 def test_a_run_that_is_given_up_has_recorded_what_it_settled(bench, redis_client):
-    bench.overrides = ["record=true"]
     bench.resilient_producer()
     trainer = bench.trainer()
     step = trainer.learner.step
@@ -234,7 +230,6 @@ def test_a_run_that_is_given_up_has_recorded_what_it_settled(bench, redis_client
 
 
 def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client, monkeypatch, caplog):
-    bench.overrides = ["record=true"]
     bench.resilient_producer()
     trainer = bench.trainer()
     sync, left = RecordFiles.sync, [1]
@@ -255,13 +250,14 @@ def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client,
 
 
 def test_a_run_without_record_leaves_none_and_a_later_one_says_what_is_missing(bench, redis_client):
+    bench.overrides = ["record=false"]
     bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
     with pytest.raises(KilledError):
         first.run()
     assert not (bench.folder / "record").exists()
-    bench.overrides = ["record=true"]
+    bench.overrides = []
     second = bench.trainer(resume=True)
     assert second.run()
     record = Record(bench.folder)
@@ -274,7 +270,6 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
 ):
     import penstock.schemas.record
 
-    bench.overrides = ["record=true"]
     bench.resilient_producer()
     first = bench.trainer()
     with monkeypatch.context() as patch:
@@ -297,7 +292,6 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
 
 
 def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redis_client, monkeypatch, caplog):
-    bench.overrides = ["record=true"]
     before = {*threading.enumerate()}
     trainer = bench.trainer()
 
@@ -315,7 +309,6 @@ def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redi
 
 
 def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(bench, redis_client):
-    bench.overrides = ["record=true"]
     bench.resilient_producer()
     first = bench.trainer()
     first.learner.fail_at[7] = KilledError()
@@ -331,7 +324,7 @@ def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(b
     record = Record(bench.folder)
     assert len(record.batches) == 4 and len(record.undone) == 3 and record.header.epoch == 1
     assert recorded(record) == bench.saved_training(redis_client)[:16]
-    bench.overrides = ["record=true"]
+    bench.overrides = []
     assert bench.trainer(resume=True).run()
     record = Record(bench.folder)
     assert record.missing == [(4, 8)] and [at.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
@@ -344,7 +337,6 @@ def test_groups_that_died_before_they_could_be_trained_are_recorded_as_far_as_th
         9: dead_fields(9, "prompt: boom"),
         10: group_fields(10, 0) | {Field.PAYLOAD: b"junk"},
     }
-    bench.overrides = ["record=true"]
     bench.producer(lambda index, version: dead.get(index) or group_fields(index, version))
     trainer = bench.trainer()
     assert trainer.run()
@@ -360,7 +352,7 @@ def test_groups_that_died_before_they_could_be_trained_are_recorded_as_far_as_th
 
 
 def test_a_run_in_which_everything_died_has_it_all_in_its_record(bench):
-    bench.overrides = ["record=true", "trainer.max_dead_in_a_row=5"]
+    bench.overrides = ["trainer.max_dead_in_a_row=5"]
     bench.producer(lambda index, version: unscored_fields(index, "reward: KeyError: 'x'"))
     trainer = bench.trainer()
     with pytest.raises(RunFailedError, match="died in a row"):

@@ -40,7 +40,6 @@ def taken_of(groups, config, *, learner=None):
 def test_every_token_is_recorded_with_the_trainers_own_numbers(model, budget, minibatches):
     config = configuration(
         model,
-        record=True,
         max_lag=3,
         correction=CorrectionConfig(threshold=THRESHOLD, mode="token_mask"),
         trainer=TrainerConfig(device="cpu", tokens_per_microbatch=budget, num_minibatches=minibatches),
@@ -80,7 +79,7 @@ def test_every_token_is_recorded_with_the_trainers_own_numbers(model, budget, mi
 
 
 def test_a_group_in_short_says_what_its_tokens_say(model):
-    config = configuration(model, record=True, max_lag=3, correction=CorrectionConfig(threshold=1.2))
+    config = configuration(model, max_lag=3, correction=CorrectionConfig(threshold=1.2))
     groups = [random_group(n, 9) for n in range(1, 5)]
     head, recorded = records_of(taken_of(groups, config), config)
     for group, entry, found in zip(groups, head.groups, recorded, strict=True):
@@ -104,7 +103,7 @@ def test_a_group_in_short_says_what_its_tokens_say(model):
 
 
 def test_an_unknown_version_is_recorded_with_the_lag_that_it_was_counted_with(model):
-    config = configuration(model, record=True, max_lag=4)
+    config = configuration(model, max_lag=4)
     parts = [segment([1, 2, 3, 4], [(1, 4)], [-1, 5, 5]), segment([1, 2, 3], [(1, 3)], [7, 7])]
     group = group_of(1, [[part] for part in parts], [1.0, 0.0])
     _, (recorded,) = records_of(taken_of([group], config), config)
@@ -112,7 +111,7 @@ def test_an_unknown_version_is_recorded_with_the_lag_that_it_was_counted_with(mo
 
 
 def test_a_group_that_a_failed_step_spares_is_recorded_as_that(model):
-    taken = taken_of([random_group(n, 1) for n in (1, 2, 3)], configuration(model, record=True))
+    taken = taken_of([random_group(n, 1) for n in (1, 2, 3)], configuration(model))
     report = replace(taken.report, failed={1: "loss is not finite"}, spared=frozenset({2}))
     head, _ = records_of(taken._replace(report=report), configuration(model))
     assert [(entry.index, entry.outcome) for entry in head.groups] == [(1, "dead"), (2, "spared"), (3, "trained")]

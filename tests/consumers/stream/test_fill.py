@@ -35,7 +35,7 @@ def never(index: int, version: int) -> dict:
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 def test_every_batch_is_full_of_groups_that_teach_and_the_others_are_skipped(bench, redis_client, mode):
-    bench.overrides = [FILL, f"mode={mode}", "record=true"]
+    bench.overrides = [FILL, f"mode={mode}"]
     bench.producer(answer)
     trainer = bench.trainer()
     taken = tasks_taken(trainer)

@@ -14,7 +14,7 @@ import pytest
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy import cli
 from penstock.deploy.replay import command
-from penstock.schemas.config import LoraConfig, RecordingConfig, TeacherConfig, TrainerConfig
+from penstock.schemas.config import LoraConfig, TeacherConfig, TrainerConfig
 from penstock.schemas.record_reader import Record
 from rank_processes import command_on_ranks, log_of, on_ranks
 from rank_work import record_updates
@@ -195,7 +195,7 @@ def test_a_name_that_is_taken_is_refused(training, capsys):
 
 
 def test_a_record_that_has_lost_its_oldest_files_is_played_from_a_checkpoint_only(training, model, capsys):
-    training.train(2, config=settings(model, recording=RecordingConfig(max_mb=2, segment_mb=1)))
+    training.train(2, config=settings(model))
     min((training.folder / "record").iterdir()).unlink()
     assert Record(training.folder).missing == [(0, 4)]
     said = refused(capsys, training)

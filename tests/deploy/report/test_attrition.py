@@ -15,10 +15,10 @@ from penstock.deploy.report.attrition import attrition_lines, attrition_tables, 
 from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary import table_rows, warnings_of
 from penstock.deploy.report.telemetry import read_telemetry
-from penstock.schemas.attrition import UNKNOWN, Attrition, LengthTest, Rollouts, length_bucket
+from penstock.schemas.attrition import UNKNOWN, Attrition, LostByLength, Rollouts, length_bucket
 from wire_examples import group_of_lengths
 
-ALARM = LengthTest(cut=900, num_long=64, num_long_lost=20, num_other=192, num_other_lost=1, p_value=1e-12)
+ALARM = LostByLength(cut=900, num_long=64, num_long_lost=20, num_other=192, num_other_lost=1)
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_what_stands_beside_the_tables(attrition: Attrition) -> None:
     assert attrition_lines(attrition) == [tries, test]
     assert tries.startswith("3 tries at groups ended with their producer")
     assert test == (
-        "The last window of groups: 20 of the 64 longest groups (900 tokens or more) were lost, 1 of the 192 others "
-        "(p = 1e-12): long rollouts are lost at a rate that short ones are not"
+        "The last window of groups: 20 of the 64 longest groups (900 tokens or more) were lost, 1 of the 192 others: "
+        "long rollouts are lost at a rate that short ones are not"
     )
 
 
@@ -119,12 +119,12 @@ def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
     found = summary["attrition"]
     assert found["outcomes"]["sampled"]["completion_tokens"] == 610.0
     assert found["outcomes"]["trained"]["num_tokens_masked_lag"] == 20
-    assert found["num_tries_lost"] == 3 and found["length_test"]["num_long_lost"] == 20
+    assert found["num_tries_lost"] == 3 and found["lost_by_length"]["num_long_lost"] == 20
     assert dict(table_rows(summary))["rollouts"] == (
         "6 sampled: 33.3% trained, 33.3% stale, 33.3% dead; 610.0 tokens on average, 20.0 of those trained"
     )
     assert any(line.startswith("long rollouts are lost at a rate") for line in warnings_of(summary))
-    summary["attrition"]["length_test"] |= {"p_value": 0.5}
+    summary["attrition"]["lost_by_length"] |= {"num_long_lost": 2}
     assert not any(line.startswith("long rollouts are lost") for line in warnings_of(summary))
 
 
