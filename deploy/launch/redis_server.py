@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from penstock.deploy.launch.child import Child, describe_status
-from penstock.deploy.launch.server_binary import ServerBinary, note_writer, server_for, writer_of
+from penstock.deploy.launch.server_binary import find_server
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.redis_url import connection_file
@@ -46,7 +46,7 @@ class RedisServer:
 
     url: with the password, which `connection.json` (mode 0600) holds too, for later commands.
     lock: a file descriptor that the server keeps open while it lives.
-    binary: by default the server that wrote the data: Redis and Valkey cannot always read each other's files.
+    binary: of the server; by default the one that is installed with Penstock.
 
     Raises:
         ConfigError: no server binary.
@@ -54,16 +54,14 @@ class RedisServer:
     """
 
     def __init__(
-        self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None, binary: ServerBinary | None = None
+        self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None, binary: Path | None = None
     ) -> None:
         self.folder = (run_folder / "redis").absolute()
-        self._binary = binary or server_for(self.folder)
+        self._binary = binary or find_server()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         self._connection_file = connection_file(run_folder)
         self._remove_predecessor_files()
-        if not (self.folder / "appendonlydir").exists():
-            note_writer(self.folder, self._binary)
         self._socket = self._choose_socket()
         password = secrets.token_urlsafe(24)
         self.url = f"unix://:{password}@{quote(str(self._socket))}"
@@ -71,7 +69,7 @@ class RedisServer:
         write_whole(self._connection_file, json.dumps(place), mode=0o600)
         self.child = Child(
             "redis",
-            [str(self._binary.binary), "-"],  # the configuration comes on standard input: a command line is public
+            [str(self._binary), "-"],  # the configuration comes on standard input: a command line is public
             log=run_folder / "logs" / "redis.log",
             death_signal=signal.SIGTERM,  # lets it write its append-only file
             standard_input=self._configuration(password, maxmemory_mb).encode(),
@@ -83,7 +81,6 @@ class RedisServer:
         except BaseException:
             self.stop()
             raise
-        note_writer(self.folder, self._binary)
 
     def _configuration(self, password: str, maxmemory_mb: int) -> str:
         settings = {
@@ -125,8 +122,7 @@ class RedisServer:
         while True:
             if self.child.poll() is not None:
                 status = describe_status(self.child.poll() or 0)
-                shown = f"redis {status} at start; the end of {self.child.log}:\n{self.child.last_lines()}"
-                raise ServerError(self._other_writer() + shown)
+                raise ServerError(f"redis {status} at start; the end of {self.child.log}:\n{self.child.last_lines()}")
             try:
                 self.client.ping()
                 return
@@ -137,15 +133,6 @@ class RedisServer:
             if time.monotonic() - started > limit_s:
                 raise ServerError(f"redis does not answer after {limit_s:.0f} s; its log is {self.child.log}")
             time.sleep(0.003)
-
-    def _other_writer(self) -> str:
-        writer = writer_of(self.folder)
-        if writer is None or self._binary.surely_reads(writer):
-            return ""
-        return (
-            f"the data in {self.folder} were written by {writer}, which is not here any more; {self._binary} was found "
-            f"and may not be able to read them: install {writer.kind} {writer.version_text} or newer; "
-        )
 
     def stop(self) -> None:
         """Ends the server, which syncs its append-only file; kills it after `_STOP_S`."""

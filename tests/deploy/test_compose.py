@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from bench.compose_check.images import STAND_IN, STAND_INS
 from bench.compose_check.lock import BUILD, pins
 from penstock.deploy import cli
-from penstock.deploy.inspector.command import DEFAULT_HOST, DEFAULT_PORT
+from penstock.deploy.inspector.command import DEFAULT_PORT
 from penstock.deploy.security.acl import ROLES, user_name
 from penstock.schemas.config import MetricsConfig
 from penstock.schemas.process.prometheus import register_metrics_port, unregister_metrics_port
@@ -163,7 +163,7 @@ def test_every_command_of_the_page_is_one_that_there_is() -> None:
             assert (inspect.host, inspect.port) == ("0.0.0.0", DEFAULT_PORT)
             assert f" --publish 127.0.0.1:{DEFAULT_PORT}:{DEFAULT_PORT} " in line
         else:  # `kubectl port-forward` ends at the loopback address of the pod
-            assert (inspect.host, inspect.port) == (DEFAULT_HOST, DEFAULT_PORT)
+            assert (inspect.host, inspect.port) == ("127.0.0.1", DEFAULT_PORT)
             assert any(f"port-forward deployment/penstock {DEFAULT_PORT}:{DEFAULT_PORT} " in line for line in lines)
     for service, path in re.findall(r"^docker compose cp (\w+):(\S+)", page, re.M):
         assert path.startswith("/runs/demo/") and "runs:/runs" in SERVICES[service]["volumes"]

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import redis
 
-from penstock.deploy.launch.server_binary import bundled_server
+from penstock.deploy.launch.server_binary import find_server
 
 START_S = 60.0
 """Allows for a busy machine and an append-only file to load."""
@@ -23,8 +23,8 @@ START_S = 60.0
 
 def installed_servers() -> dict[str, Path]:
     """Returns the server binaries installed here, by name."""
-    found = {"redis": shutil.which("redis-server"), "valkey": bundled_server() or shutil.which("valkey-server")}
-    return {name: Path(binary) for name, binary in found.items() if binary is not None}
+    redis_server = shutil.which("redis-server")
+    return {"valkey": find_server()} | ({} if redis_server is None else {"redis": Path(redis_server)})
 
 
 T = TypeVar("T")

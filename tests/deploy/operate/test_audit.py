@@ -16,7 +16,6 @@ from penstock.consumers.checkpoints.state import LedgerState
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
-from penstock.deploy.launch.server_binary import inspect
 from penstock.deploy.operate import audit as audit_module
 from penstock.deploy.operate import run_access
 from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger, name_indexes
@@ -413,7 +412,7 @@ def test_an_emptied_redis_shows_what_is_to_be_released_again(stopped, redis_clie
 @pytest.mark.redis
 def test_a_run_s_own_server_is_started_for_the_audit_and_stopped_after_it(tmp_path, monkeypatch, server_binary, capsys):
     # A run keeps to the server that it was started with: an older Redis does not read Valkey's files.
-    server = RedisServer(tmp_path / "test", maxmemory_mb=64, binary=inspect(server_binary))
+    server = RedisServer(tmp_path / "test", maxmemory_mb=64, binary=server_binary)
     run = ShortRun(server.url, tmp_path, monkeypatch)
     try:
         run.producer()
