@@ -33,6 +33,12 @@ class AgentClient:
         async with self.session.request(method, path, data=data) as reply:
             return reply.status, await reply.json()
 
+    async def error(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """Sends a request that is refused; returns the status and the error's code."""
+        status, answer = await self.request(method, path, body)
+        assert status >= 400, answer
+        return status, answer["error"]["code"]
+
     async def text(self, path: str, body: Any) -> tuple[int, str, str]:
         """Posts a body; returns the status, the content type and the text."""
         async with self.session.post(path, json=body) as reply:

@@ -134,3 +134,16 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         await one.client.close()
         one.task.cancel()
     await asyncio.gather(*(one.task for one in started), return_exceptions=True)
+
+
+@pytest.fixture
+def opened(serve) -> Callable[..., Any]:
+    """`one, rollout = await opened(engine, **changes)` starts a producer as `serve` does, releases index 1 and opens a
+    rollout of it."""
+
+    async def start(*arguments: Any, **changes: Any) -> tuple[Served, dict[str, Any]]:
+        one = await serve(*arguments, **changes)
+        one.trainer.release(1, 1)
+        return one, await one.client.open()
+
+    return start

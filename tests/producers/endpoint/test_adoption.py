@@ -176,15 +176,13 @@ async def test_conversations_go_on_at_another_producer(serve, monkeypatch, end) 
     assert one.dead_rollouts() == []
 
 
-async def test_the_openai_client_goes_on_where_its_producer_was_stopped(serve, monkeypatch) -> None:
+async def test_the_openai_client_goes_on_where_its_producer_was_stopped(serve, opened, monkeypatch) -> None:
     """Another producer comes under the address of the first, as behind a name; the client only tries again."""
     monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.1)
     monkeypatch.setattr("penstock.producers.endpoint.chat.errors.RETRY_AFTER_S", 0.05)
     monkeypatch.setattr("openai._base_client.BaseClient._calculate_retry_timeout", lambda *_: 0.05)
     script = tool_user()
-    one = await serve(ScriptedEngine(script=script, token_s=0.05, max_model_len=4096), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(ScriptedEngine(script=script, token_s=0.05, max_model_len=4096), group_size=1)
     async with openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none", max_retries=1000) as client:
 
         async def ask(messages: list) -> tuple[object, str | None]:
@@ -209,11 +207,9 @@ async def test_the_openai_client_goes_on_where_its_producer_was_stopped(serve, m
     assert len(two.engine.requests) == 2 and two.engine.num_active == 0
 
 
-async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve) -> None:
+async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve, opened) -> None:
     """Though a producer had it in between which nobody has asked."""
-    one = await serve(ScriptedEngine(script=tool_user(), token_s=0.02, max_model_len=4096), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(ScriptedEngine(script=tool_user(), token_s=0.02, max_model_len=4096), group_size=1)
     asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
     await until(lambda: one.engine.requests and len(one.engine.sampled(one.engine.requests[0])[0].token_ids) >= 48)
     await one.producer.endpoint.agents.save_all()
@@ -239,11 +235,9 @@ async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve) -> None
     assert two.count("penstock_agent_tokens_total") == len(ids)
 
 
-async def test_an_answer_that_its_client_may_not_have_read_is_given_again(serve) -> None:
+async def test_an_answer_that_its_client_may_not_have_read_is_given_again(serve, opened) -> None:
     """It is trained once, and its calls keep their ids."""
-    one = await serve(group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(group_size=1)
     first = await one.client.chat(rollout, ASKED, tools=[ADD])
     await kill(one)
     two = await serve(producer_id="b", beside=one, group_size=1)
@@ -256,10 +250,8 @@ async def test_an_answer_that_its_client_may_not_have_read_is_given_again(serve)
     assert sampled(group) == [[first["generation_token_ids"]] * 2]
 
 
-async def test_the_same_producer_restarted_goes_on_and_a_third_follows(serve) -> None:
-    one = await serve(group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_the_same_producer_restarted_goes_on_and_a_third_follows(serve, opened) -> None:
+    one, rollout = await opened(group_size=1)
     messages = await one.client.converse(rollout, 1)
     await kill(one)
     again = await serve(producer_id="a", beside=one, group_size=1)
@@ -290,16 +282,14 @@ async def test_every_producer_serves_every_rollout(serve, monkeypatch) -> None:
     assert len(one.engine.requests) == 1 and two.engine.requests == []
     status, kind, text = await two.client.text(path_of(rollout), {"messages": ASKED, "stream": True})
     assert (status, kind) == (200, "text/event-stream") and text.endswith("data: [DONE]\n\n")
-    status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED, "n": 2})
-    assert (status, body["error"]["code"]) == (400, "unsupported_value")
+    assert await two.client.error("POST", path_of(rollout), {"messages": ASKED, "n": 2}) == (400, "unsupported_value")
     await two.client.finish(rollout, 1.0)
     assert sampled((await one.groups(1))[0]) == [[reply["generation_token_ids"]] * 2]
     status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED})
     assert (status, body["error"]["code"]) == (410, "rollout_ended")  # the one that has opened it knows
     await until(lambda: not one.server.client.exists(KEYS.progress(1)))
     for unknown in ("nobody", "nobody.0123", "b.0123", "b.1.0123", "nobody.9.0123", "b.x.1"):
-        status, body = await two.client.request("GET", f"/r/{unknown}/v1/models")
-        assert (status, body["error"]["code"]) == (404, "no_such_rollout")
+        assert await two.client.error("GET", f"/r/{unknown}/v1/models") == (404, "no_such_rollout")
 
 
 async def test_a_rollout_that_nobody_holds_is_asked_for_again(serve) -> None:
@@ -324,10 +314,8 @@ async def test_a_rollout_that_nobody_holds_is_asked_for_again(serve) -> None:
     await asked_again(two, rollout, {"messages": ASKED})
 
 
-async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, caplog) -> None:
-    one = await serve(group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, opened, caplog) -> None:
+    one, rollout = await opened(group_size=1)
     await one.client.chat(rollout, ASKED)
     await kill(one)
     key = KEYS.progress(1)
@@ -335,8 +323,8 @@ async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, caplog
     two = await serve(producer_id="b", beside=one, group_size=1)
     status = 503
     while status == 503:
-        status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED})
-    assert (status, body["error"]["code"]) == (404, "no_such_rollout")
+        status, code = await two.client.error("POST", path_of(rollout), {"messages": ASKED})
+    assert (status, code) == (404, "no_such_rollout")
     assert "group 1 starts again, its progress cannot be used: DecodeError: Input data was truncated" in caplog.text
     assert two.count("penstock_progress_failures_total", reason="record") == 1
     other = await two.client.open()
@@ -598,8 +586,7 @@ async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_
     messages = [*ASKED, as_plain_client(first), result]
     second = await asked_again(two, rollout, {"messages": messages, "tools": [ADD]})
     more = {"messages": [*messages, as_plain_client(second), {"role": "user", "content": "more"}], "tools": [ADD]}
-    status, body = await one.client.request("POST", path_of(rollout), more)
-    assert (status, body["error"]["code"]) == (503, "rollout_moving")
+    assert await one.client.error("POST", path_of(rollout), more) == (503, "rollout_moving")
     assert len(one.producer.table) == 0 and "group 1 continues on another producer" in caplog.text
     third = await asked_again(one, rollout, more)  # passed on
     assert len(two.engine.requests) == 2 and len(one.engine.requests) == 2
@@ -620,8 +607,7 @@ async def test_a_reward_is_for_the_holder_of_the_whole_conversation(serve, monke
             await asks(journals_of(one), journals)
 
     monkeypatch.setattr(journals_of(one), "find_moved", late)
-    status, body = await one.client.request("POST", path_of(rollout, "finish"), 1.0)
-    assert (status, body["error"]["code"]) == (503, "rollout_moving")
+    assert await one.client.error("POST", path_of(rollout, "finish"), 1.0) == (503, "rollout_moving")
     assert one.server.client.xlen(KEYS.rollouts) == 0
 
 
@@ -638,12 +624,12 @@ async def test_agents_that_went_elsewhere_are_not_idle_here(serve, monkeypatch) 
     assert sampled(group)[0][-1] == reply["generation_token_ids"]
 
 
-async def test_a_request_does_not_wait_for_a_producer_that_holds_its_rollout_no_longer(serve, monkeypatch) -> None:
+async def test_a_request_does_not_wait_for_a_producer_that_holds_its_rollout_no_longer(
+    serve, opened, monkeypatch
+) -> None:
     """It was passed on to one that takes connections and answers nothing."""
     monkeypatch.setattr("penstock.producers.endpoint.holders.HOLDER_S", 0.05)
-    one = await serve(ScriptedEngine(script=tool_user(), token_s=600.0, max_model_len=4096), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(ScriptedEngine(script=tool_user(), token_s=600.0, max_model_len=4096), group_size=1)
     monkeypatch.setattr(journals_of(one), "find_moved", asked_nothing)
     full = replace(QUICK_PRODUCERS, groups_in_flight=1)
     one.trainer.release(2, 2)
@@ -659,11 +645,9 @@ async def test_a_request_does_not_wait_for_a_producer_that_holds_its_rollout_no_
     await until(lambda: one.engine.num_active == 0)  # nobody waits for it any more
 
 
-async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_know(serve, monkeypatch) -> None:
+async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_know(opened, monkeypatch) -> None:
     """The producer stops between the answer's last token and its saving."""
-    one = await serve(group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(group_size=1)
     await until(lambda: next(iter(one.producer.table)).has_progress)
     append, reached, stopped = journals_of(one).append, asyncio.Event(), asyncio.Event()
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_templates import ANSWER, QUESTION, STYLES, decode, drifted, encode, render, render_text, tokenizer_of
-from golden_token_ids import GOLDEN, mistral_tokenizer_file
 from penstock.producers.endpoint.splice.suffix_encoding import SuffixEncoder
 from penstock.producers.endpoint.splice.token_ids import SpliceRefused
 from penstock.producers.endpoint.splice.turn_boundary import TurnBoundary, find_turn_boundary, special_token_ids
@@ -234,56 +233,3 @@ def test_no_conversation_loses_a_sampled_token(name, data):
         for call_id in chain.call_ids:
             seen = unpack_ids(calls[int(call_id)].prompt_token_ids + calls[int(call_id)].generation_token_ids).tolist()
             assert ids[: len(seen)] == seen
-
-
-# Mistral's own tokenizers and templates
-
-
-@pytest.mark.parametrize("case", ["mistral_native_tekken", "mistral_native_sentencepiece"])
-def test_mistrals_own_template_continues_a_golden_answer(case):
-    """The question of the golden case, its answer as sampled there, and two turns more."""
-    from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
-    from mistral_common.protocol.instruct.request import ChatCompletionRequest
-    from mistral_common.protocol.instruct.validator import ValidationMode
-    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
-
-    golden = next(c["input"] for c in GOLDEN["splice_cases"] if c["id"] == case)
-    file = mistral_tokenizer_file(
-        next(f for f in GOLDEN["about"]["tokenizers"] if ("tekken" in case) == ("tekken" in f))
-    )
-    asking, answering = (
-        MistralTokenizer.from_file(file, mode=mode) for mode in (ValidationMode.test, ValidationMode.finetuning)
-    )
-    tokenizer = asking.instruct_tokenizer.tokenizer
-
-    def rendered(messages: list[Message], add_generation_prompt: bool) -> list[int]:
-        """An assistant's message may only stand last where the request is one for fine-tuning."""
-        made = [(AssistantMessage if m["role"] == "assistant" else UserMessage)(content=m["content"]) for m in messages]
-        mode = answering if messages[-1]["role"] == "assistant" else asking
-        return mode.encode_chat_completion(ChatCompletionRequest(messages=made)).tokens
-
-    boundary = find_turn_boundary(rendered, [n for n in range(tokenizer.n_words) if tokenizer.is_special(n)])
-    assert boundary.turn_end_token_id == tokenizer.eos_id == golden["eos_token_id"]
-
-    (start, end) = golden["generated_spans"][0]
-    sampled = golden["model_prefix_token_ids"][start:end]
-    text = tokenizer.decode(sampled)
-    assert tokenizer.encode(text, bos=False, eos=True) != sampled
-    messages = [{"role": "user", "content": tokenizer.decode(golden["model_prefix_token_ids"][2 : start - 1])}]
-    prompt, spans = rendered(messages, True), []
-    for question in ("ok", "more"):
-        model = prompt + sampled
-        spans.append((len(prompt), len(model)))
-        said = [*messages, {"role": "assistant", "content": text}]
-        messages = [*said, {"role": "user", "content": question}]
-        spliced = boundary.splice(model, rendered(said, False), rendered(messages, True), spans)
-        asked = rendered([{"role": "user", "content": question}], True)
-        assert spliced == model + asked[1:]  # without the BOS of a conversation's first turn
-        assert spliced != rendered(messages, True)
-        prompt = spliced
-    messages[0]["content"] += " now"
-    said = [*messages, {"role": "assistant", "content": text}]
-    spans.append((len(prompt), len(prompt) + len(sampled)))
-    with pytest.raises(SpliceRefused) as refused:
-        boundary.splice(prompt + sampled, rendered(said, False), rendered([*said, MORE], True), spans)
-    assert refused.value.code == "environment_block_mismatch"

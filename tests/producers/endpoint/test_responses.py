@@ -79,10 +79,8 @@ async def test_the_openai_client_s_responses_are_one_exact_segment(serve, stream
 
 
 @pytest.mark.redis
-async def test_a_conversation_goes_on_through_either_api(serve) -> None:
-    one = await serve(group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_a_conversation_goes_on_through_either_api(opened) -> None:
+    one, rollout = await opened(group_size=1)
     async with openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none") as client:
         response = await client.responses.create(model="x", input=TASK, tools=[TOOL])
         (call,) = response.output

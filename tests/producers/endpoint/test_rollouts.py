@@ -73,11 +73,9 @@ async def test_siblings_of_an_agent_become_the_group_of_a_released_index(serve) 
     assert one.count("penstock_agent_tokens_total") == one.count("penstock_agent_tokens_delivered_total") > 0
 
 
-async def test_the_ids_that_an_agent_s_tokens_were_sampled_from_go_with_them(serve) -> None:
+async def test_the_ids_that_an_agent_s_tokens_were_sampled_from_go_with_them(opened) -> None:
     """Through turns, branches, and an answer that ends at a stop string."""
-    one = await serve(sampling=SamplingConfig(max_tokens=200, top_k=3), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(sampling=SamplingConfig(max_tokens=200, top_k=3), group_size=1)
     messages = await one.client.converse(rollout, 3)
     await one.client.chat(rollout, [*messages[:3], {"role": "user", "content": "another way"}], stop=["sev", "lv"])
     await one.client.finish(rollout, 1.0)
@@ -128,11 +126,9 @@ async def test_answers_that_another_token_than_the_end_of_turn_has_ended_are_cou
     assert one.count("penstock_agent_alternate_stops_total") == 1
 
 
-async def test_one_agent_s_calls_side_by_side_are_all_kept(serve) -> None:
+async def test_one_agent_s_calls_side_by_side_are_all_kept(opened) -> None:
     """A summary in between, a sub-agent with a task of its own: segments, and nothing lost."""
-    one = await serve(group_size=2)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(group_size=2)
     messages = await one.client.converse(rollout, 2)
     compacted = [{"role": "user", "content": "summary"}, messages[-1], {"role": "user", "content": "go on"}]
     await asyncio.gather(
@@ -169,8 +165,7 @@ async def test_a_producer_with_old_weights_takes_no_new_task(serve) -> None:
     one.trainer.release(1, 1, version=bound + 1)
     one.trainer.announce(bound + 1, total_bytes=1, tensors=())  # weights that never load
     await until(lambda: one.producer.weights.behind > bound)
-    status, body = await one.client.request("POST", "/r")
-    assert (status, body["error"]["code"]) == (429, "weights_behind")
+    assert await one.client.error("POST", "/r") == (429, "weights_behind")
     one.trainer.announce(bound + 2)
     assert (await one.client.open())["index"] == 1
 
@@ -263,8 +258,7 @@ async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) 
     agents_of(one).find(overdue["id"]).group.deadline = 0.0
     agents_of(one).end_overdue(time.monotonic())
     active = [await one.client.open() for _ in range(2)]
-    status, body = await one.client.request("POST", f"/r/{active[0]['id']}/finish", 1.0)
-    assert (status, body["error"]["code"]) == (400, "nothing_sampled")
+    assert await one.client.error("POST", f"/r/{active[0]['id']}/finish", 1.0) == (400, "nothing_sampled")
     agents_of(one).end_overdue(time.monotonic() + 60.0)
     entries = {int(fields[Field.INDEX]): fields[Field.REASON].decode() for fields in await one.entries(3)}
     assert entries == {
@@ -276,10 +270,8 @@ async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) 
     assert not any(map(died_of_length, entries.values()))
 
 
-async def test_a_finish_whose_answer_was_lost_may_come_again(serve) -> None:
-    one = await serve()
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_a_finish_whose_answer_was_lost_may_come_again(opened) -> None:
+    one, rollout = await opened()
     await one.client.chat(rollout, ASKED)
     await one.client.finish(rollout, 0.5)
     await one.client.finish(rollout, 0.5)
@@ -289,10 +281,8 @@ async def test_a_finish_whose_answer_was_lost_may_come_again(serve) -> None:
     assert status == 410
 
 
-async def test_a_rollout_that_ends_during_a_call_ends_the_call(serve) -> None:
-    one = await serve(ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096))
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_a_rollout_that_ends_during_a_call_ends_the_call(opened) -> None:
+    one, rollout = await opened(ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096))
     path = f"/r/{rollout['id']}/v1/chat/completions"
     calling = asyncio.create_task(one.client.request("POST", path, {"messages": ASKED}))
     await until(lambda: one.engine.num_active == 1)
@@ -329,10 +319,8 @@ async def trained_lengths(one, rollout: dict) -> list[int]:
     return sorted(end - start for one in group.rollouts[0].segments for start, end in one.loss_mask)
 
 
-async def test_an_answer_that_its_client_hung_up_on_and_asked_for_again_is_not_trained(serve) -> None:
-    one = await serve(numbered(), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_an_answer_that_its_client_hung_up_on_and_asked_for_again_is_not_trained(opened) -> None:
+    one, rollout = await opened(numbered(), group_size=1)
     for _ in range(2):
         await ask_and_hang_up(one, rollout, {"messages": ASKED})
     await one.client.chat(rollout, ASKED)
@@ -340,11 +328,9 @@ async def test_an_answer_that_its_client_hung_up_on_and_asked_for_again_is_not_t
     assert await trained_lengths(one, rollout) == [3, 4]
 
 
-async def test_an_answer_is_unread_if_its_client_counts_a_retry(serve) -> None:
+async def test_an_answer_is_unread_if_its_client_counts_a_retry(opened) -> None:
     """As behind a proxy, whose connection stays."""
-    one = await serve(numbered(), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(numbered(), group_size=1)
     path = f"{one.url}/r/{rollout['id']}/v1/chat/completions"
     for count in ("0", "0", "1", "2"):
         headers = {"x-stainless-retry-count": count}
@@ -353,10 +339,8 @@ async def test_an_answer_is_unread_if_its_client_counts_a_retry(serve) -> None:
     assert await trained_lengths(one, rollout) == [1, 4]
 
 
-async def test_an_answer_that_is_still_made_when_its_client_retries_is_unread(serve) -> None:
-    one = await serve(numbered(), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_an_answer_that_is_still_made_when_its_client_retries_is_unread(opened) -> None:
+    one, rollout = await opened(numbered(), group_size=1)
     one.engine.token_s = 0.05
     path, sent = f"{one.url}/r/{rollout['id']}/v1/chat/completions", []
 
@@ -373,10 +357,8 @@ async def test_an_answer_that_is_still_made_when_its_client_retries_is_unread(se
     assert await trained_lengths(one, rollout) == [2]
 
 
-async def test_answers_to_one_request_that_are_all_read_are_all_trained(serve) -> None:
-    one = await serve(numbered(), group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_answers_to_one_request_that_are_all_read_are_all_trained(opened) -> None:
+    one, rollout = await opened(numbered(), group_size=1)
     for _ in range(2):
         await one.client.chat(rollout, ASKED)
     await asyncio.gather(*(one.client.chat(rollout, ASKED) for _ in range(2)))
@@ -410,8 +392,7 @@ async def test_a_producer_that_stops_lets_agents_finish_but_opens_no_more(serve,
     rollouts = [await one.client.open(), await one.client.open()]
     one.producer.stop.set()
     await until(lambda: one.producer.endpoint.agents._is_closing)
-    status, body = await one.client.request("POST", "/r")
-    assert (status, body["error"]["code"]) == (503, "stopping")
+    assert await one.client.error("POST", "/r") == (503, "stopping")
     for rollout in rollouts:
         await one.client.converse(rollout, 1)
         await one.client.finish(rollout, 1.0)
@@ -489,12 +470,10 @@ async def test_what_no_record_can_hold_costs_its_own_rollout_alone(serve, monkey
     for rollout in (large, torn, sound):
         await one.client.converse(rollout, 1)
     body = {"reward": 1.0, "metrics": {f"{n:064}": 1.0 for n in range(32)}}
-    status, answer = await one.client.request("POST", f"/r/{large['id']}/finish", body)
-    assert (status, answer["error"]["code"]) == (400, "rollout_too_large")
+    assert await one.client.error("POST", f"/r/{large['id']}/finish", body) == (400, "rollout_too_large")
     with monkeypatch.context() as patch:
         patch.setattr("penstock.producers.endpoint.groups.segments", refuse)
-        status, answer = await one.client.request("POST", f"/r/{torn['id']}/finish", 1.0)
-    assert (status, answer["error"]["code"]) == (400, "logprob_length_mismatch")
+        assert await one.client.error("POST", f"/r/{torn['id']}/finish", 1.0) == (400, "logprob_length_mismatch")
     await one.client.finish(sound, 0.5)
     (group,) = await one.groups(1)
     assert [rollout.reward.value for rollout in group.rollouts] == [0.5]
@@ -532,13 +511,12 @@ async def test_agents_leave_evaluations_a_place(serve) -> None:
     one = await serve(group_size=2, producers=producers, sampling=SamplingConfig(max_tokens=4))
     one.trainer.release(1, 2)
     assert [(await one.client.open())["index"] for _ in range(2)] == [1, 1]
-    status, body = await one.client.request("POST", "/r")
-    assert (status, body["error"]["code"]) == (429, "no_room")
+    assert await one.client.error("POST", "/r") == (429, "no_room")
     one.trainer.evaluate(0, 3)
     await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
 
 
-async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(serve) -> None:
+async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(opened) -> None:
     class Frail(ScriptedEngine):
         async def generate(self, *request):
             try:
@@ -546,9 +524,7 @@ async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(serv
             except asyncio.CancelledError:
                 raise EngineError("died of an abort") from None
 
-    one = await serve(Frail(script=tool_user(), token_s=60.0, max_model_len=4096))
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(Frail(script=tool_user(), token_s=60.0, max_model_len=4096))
     hasty = AgentClient(one.url)
     calling = asyncio.create_task(hasty.chat(rollout, ASKED))
     await until(lambda: one.engine.num_active == 1)

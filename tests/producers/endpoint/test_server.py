@@ -50,10 +50,8 @@ async def test_the_openai_client_drives_a_tool_using_conversation(serve) -> None
     assert [len(rollout.segments) for rollout in group.rollouts] == [1, 1]
 
 
-async def test_a_stream_is_the_finished_message_in_pieces(serve) -> None:
-    one = await serve()
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_a_stream_is_the_finished_message_in_pieces(opened) -> None:
+    one, rollout = await opened()
     async with client_of(rollout) as client:
         asked = {"model": "x", "messages": ASKED, "tools": [ADD], "stream": True}
         chunks = [
@@ -76,10 +74,8 @@ async def test_a_stream_is_the_finished_message_in_pieces(serve) -> None:
     assert one.count("penstock_agent_calls_total", prompt="drifted") == 1
 
 
-async def test_a_streamed_call_of_a_tool_has_its_tokens_logprobs(serve) -> None:
-    one = await serve()
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_a_streamed_call_of_a_tool_has_its_tokens_logprobs(opened) -> None:
+    _, rollout = await opened()
     async with client_of(rollout) as client:
         for tools in ([ADD], []):
             stream = await client.chat.completions.create(
@@ -92,10 +88,8 @@ async def test_a_streamed_call_of_a_tool_has_its_tokens_logprobs(serve) -> None:
             assert called == bool(tools) and [entry.logprob for entry in logprobs] == sampled
 
 
-async def test_a_request_that_cannot_be_answered_is_refused_in_openai_s_shape(serve) -> None:
-    one = await serve()
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_a_request_that_cannot_be_answered_is_refused_in_openai_s_shape(opened) -> None:
+    one, rollout = await opened()
     path = f"/r/{rollout['id']}/v1/chat/completions"
     large = io.BytesIO(b"x" * (BODY_BYTES + BODY_BYTES_PER_TOKEN * 4096 + 1))
     for method, where, body, status, code in [
@@ -117,22 +111,18 @@ async def test_a_request_that_cannot_be_answered_is_refused_in_openai_s_shape(se
     await one.client.chat(rollout, ASKED)  # the rollout is none the worse
 
 
-async def test_an_answer_is_cut_where_the_request_the_run_or_the_context_says(serve) -> None:
+async def test_an_answer_is_cut_where_the_request_the_run_or_the_context_says(opened) -> None:
     engine = ScriptedEngine(num_tokens=1000, first_token=300, max_model_len=80)
-    one = await serve(engine, sampling=SamplingConfig(max_tokens=30))
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(engine, sampling=SamplingConfig(max_tokens=30))
     assert len((await one.client.chat(rollout, ASKED))["generation_token_ids"]) == 30
     assert len((await one.client.chat(rollout, ASKED, max_tokens=7))["generation_token_ids"]) == 7
     long = await one.client.chat(rollout, [{"role": "user", "content": "three plus four " * 13}])
     assert 0 < len(long["generation_token_ids"]) == 80 - len(long["prompt_token_ids"]) < 30
 
 
-async def test_an_answer_is_trained_up_to_the_token_that_completes_a_stop_string(serve) -> None:
+async def test_an_answer_is_trained_up_to_the_token_that_completes_a_stop_string(opened) -> None:
     """The engine may sample on: this one does."""
-    one = await serve(group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(group_size=1)
     script = tool_user()([*encode("chatml", "<|im_start|>tool<|im_end|><|im_start|>")], 0)
     messages = [*ASKED, {"role": "tool", "tool_call_id": "a", "content": "7"}]
     body = {"messages": messages, "stop": ["zzz", "sev"]}
@@ -154,10 +144,8 @@ async def test_an_answer_is_trained_up_to_the_token_that_completes_a_stop_string
     assert unpack_ids(segment.token_ids)[start:end].tolist() == first["generation_token_ids"]
 
 
-async def test_what_a_run_ignores_is_counted_and_logged_once_by_name(serve, caplog) -> None:
-    one = await serve(endpoint=EndpointConfig(port=0, unsupported="ignore"))
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+async def test_what_a_run_ignores_is_counted_and_logged_once_by_name(opened, caplog) -> None:
+    one, rollout = await opened(endpoint=EndpointConfig(port=0, unsupported="ignore"))
     for n in range(2):
         await one.client.chat(rollout, ASKED, temperature=0.1, reasoning_effort="low")
         await one.client.chat(rollout, ASKED, **{f"{'odd' * 40}{k}": 1 for k in range(n, 40 * n)})
@@ -237,16 +225,16 @@ async def test_a_port_in_use_makes_way_for_the_next_and_the_heartbeat_says_which
     await until(lambda: two.url.encode() in (one.server.client.get(KEYS.producer("b")) or b""))
 
 
-async def test_parallel_tool_calls_can_be_switched_off(serve) -> None:
+async def test_parallel_tool_calls_can_be_switched_off(opened) -> None:
     twice = tool_user()
 
     def script(prompt_ids: list[int], sibling: int) -> list[int]:
         ids = twice(prompt_ids, sibling)
         return [*ids[:-1], *ids]
 
-    one = await serve(ScriptedEngine(script=script, max_model_len=4096), sampling=SamplingConfig(max_tokens=400))
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
+    one, rollout = await opened(
+        ScriptedEngine(script=script, max_model_len=4096), sampling=SamplingConfig(max_tokens=400)
+    )
     assert len((await one.client.chat(rollout, ASKED, tools=[ADD]))["tool_calls"]) == 2
     assert len((await one.client.chat(rollout, ASKED, tools=[ADD], parallel_tool_calls=False))["tool_calls"]) == 1
     without = await one.client.chat(rollout, ASKED, tools=[ADD], tool_choice="none")

@@ -110,15 +110,3 @@ async def test_a_pause_before_a_retry_holds_no_place_of_another_call(monkeypatch
     scoring_both.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scoring_both
-
-
-async def test_an_answer_that_is_no_reward_is_not_asked_for_again() -> None:
-    asked = []
-
-    async def reward(prompt: Prompt, completion: str) -> float:
-        asked.append(completion)
-        return float("nan")
-
-    with pytest.raises(RewardError, match="nan for completion 'a', expected a finite number"):
-        await RewardScorer([component(reward)], RewardConfig(retries=5)).score(PROMPT, ["a"])
-    assert asked == ["a"]

@@ -58,18 +58,15 @@ async def test_an_update_reaches_an_engine_that_finishes_a_request_at_once(tmp_p
     assert all(versions_of(group) == [[1]] * 2 for group in groups[3:])
 
 
-async def test_an_update_that_the_engine_refuses_ends_the_probe_and_its_requests(tmp_path):
-    engine = ScriptedEngine(token_s=0.002, num_tokens=40, refuse_versions=(1,))
-    with pytest.raises(WeightLoadError, match="version 1"):
-        await probe(engine, PROMPTS, SAMPLING, group_size=2, updates=[update(1, tmp_path)])
-    assert engine.num_active == 0
-
-
-async def test_a_prompt_that_the_engine_refuses_ends_the_probe_and_its_requests():
-    engine = ScriptedEngine(token_s=0.002, num_tokens=40, refuse_prompt=(1,))
-    with pytest.raises(ValueError, match="refuses this prompt"):
-        await probe(engine, PROMPTS, SAMPLING, group_size=2)
-    assert engine.num_active == 0
+async def test_an_update_or_a_prompt_that_the_engine_refuses_ends_the_probe_and_its_requests(tmp_path):
+    for refused, error, message in [
+        ({"refuse_versions": (1,)}, WeightLoadError, "version 1"),
+        ({"refuse_prompt": (1,)}, ValueError, "refuses this prompt"),
+    ]:
+        engine = ScriptedEngine(token_s=0.002, num_tokens=40, **refused)
+        with pytest.raises(error, match=message):
+            await probe(engine, PROMPTS, SAMPLING, group_size=2, updates=[update(1, tmp_path)])
+        assert engine.num_active == 0
 
 
 def test_prompts_are_posed_as_producers_pose_them():

@@ -35,9 +35,13 @@ class BreakingEngine:
         ]
 
 
+async def sampled(engine: BreakingEngine, num_siblings: int = 1, **sampling: int) -> list[Completion]:
+    return await Siblings(engine, [1, 2], SamplingSettings(**sampling), num_siblings, "call").sample()
+
+
 async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_of_the_budget() -> None:
     engine = BreakingEngine((2, 5, "abort"), (0, 5, "abort"), (1, 5, "abort"), (3, 6, "stop"))
-    (completion,) = await Siblings(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call").sample()
+    (completion,) = await sampled(engine, max_tokens=8)
     ids = unpack_ids(completion.token_ids).tolist()
     assert len(ids) == 6 and completion.finish_reason == "stop"
     assert completion.version_spans == (VersionSpan(5, 0, 3), VersionSpan(6, 3, 6))
@@ -54,12 +58,12 @@ async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_
 
 async def test_the_parts_of_an_answer_keep_the_ids_that_each_was_sampled_from() -> None:
     parts = (2, 5, "abort"), (0, 5, "abort"), (3, 6, "stop")
-    (completion,) = await Siblings(
-        BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8, top_k=1), 1, "call"
-    ).sample()
+    (completion,) = await sampled(BreakingEngine(*parts), max_tokens=8, top_k=1)
     assert completion.sampling_mask is not None and b"".join(completion.sampling_mask) == completion.token_ids
-    (completion,) = await Siblings(BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8), 1, "call").sample()
+    (completion,) = await sampled(BreakingEngine(*parts), max_tokens=8)
     assert completion.sampling_mask is None
+    (completion,) = await sampled(BreakingEngine((2, 1, "abort"), (2, 1, "abort")), max_tokens=4)
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 16, "the budget was used up in parts"
 
 
 async def test_the_parts_of_a_seeded_answer_have_seeds_of_their_own_the_same_each_time() -> None:
@@ -70,13 +74,6 @@ async def test_the_parts_of_a_seeded_answer_have_seeds_of_their_own_the_same_eac
         seeds.append(engine.seeds)
     assert seeds[0] == seeds[1] and seeds[3] == [None] * 3
     assert seeds[0][0] == 5 and len({*seeds[0], *seeds[2]}) == 6
-
-
-async def test_a_budget_used_up_in_parts_ends_by_length() -> None:
-    (completion,) = await Siblings(
-        BreakingEngine((2, 1, "abort"), (2, 1, "abort")), [1], SamplingSettings(max_tokens=4), 1, "c"
-    ).sample()
-    assert completion.finish_reason == "length" and len(completion.token_ids) == 16
 
 
 async def test_an_engine_that_cannot_say_how_far_it_is_goes_on_to_its_answer(caplog) -> None:
@@ -96,11 +93,10 @@ async def test_an_engine_that_cannot_say_how_far_it_is_goes_on_to_its_answer(cap
     assert caplog.messages == ["progress of a rollout is not kept: 3 tokens, but logprobs of 2"]
 
 
-async def test_an_engine_that_gets_nowhere_is_given_up() -> None:
-    with pytest.raises(EngineError, match="aborted 4 times in a row without a token"):
-        await Siblings(BreakingEngine(*[(0, 1, "abort")] * 9), [1], SamplingSettings(max_tokens=4), 1, "c").sample()
-
-
-async def test_an_engine_that_answers_with_another_number_is_broken() -> None:
-    with pytest.raises(EngineError, match="request c: 1 completions, expected 2"):
-        await Siblings(BreakingEngine((2, 1, "stop")), [1], SamplingSettings(max_tokens=4), 2, "c").sample()
+async def test_an_engine_that_gets_nowhere_or_answers_with_another_number_is_given_up() -> None:
+    for parts, num_siblings, message in [
+        ([(0, 1, "abort")] * 9, 1, "aborted 4 times in a row without a token"),
+        ([(2, 1, "stop")], 2, "request call: 1 completions, expected 2"),
+    ]:
+        with pytest.raises(EngineError, match=message):
+            await sampled(BreakingEngine(*parts), num_siblings, max_tokens=4)

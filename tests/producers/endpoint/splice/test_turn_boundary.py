@@ -79,26 +79,6 @@ def test_a_template_without_anything_to_count_by_refuses_every_splice():
     assert refused.value.code == "no_eos_configured"
 
 
-EOS, OTHER, TURN, TOOL = 2, 3, 30, 31
-BY_END = TurnBoundary(turn_end_token_id=EOS, control_token_ids=frozenset({EOS, OTHER}))
-BY_START = TurnBoundary(turn_start_token_ids=frozenset({TURN, TOOL}), control_token_ids=frozenset({TURN, TOOL, OTHER}))
-
-
-def test_a_splice_keeps_the_models_tokens_whether_or_not_the_template_writes_others():
-    for boundary, model, prefix, added, differs in [
-        (BY_END, [7, EOS], [7, EOS], [8], False),
-        (BY_END, [6, EOS], [7, EOS], [8], True),
-        (BY_END, [7], [7, EOS], [8], False),
-        (BY_END, [7, OTHER], [7, EOS], [8], True),
-        (BY_START, [TURN, 7, TOOL], [TURN, 7], [TOOL, 8, TURN], False),
-        (BY_START, [TURN, 6, TOOL], [TURN, 7], [TOOL, 8, TURN], True),
-        (BY_START, [TURN, 7], [TURN, 7], [TOOL, 8, TURN], False),
-        (BY_START, [TURN, 7, OTHER], [TURN, 7], [TOOL, 8, TURN], True),
-    ]:
-        result = boundary.splice(model, prefix, prefix + added, [(1 if boundary is BY_START else 0, len(model))])
-        assert result[: len(model)] == model and (result != prefix + added) == differs, model
-
-
 def test_an_answer_ends_as_the_template_writes_it_or_otherwise():
     for name, usual, other in [
         ("chatml", ["<|im_end|>"], "<|endoftext|>"),
