@@ -328,33 +328,26 @@ async def test_an_answer_that_its_client_hung_up_on_and_asked_for_again_is_not_t
     assert await trained_lengths(one, rollout) == [3, 4]
 
 
-async def test_an_answer_is_unread_if_its_client_counts_a_retry(opened) -> None:
+async def test_an_answer_is_unread_if_its_client_counts_a_retry_also_while_it_is_made(opened) -> None:
     """As behind a proxy, whose connection stays."""
     one, rollout = await opened(numbered(), group_size=1)
     path = f"{one.url}/r/{rollout['id']}/v1/chat/completions"
-    for count in ("0", "0", "1", "2"):
+
+    async def ask(count: str) -> None:
         headers = {"x-stainless-retry-count": count}
         async with one.client.session.post(path, json={"messages": ASKED}, headers=headers) as reply:
             assert reply.status == 200
-    assert await trained_lengths(one, rollout) == [1, 4]
 
-
-async def test_an_answer_that_is_still_made_when_its_client_retries_is_unread(opened) -> None:
-    one, rollout = await opened(numbered(), group_size=1)
-    one.engine.token_s = 0.05
-    path, sent = f"{one.url}/r/{rollout['id']}/v1/chat/completions", []
-
-    async def ask(count: str) -> None:
-        sent.append(count)
-        async with one.client.session.post(
-            path, json={"messages": ASKED}, headers={"x-stainless-retry-count": count}
-        ) as reply:
-            assert reply.status == 200
-
+    for count in ("0", "0", "1", "2"):
+        await ask(count)
+    one.engine.may_sample.clear()
     first = asyncio.create_task(ask("0"))
     await until(lambda: one.engine.num_active == 1)
-    await asyncio.gather(first, ask("1"))
-    assert await trained_lengths(one, rollout) == [2]
+    second = asyncio.create_task(ask("1"))
+    await until(lambda: one.engine.num_active == 2)
+    one.engine.may_sample.set()
+    await asyncio.gather(first, second)
+    assert await trained_lengths(one, rollout) == [1, 4, 6]
 
 
 async def test_answers_to_one_request_that_are_all_read_are_all_trained(opened) -> None:

@@ -75,11 +75,8 @@ def test_anything_else_is_refused(expression: str) -> None:
     [
         ("calculator", '{"expression": "47*83-26"}', "3875"),
         ("calculator", '{"expression": "47*83-"}', f"error: {EXPECTED}"),
-        ("calculator", '{"expression": "(47"}', f"error: {EXPECTED}"),
-        ("calculator", '{"expression": "4^2"}', f"error: {EXPECTED}"),
         ("calculator", '{"expression": "' + "1" * 200 + '"}', "error: 200 characters, expected at most 100"),
         ("calculator", '{"expression": 5}', 'error: expected {"expression": "2*(3+4)"}'),
-        ("calculator", '{"expression": ["1"]}', 'error: expected {"expression": "2*(3+4)"}'),
         ("calculator", '{"expr": "1"}', 'error: expected {"expression": "2*(3+4)"}'),
         ("calculator", "[]", 'error: expected {"expression": "2*(3+4)"}'),
         ("calculator", "1+1", 'error: expected {"expression": "2*(3+4)"}'),

@@ -73,7 +73,8 @@ def test_the_permutation_favors_no_place():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_data_poses_the_same_tasks_once_an_epoch(tmp_path, kind):
-    environment = Dataset(seed=4, training=KINDS[kind](tmp_path), columns=COLUMNS, system_prompt="Add.")
+    training = KINDS[kind](tmp_path)
+    environment = Dataset(seed=4, training=training, columns=COLUMNS, system_prompt="Add.")
     assert environment.num_tasks == len(RECORDS)
     epochs = [[environment.prompt(epoch * 23 + n) for n in range(1, 24)] for epoch in range(2)]
     assert [sorted(prompt.answer for prompt in epoch) for epoch in epochs] == [sorted(map(str, range(1, 24)))] * 2
@@ -87,6 +88,11 @@ def test_every_kind_of_data_poses_the_same_tasks_once_an_epoch(tmp_path, kind):
     assert epochs[0][0].metadata["level"] == str(number % 3)
     order = [permuted(place, 23, 4, 0) + 1 for place in range(23)]
     assert [int(prompt.answer) for prompt in epochs[0]] == order, "whatever the kind"
+    in_order = Dataset(seed=4, training=training, columns=COLUMNS, shuffle=False)
+    assert [in_order.prompt(n).answer for n in (1, 2, 23, 24)] == ["1", "2", "23", "1"]
+    missing = r"column 'problem' is missing, found \['level', 'question', 'solution'\]; name it"
+    with pytest.raises(ValueError, match=missing):
+        Dataset(seed=4, training=training, columns={"prompt": "problem", "answer": "solution"})
 
 
 def test_columns_may_hold_messages_or_bare_text_and_the_rest_is_metadata(tmp_path):
@@ -106,11 +112,6 @@ def test_held_out_rows_are_those_of_the_evaluation_in_their_order(tmp_path):
     with pytest.raises(ValueError, match="held-out row 5 asked for, expected 1 to 4"):
         environment.evaluation_prompt(5)
     assert environment.reward(Prompt(text="?", answer="7"), " 7\n").value == 1.0
-
-
-def test_rows_keep_their_order_without_shuffling(tmp_path):
-    environment = Dataset(seed=0, training=write_jsonl(tmp_path / "a.jsonl"), columns=COLUMNS, shuffle=False)
-    assert [environment.prompt(n).answer for n in (1, 2, 23, 24)] == ["1", "2", "23", "1"]
 
 
 def test_opening_lines_takes_no_memory_for_their_content(tmp_path, monkeypatch):
@@ -186,35 +187,6 @@ def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path,
         Dataset(seed=0, training=str(file), **changes)
 
 
-def test_a_parquet_file_that_is_cut_short_or_empty_is_named(tmp_path):
-    file = Path(write_parquet(tmp_path / "a.parquet"))
-    file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=f"training: {re.escape(str(file))}: .*; expected a whole Parquet file"):
-        Dataset(seed=0, training=str(file), columns=COLUMNS)
-    pq.write_table(pa.table({"question": pa.array([], pa.string())}), file)
-    with pytest.raises(ValueError, match="holds no row"):
-        Dataset(seed=0, training=str(file), columns=COLUMNS)
-    with pytest.raises(ValueError, match=r"no such file; expected a .jsonl or .parquet file, a folder, or a name"):
-        Dataset(seed=0, training=str(tmp_path / "none.jsonl"))
-    (tmp_path / "a.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"expected a .jsonl or .parquet file"):
-        Dataset(seed=0, training=str(tmp_path / "a.csv"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_column_that_is_missing_is_named_with_all_there_are(tmp_path, kind):
-    source = KINDS[kind](tmp_path)
-    with pytest.raises(
-        ValueError, match=r"column 'problem' is missing, found \['level', 'question', 'solution'\]; name it"
-    ):
-        Dataset(seed=0, training=source, columns={"prompt": "problem", "answer": "solution"})
-
-
-def test_a_split_that_a_saved_data_set_has_not_is_named(tmp_path):
-    with pytest.raises(ValueError, match="with split = 'test': KeyError"):
-        Dataset(seed=0, training=saved_by_datasets(tmp_path / "saved"), columns=COLUMNS, split="test")
-
-
 def test_a_name_on_the_hub_is_opened_by_subset_split_and_revision_and_what_it_lacks_is_named(monkeypatch):
     import datasets
 
@@ -250,8 +222,24 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
         Dataset(seed=0, training=str(file))
 
 
-def test_a_folder_of_two_kinds_of_files_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    write_parquet(tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"holds \.jsonl and \.parquet files, expected one kind"):
-        Dataset(seed=0, training=str(tmp_path))
+def test_files_that_hold_no_tasks_are_named_with_what_is_expected(tmp_path):
+    cut = Path(write_parquet(tmp_path / "cut.parquet"))
+    cut.write_bytes(cut.read_bytes()[:-40])
+    pq.write_table(pa.table({"question": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "both").mkdir()
+    write_jsonl(tmp_path / "both/a.jsonl")
+    write_parquet(tmp_path / "both/b.parquet")
+    saved_by_datasets(tmp_path / "saved")
+    for name, message in [
+        ("cut.parquet", f"training: {re.escape(str(cut))}: .*; expected a whole Parquet file"),
+        ("empty.parquet", "holds no row"),
+        ("none.jsonl", "no such file; expected a .jsonl or .parquet file, a folder, or a name"),
+        ("a.csv", "expected a .jsonl or .parquet file"),
+        ("both", r"holds \.jsonl and \.parquet files, expected one kind"),
+        ("saved", "with split = 'test': KeyError"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Dataset(
+                seed=0, training=str(tmp_path / name), columns=COLUMNS, split="test" if name == "saved" else "train"
+            )
