@@ -109,6 +109,7 @@ def test_the_calculator_environment_learns_to_call_its_tool(
     assert mean([reward["called"] for reward in rewards if reward["exact"]]) > 0.95
 
 
+@pytest.mark.exhaustive
 def test_the_example_of_an_agent_outside_learns_the_same(
     start: Start, calculator_model: Path, folder: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,8 @@ async def test_a_streamed_call_of_a_tool_has_its_tokens_logprobs(opened) -> None
 async def test_a_request_that_cannot_be_answered_is_refused_in_openai_s_shape(opened) -> None:
     one, rollout = await opened()
     path = f"/r/{rollout['id']}/v1/chat/completions"
+    ids = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
+    foreign = [*ASKED, {"role": "assistant", "content": "seven", **ids}, *ASKED]
     large = io.BytesIO(b"x" * (BODY_BYTES + BODY_BYTES_PER_TOKEN * 4096 + 1))
     for method, where, body, status, code in [
         ("POST", path, b"{", 400, "invalid_json"),
@@ -98,6 +100,7 @@ async def test_a_request_that_cannot_be_answered_is_refused_in_openai_s_shape(op
         ("POST", path, {"messages": ASKED, "n": 2}, 400, "unsupported_value"),
         ("POST", path, {"messages": ASKED, "logit_bias": {"1": 2}}, 400, "unsupported_parameter"),
         ("POST", path, {"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "context_length_exceeded"),
+        ("POST", path, {"messages": foreign}, 409, "unknown_token_ids"),
         ("POST", path, large, 413, "body_too_large"),
         ("GET", "/", None, 404, "not_found"),
         ("GET", "/r", None, 405, "method_not_allowed"),
