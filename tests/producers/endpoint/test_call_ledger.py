@@ -64,7 +64,8 @@ def test_the_longest_conversation_that_a_request_begins_with_is_its_parent(ledge
 
 
 def test_what_clients_do_to_messages_on_their_way_does_not_hide_the_parent(ledger: CallLedger) -> None:
-    """Arguments spaced otherwise, content in parts, fields dropped and added, white space of an answer trimmed."""
+    """Arguments spaced otherwise, content in parts, fields dropped and added, white space of an answer trimmed,
+    reasoning left out."""
     spaced = {"name": "add", "arguments": '{"b":4,"a":3}'}
     sent = [
         {"role": "user", "content": [{"type": "text", "text": "what is "}, {"type": "text", "text": "3 + 4?"}]},
@@ -74,6 +75,8 @@ def test_what_clients_do_to_messages_on_their_way_does_not_hide_the_parent(ledge
         USER,
     ]
     assert ledger.parent(sent) == (ledger.calls[1], 3)
+    ledger.record(call(ledger, [1, 2], [7]), [USER], {"role": "assistant", "content": "eight", "reasoning": "easy"})
+    assert ledger.parent([USER, {"role": "assistant", "content": "eight"}, USER]) == (ledger.calls[2], 1)
 
 
 def test_a_message_with_token_ids_is_the_answer_that_had_them_whatever_its_text(ledger: CallLedger) -> None:
@@ -99,6 +102,7 @@ def test_token_ids_that_the_rollout_has_not_seen_are_a_conflict(ledger: CallLedg
         ([1, 2], [3, 5], [0, 0], 409, "unknown_token_ids"),
         ([2**40], [3], [0], 400, "invalid_token_ids"),
         (["1"], [3], [0], 400, "invalid_token_ids"),
+        ("12", [-1], [0], 400, "invalid_token_ids"),
         ([1], [3], [], 400, "logprob_length_mismatch"),
         ([1, 2], [3, 4], None, 400, "partial_token_metadata"),
     ]:

@@ -28,15 +28,19 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> MathJsonl:
     return MathJsonl(seed=0, prompts_file=file, scoring_timeout_s=30.0)
 
 
-def test_held_out_problems_are_left_out_of_training(tmp_path: Path, prompts_file: str):
+def test_held_out_problems_are_left_out_of_training_whose_epochs_have_each_other_once(
+    tmp_path: Path, prompts_file: str
+):
     held_out = write(tmp_path / "test.jsonl", [*PROBLEMS[:2], {"problem": "new", "answer": "1"}])
     environment = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out)
     limited = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out, num_evaluation_prompts=2)
     assert (environment.num_evaluation_prompts, limited.num_evaluation_prompts) == (3, 2)
     evaluation = {environment.evaluation_prompt(n).messages for n in (1, 2, 3)}
-    training = {environment.prompt(index).messages for index in range(1, 21)}
-    assert len(training) == 5
-    assert evaluation.isdisjoint(training)
+    other = MathJsonl(seed=5, prompts_file=prompts_file, evaluation_file=held_out)
+    epochs = [[environment.prompt(5 * epoch + n).messages for n in range(1, 6)] for epoch in range(3)]
+    epochs.append([other.prompt(n).messages for n in range(1, 6)])
+    assert [len(set(epoch)) for epoch in epochs] == [5] * 4 and len(set(map(tuple, epochs))) == 4
+    assert all(evaluation.isdisjoint(epoch) for epoch in epochs)
     with pytest.raises(ValueError, match="every problem in prompts_file"):
         MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=prompts_file)
 
@@ -99,11 +103,15 @@ def test_raw_gsm8k_is_taken_as_it_is(tmp_path: Path):
             "She sold 24.\nThen 48.",
             "train.jsonl:2: column 'answer' is 'She sold 24.*several lines; expected the final answer",
         ),
+        ("", "train.jsonl:2: column 'answer' is '', expected a string that is not empty, or a number"),
+        (True, "train.jsonl:2: column 'answer' is True, expected a string that is not empty, or a number"),
         ("She sold 24.\n#### ", "train.jsonl:2: column 'answer': nothing follows the '####' of"),
         ("}", "1 of 2 answers are not right by their own measure, first .*train.jsonl:2: '}'; expected final answers"),
     ],
 )
-def test_an_answer_that_no_completion_could_match_is_refused_with_its_line(tmp_path: Path, answer: str, message: str):
+def test_an_answer_that_no_completion_could_match_is_refused_with_its_line(
+    tmp_path: Path, answer: object, message: str
+):
     records = [{"problem": "a", "answer": "x^2"}, {"problem": "b", "answer": answer}, {"problem": "c", "answer": "3"}]
     with pytest.raises(ValueError, match=message):
         MathJsonl(seed=0, prompts_file=write(tmp_path / "train.jsonl", records))

@@ -200,3 +200,12 @@ async def test_a_continued_sibling_draws_noise_of_its_own_the_same_each_time() -
         seeds.append(engine.seeds)
     assert seeds[0] == seeds[1]
     assert len({*seeds[0], *seeds[2], *range(40, 40 + SIBLINGS)}) == 3 * SIBLINGS
+
+
+async def test_nothing_is_said_of_siblings_between_two_requests() -> None:
+    class Silent(ChainEngine):
+        def sampled(self, request_id: str) -> list[Completion]:
+            return []
+
+    assert siblings(ChainEngine(0, Random(1))).so_far() is None
+    assert await broken_off(siblings(Silent(0, Random(1))), 1) is None
