@@ -14,7 +14,7 @@ from labelled_weights import (
 )
 from shared_engine import EngineHost, boot_shared
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_UPDATES = 8
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
 PROMPT = list(range(3, 43))
 """Longer than a block of the KV cache, so that a prefix can be found again."""

@@ -10,7 +10,7 @@ from penstock.consumers.parity.sample import read_sample
 from penstock.consumers.parity.verdict import gap_of
 from probed_engine import start
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
 BLOCK, LENGTH = 32, 160
 CACHE_GIB = 2.0**-11

@@ -31,6 +31,7 @@ from shared_engine import PROMPT, EngineHost, boot_shared, run_config
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.asyncio(loop_scope="session"),
