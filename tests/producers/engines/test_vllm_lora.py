@@ -109,7 +109,12 @@ class AdaptedEngine:
         return check_parity(groups, config=self.config, weights=self.files.get)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="session",
+    params=[1, pytest.param(2, marks=pytest.mark.exhaustive)],
+    ids=["one rank", "two ranks"],
+)
 async def adapted(request, vllm_engine, tmp_path_factory, reference):
     folder = tmp_path_factory.mktemp("adapted")
     base = qwen3(tied=False, seed=0)
