@@ -259,6 +259,39 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
     assert places == []
 
 
+BUDGET = {
+    "schemas": 5_650,
+    "producers": 11_050,
+    "consumers": 15_550,
+    "deploy": 13_550,
+    "bench": 6_050,
+    "tests": 55_550,
+}
+"""The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
+it."""
+MOST_IMPORTED_BY_THE_TRAINER = 104
+
+
+def test_the_house_keeps_its_budget():
+    lines = {
+        folder: sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")) for folder in BUDGET
+    }
+    assert {folder: number for folder, number in lines.items() if number > BUDGET[folder]} == {}
+    slack = {folder: number for folder, number in lines.items() if number < 0.97 * BUDGET[folder]}
+    assert slack == {}, "what has become lighter stays so: lower the number"
+
+
+def test_the_trainer_stands_on_few_files():
+    """Its own modules, with those that they import anywhere."""
+    reached, waiting = set(), ["penstock.consumers.trainer"]
+    while waiting:
+        each = waiting.pop()
+        if each not in reached and MODULES[each].name != "__init__.py":
+            reached.add(each)
+            waiting += imports(MODULES[each]) & MODULES.keys()
+    assert len(reached) <= MOST_IMPORTED_BY_THE_TRAINER
+
+
 def test_the_trainer_stays_readable_in_one_go():
     tree = ast.parse((ROOT / "consumers" / "trainer.py").read_text())
     (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Trainer")
