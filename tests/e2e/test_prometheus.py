@@ -117,7 +117,8 @@ def test_the_memory_of_a_runs_own_redis_is_watched_by_the_exporter_that_the_comm
 ) -> None:
     ((_, shares),) = ended_run.over("redis_memory_used_bytes / redis_memory_max_bytes")
     assert 0 < min(shares) <= max(shares) < 0.85
-    assert set(shown_by("Memory", ended_run)) >= {"limit"}
+    (line,) = shown_by("Memory, of the limit", ended_run).values()
+    assert line == shares
 
 
 def test_no_alert_fires_nor_is_pending_for_long_in_a_healthy_run(ended_run: MonitoredRun) -> None:

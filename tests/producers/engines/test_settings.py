@@ -204,4 +204,4 @@ def test_an_adapter_has_one_slot_of_a_rank_that_vllm_knows_and_its_own_place_in_
     with pytest.raises(EngineError, match=r"engine.args.enable_lora = True: expected lora to be set instead"):
         arguments_of(config(engine=args))
     found = json.loads(fingerprint(run, report(run), "1").other["lora"])
-    assert found == {"rank": 20, "alpha": 5.0, "targets": ["q_proj", "down_proj"], "dropout": 0.0}
+    assert found == {"rank": 20, "alpha": 5.0, "targets": ["q_proj", "down_proj"]}
