@@ -109,6 +109,7 @@ def test_a_write_outlives_a_server_that_is_emptied_again_once_its_epoch_is_resto
 def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, redis_client):
     assert scripts.release(0, tasks(1, 5), 7) == 5
     assert scripts.release(0, tasks(1, 5), 7) == 5
+    assert scripts.release(0, tasks(1, 2), 7) == 5, "the cursor does not go back"
     entries = redis_client.xrange(KEYS.prompts)
     assert [(fields[Field.INDEX], fields[Field.VERSION]) for _, fields in entries] == [
         (str(index).encode(), b"7") for index in range(1, 6)
