@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 NOTE_S = 2.0
 """How often the findings about producers are written to Redis; a quarantine is written at once."""
 SHOWN_S = 600.0
+"""How long a quarantine is shown of a producer that has ended and was not started again."""
 MOST_KEPT = 1000
 """Newest quarantines kept: groups of an instance that is gone may still be on the stream."""
 

@@ -274,11 +274,6 @@ def test_the_reference_is_the_frozen_base_model(folder, tmp_path) -> None:
         Learner(config)
 
 
-def _applied(recorder: RecordingObjective) -> tuple[Tensor, Tensor]:
-    weights = torch.cat([inputs.importance_weights for inputs in recorder.seen])
-    return weights, torch.cat([inputs.loss_mask for inputs in recorder.seen])
-
-
 def test_off_policy_rows_are_judged_by_the_policy_of_the_step(folder) -> None:
     correction = CorrectionConfig(mode="token_truncate", off_policy_delta=0.0)
     config = configuration(folder, correction=correction, trainer=_trainer(num_epochs=2, learning_rate=0.1))
