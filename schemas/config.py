@@ -169,6 +169,12 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     the architectures tried."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are published and served. The trainer's own copy is float32."""
+    rounding: Literal["nearest", "dithered"] | None = None
+    """How a bfloat16 policy follows the trainer's float32 weights. "nearest": a weight changes once it has moved by
+    half a unit in the last place, which takes tens of updates at small rates. "dithered": each weight begins at a
+    random place of its rounding interval, so that the policy makes the whole movement from the first update, on
+    average over the weights; at the start it is the model's own, bit for bit. None is "dithered" for bfloat16 without
+    `[lora]`, whose adapters begin between the grid's points anyway."""
     reference: str | None = None
     """Folder of the frozen reference model of a KL term, in the loss or in the reward; None takes `path`, the base
     model, of which an adapter's run needs no second copy. It is held in `dtype`."""
@@ -717,6 +723,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return self.trainer.num_epochs * self.trainer.num_minibatches
 
     @property
+    def dithers(self) -> bool:
+        """Whether the masters begin at random places of their rounding intervals."""
+        return self.model.dtype != "float32" and self.lora is None and self.model.rounding != "nearest"
+
+    @property
     def num_steps_planned(self) -> int:
         """Optimizer steps of the run, if none is left out."""
         return self.num_updates * self.steps_per_batch
@@ -975,6 +986,16 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield (
             "engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in the "
             "environment variable HF_TOKEN"
+        )
+    if config.model.rounding is not None and config.model.dtype == "float32":
+        yield (
+            f"model.rounding = {config.model.rounding!r} with model.dtype = 'float32': float32 weights are published "
+            "as they are; expected it to be left out, or model.dtype = 'bfloat16'"
+        )
+    if config.model.rounding is not None and config.lora is not None:
+        yield (
+            f"model.rounding = {config.model.rounding!r} with [lora]: adapters begin between the values of any "
+            "rounding; expected it to be left out"
         )
     yield from _environment_problems(config)
     yield from _evaluation_problems(config)

@@ -394,6 +394,10 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
         "Time that publications have held up the training, since the batch before", title="training held up",
         worse_above=limits.HELD_UP_S,
     ),
+    "published_movement": _M(
+        "Share of the masters' movement since the run began that the published policy has made", "share",
+        title="movement made",
+    ),
     "weight_changed_frac": _M(
         "Share of the policy's elements that the last published update has changed", title="changed by an update",
         worse_above=limits.DENSE,

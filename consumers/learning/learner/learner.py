@@ -26,8 +26,9 @@ from penstock.consumers.learning.model.device import choose_device, enable_onedn
 from penstock.consumers.learning.model.export import export_adapter, export_model
 from penstock.consumers.learning.model.learner_state import LearnerState
 from penstock.consumers.learning.model.optimizer import learning_rate, make_optimizer
-from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.consumers.learning.model.packed_model import DTYPES, PackedModel
 from penstock.consumers.learning.model.published import PublishedPart
+from penstock.consumers.learning.model.rounding import NUM_STEPS, Movement
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
 from penstock.schemas.config import RunConfig
@@ -75,13 +76,29 @@ class Learner:
             compiled=trainer.compile,
             lora=config.lora,
             seed=config.seed,
+            dithered=config.dithers,
         )
+        self._movement: Movement | None = None
+        """Of a policy that is rounded."""
+        if config.model.dtype != "float32" and config.lora is None:
+            self._movement = Movement(self.model.parameters(), DTYPES[config.model.dtype])
+            self._warn_of_a_standstill(self._movement.slowest_rate())
         self._adapter = identity_of(config)
         objective = construct(config.objective, "objective", Objective)
         check_advantage(config.advantage)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
         self._saved = LearnerState(self.model, self.optimizer, self.ranks)
+
+    def _warn_of_a_standstill(self, slowest_rate: float) -> None:
+        rate, model = self.config.trainer.learning_rate, self.config.model
+        if rate < slowest_rate and not self.config.dithers and self.ranks.is_lead:
+            log.warning(
+                "trainer.learning_rate = %g with model.rounding = 'nearest': in %d optimizer steps most weights of %s "
+                "stay within their rounding interval in %s, which takes a rate of %.1e to leave; model.rounding = "
+                "'dithered' has no such limit",
+                rate, NUM_STEPS, model.path, model.dtype, slowest_rate,
+            )  # fmt: skip
 
     def step(self, batch: Batch) -> StepReport:
         """Trains a batch: for each epoch and mini-batch forward, loss, backward and one clipped AdamW step.
@@ -120,6 +137,8 @@ class Learner:
                 if place not in tally.failed:
                     self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
         report = tally.report(batch, rate)
+        if self._movement is not None:
+            report.metrics["published_movement"] = self._movement.published_share()
         self.ranks.phase = BETWEEN_STEPS
         return report
 

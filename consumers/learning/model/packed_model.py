@@ -22,6 +22,7 @@ from penstock.consumers.learning.model.blocks import compile_blocks
 from penstock.consumers.learning.model.lora import adapt, adapter_of, adapter_share, published_name
 from penstock.consumers.learning.model.model_check import ModelCheckError, check_model
 from penstock.consumers.learning.model.published import PublishedPart
+from penstock.consumers.learning.model.rounding import dither
 from penstock.consumers.learning.model.shards import empty_model, fill, gathered, held, shard
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
@@ -42,7 +43,8 @@ class PackedModel:
         compiled: runs the blocks through torch.compile.
         frozen: the model is not trained: it is held in `dtype`, without masters.
         lora: trains adapters only, so that only they have masters; the rest of the model is held in `dtype`.
-        seed: seeds new adapters.
+        seed: seeds new adapters and the places of dithered masters.
+        dithered: the masters begin at random places within their rounding intervals; see `rounding.dither`.
         field: the run file's field whose value is `path`.
 
     Raises:
@@ -62,6 +64,7 @@ class PackedModel:
         frozen: bool = False,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        dithered: bool = False,
         field: str = "model.path",
     ) -> None:
         self._named = f"{field} = {path!r}"
@@ -79,11 +82,14 @@ class PackedModel:
             module = _load(path, self._named).to(device)
         else:
             if self._ranks.is_lead:
-                whole = PackedModel(path, dtype, torch.device("cpu"), lora=lora, seed=seed, field=field).module
+                cpu = torch.device("cpu")
+                whole = PackedModel(path, dtype, cpu, lora=lora, seed=seed, dithered=dithered, field=field).module
             module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype])
         self._take(module, gradient_checkpointing)
         if self._ranks.mesh is None:
             self._check()
+            if dithered:
+                dither(self.module, DTYPES[dtype], seed)
         if lora is not None:
             adapt(self.module, lora, DTYPES[dtype], seed, path)
         if compiled:
