@@ -632,7 +632,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     num_updates: Positive = 100
     """Batches trained, of `trainer.num_epochs * trainer.num_minibatches` optimizer steps each (normally one)."""
     group_size: Positive = 8
-    """Siblings sampled per prompt. 1 requires a teacher alone: rewards are compared among siblings."""
+    """Siblings sampled per prompt. 1 needs an `[advantage]` function that compares the rewards of different groups, or
+    a teacher alone."""
     groups_per_batch: Positive = 32
     """Groups per batch."""
     max_lag: NonNegative = 2
@@ -1108,8 +1109,13 @@ def _best_problems(config: RunConfig) -> Iterator[str]:
 def _teacher_problems(config: RunConfig) -> Iterator[str]:
     """Checks settings that a teacher makes useless or excludes, and those that need one."""
     teacher, sampling = config.teacher, config.sampling
-    if config.group_size == 1 and not (teacher and teacher.alone):
-        yield "group_size = 1: expected 2 or more siblings, whose rewards are compared, or a [teacher] alone"
+    if config.group_size == 1 and config.batch.fill != "any":
+        yield f"batch.fill = {config.batch.fill!r} with group_size = 1: no group has reward variance; expected 'any'"
+    if config.group_size == 1 and teacher is None and config.curriculum.path.endswith(":drop_flat"):
+        yield (
+            f"curriculum.path = {config.curriculum.path!r} with group_size = 1: no group has reward variance, and "
+            "every task would be dropped; expected another curriculum"
+        )
     if teacher is None:
         return
     if config.batch.fill != "any":

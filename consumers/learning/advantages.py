@@ -17,6 +17,11 @@ Peers: TRL's `scale_rewards` "group", "none" and "batch" are the first, the firs
 
 Departures: GDPO's paper divides the sum by its standard deviation over the batch once more. REINFORCE++ subtracts from
 a token's return the KL of the tokens that follow it alone; here, as for every other function, it is the rollout's.
+
+A group has no variance if its rewards are equal up to rounding: they differ by 2^-21 (4.8e-7, four units in the last
+place of a float32) of the largest in magnitude or less, which counts as 1e-4 at least, so that sums that cancel to 0
+are equal too. All functions get such rewards as equal ones (`BatchRewards`); filling of batches, skipping and the
+history of tasks go by the functions' results (`has_variance`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,17 +31,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.schemas.config import AdvantageConfig, ConfigError
+from penstock.schemas.config import AdvantageConfig, ConfigError, RunConfig
 from penstock.schemas.process.plugins import resolve
 from penstock.schemas.rollout import Rollout, RolloutGroup
 
 STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8
+ROUNDING = 2.0**-21
+"""The largest difference of equal rewards, relative to the largest in magnitude or `STD_EPSILON`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRewards:
-    """The rewards of a batch's R rollouts; siblings lie next to each other."""
+    """The rewards of a batch's R rollouts; siblings lie next to each other. Those of a group that are equal up to
+    rounding are made equal."""
 
     values: np.ndarray
     """[R] float64, that of truncated rollouts replaced if the run file says so, less the KL penalty if there is one."""
@@ -46,6 +54,12 @@ class BatchRewards:
     """[R] int64, sampled tokens."""
     parts: Mapping[str, np.ndarray]
     """[R] float64 by the name of a reward's part; 0 for a rollout without it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.of_groups(_without_rounding, self.values))
+        if type(self.parts) is dict:
+            parts = {name: self.of_groups(_without_rounding, part) for name, part in self.parts.items()}
+            object.__setattr__(self, "parts", parts)
 
     def by_group(self, values: np.ndarray) -> list[np.ndarray]:
         """Splits [R] values into one array per group."""
@@ -91,7 +105,7 @@ def reinforce_plus_plus(rewards: BatchRewards, *, group_baseline: bool = False) 
     the batch's tokens. Groups without reward variance are trained on too."""
     _check_flag("group_baseline", group_baseline)
     values = group_relative(rewards, normalize_std=False) if group_baseline else rewards.values
-    total = rewards.num_tokens.sum()
+    values, total = _without_rounding(values), rewards.num_tokens.sum()
     if total < 2 or (values == values[0]).all():
         return np.zeros(len(values))
     centered = values - (rewards.num_tokens * values).sum() / total
@@ -160,6 +174,22 @@ def check_advantage(config: AdvantageConfig) -> None:
             )
 
 
+def check_siblings(config: RunConfig) -> None:
+    """Raises ConfigError if groups have one rollout each, and the advantage function gives all of them 0."""
+    if config.group_size > 1 or (config.teacher is not None and config.teacher.alone):
+        return
+    values = np.arange(min(config.groups_per_batch, 2), dtype=np.float64)
+    rewards = BatchRewards(
+        values=values, indexes=np.arange(len(values)), num_tokens=np.full(len(values), 3), parts=_EveryPart(values)
+    )
+    if not make_advantage(config.advantage)(rewards).any():
+        raise ConfigError(
+            f"group_size = 1 with advantage.path = {config.advantage.path!r}, kwargs = {config.advantage.kwargs!r} and "
+            f"groups_per_batch = {config.groups_per_batch}: every advantage is 0; expected 2 or more siblings, whose "
+            "rewards are compared, a function that compares those of different groups, or a [teacher] alone"
+        )
+
+
 def batch_rewards(groups: Sequence[RolloutGroup], config: AdvantageConfig) -> BatchRewards:
     """Returns the groups' rewards. config: sets the reward of a truncated rollout."""
     instead = config.truncated_reward
@@ -205,8 +235,20 @@ def _check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}, expected true or false")
 
 
+def _without_rounding(values: np.ndarray) -> np.ndarray:
+    """Returns the values; all as the first one if they are equal up to rounding."""
+    if not len(values):
+        return values
+    half_spread = values.max() / 2 - values.min() / 2  # of half the values: a part may be any finite number
+    is_equal = half_spread <= ROUNDING / 2 * max(np.abs(values).max(), STD_EPSILON)
+    return np.full_like(values, values[0]) if is_equal else values
+
+
 def _normalized(values: np.ndarray, *, by_std: bool) -> np.ndarray:
     if len(values) < 2 or (values == values[0]).all():  # exact, whatever the rounding of the mean
         return np.zeros(len(values))
-    centered = values - values.mean()
-    return centered / (values.std(ddof=1) + STD_EPSILON) if by_std else centered
+    if not by_std:
+        return values - values.mean()
+    scale = max(1.0, np.abs(values).max())  # the square of a part beyond 1e154 would be infinite
+    values = values / scale
+    return (values - values.mean()) / (values.std(ddof=1) + STD_EPSILON / scale)

@@ -136,6 +136,7 @@ def check_objective(config: RunConfig) -> None:
     from penstock.consumers.learning import advantages, interfaces
 
     advantages.check_advantage(config.advantage)
+    advantages.check_siblings(config)
     if config.teacher is not None and config.teacher.model is not None:
         from penstock.consumers.learning.loss.teacher import check_vocabularies  # imports transformers too
 

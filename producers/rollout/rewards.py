@@ -201,7 +201,7 @@ def checked(reward: Any, of: str) -> Reward:
         if not isinstance(found, Reward):
             found = Reward(value=float(found))
         fits = abs(found.value) <= MAX_REWARD and all(map(math.isfinite, found.parts.values()))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
         shown, most = repr(reward)[:80], f"of at most {MAX_REWARD:g}"

@@ -304,7 +304,6 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("sampling.temperature=-1.0", r"sampling.temperature = -1.0: expected 0 or more"),
         ("sampling.temperature=nan", r"sampling.temperature = nan: expected 0 or more, and finite"),
         ("group_size=0", r"group_size = 0: Expected `int` >= 1"),
-        ("group_size=1", r"group_size = 1: expected 2 or more siblings, whose rewards are compared, or a \[teacher\] "),
         ("teacher={}", r"teacher = {}: model, url: neither is there; expected one of the two"),
         ("teacher={model='m', url='http://h/v1'}", r"model, url: both are there; expected one of the two"),
         (
@@ -345,7 +344,6 @@ def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(run_file, ov
             ["advantage.truncated=penalize", "advantage.truncated_reward=0.0"],
             r"advantage.truncated_reward = 0.0 with teacher.alone = true",
         ),
-        (["group_size=1", "teacher.alone=false"], r"group_size = 1: expected 2 or more siblings"),
         (
             ["teacher={url='http://h:1/v1'}", "sampling.temperature=0.7"],
             r"teacher.url = 'http://h:1/v1' with sampling.temperature = 0.7, .* 1.0, 0 and 1.0, or teacher.model",
@@ -366,6 +364,14 @@ def test_a_teacher_goes_with_what_it_leaves_to_do(run_file):
     assert config.teacher.alone and config.teacher_url is None
     beside = ["teacher.model=m", "teacher.alone=false", "advantage.kl_coefficient=0.1", "sampling.temperature=0.7"]
     assert not load_config(run_file, beside).teacher.alone
+
+
+def test_groups_of_one_are_refused_where_their_variance_decides(run_file):
+    drop_flat = "penstock.consumers.stream.curricula:drop_flat"
+    for override in ("batch.fill=with_variance", f"curriculum.path={drop_flat}"):
+        with pytest.raises(ConfigError, match=r"with group_size = 1: no group has reward variance"):
+            load_config(run_file, ["group_size=1", override])
+    assert load_config(run_file, ["group_size=1"]).group_size == 1
 
 
 def test_raw_logprobs_with_a_temperature_are_refused(run_file):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.consumers.learning.advantages import check_advantage
+from penstock.consumers.learning.advantages import check_advantage, check_siblings
 from penstock.consumers.learning.batch.batch import Batch, MiniBatch
 from penstock.consumers.learning.batch.lag import Lags
 from penstock.consumers.learning.batch.packing import pack
@@ -86,6 +86,7 @@ class Learner:
         self._adapter = identity_of(config)
         objective = construct(config.objective, "objective", Objective)
         check_advantage(config.advantage)
+        check_siblings(config)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
         self._saved = LearnerState(self.model, self.optimizer, self.ranks)

@@ -1,6 +1,5 @@
 """Advantages from the rewards of a batch, against torch's arithmetic in float64."""
 
-import re
 import sys
 from typing import Any
 
@@ -17,7 +16,9 @@ from penstock.consumers.learning.advantages import (
     batch_normalized,
     batch_rewards,
     check_advantage,
+    check_siblings,
     group_relative,
+    has_variance,
     leave_one_out,
     make_advantage,
     per_component,
@@ -36,8 +37,10 @@ EVERY = {
     "reinforce_plus_plus": {},
     "per_component": {"weights": {"exact": 1.0, "brief": 0.5}},
 }
+KL = {"kl_coefficient": 0.1}
+TRUNCATED = {"truncated": "penalize", "truncated_reward": -1.0}
 
-values = st.floats(-10, 10)
+values = st.integers(-10_000, 10_000).map(lambda n: n / 1000)  # none are equal up to rounding
 batches = st.lists(
     st.lists(st.tuples(values, st.integers(1, 9), values, values), min_size=1, max_size=6), min_size=1, max_size=5
 )
@@ -137,6 +140,59 @@ def test_a_shift_of_every_reward_changes_nothing_and_equal_rewards_give_exactly_
     assert function(_rewards([[(3.0, 2, 1.0, 1.0)]])).tolist() == [0.0]
 
 
+def centered(rewards: BatchRewards) -> np.ndarray:
+    return rewards.values - rewards.by_group(rewards.values)[0][0]
+
+
+def test_rewards_that_are_equal_up_to_rounding_have_no_variance_under_any_function(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "test_advantages", sys.modules[__name__])
+    sums = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, float(np.float32(0.1) + np.float32(0.2) + np.float32(0.3))]
+    assert len(set(sums)) > 2
+    functions = {f"{HERE}:{name}": kwargs for name, kwargs in EVERY.items()} | {"test_advantages:centered": {}}
+    equal = {"sums": sums, "cancelled": [(0.1 + 0.2) - 0.3, 0.0, 0.0, -0.0], "large": [1e9 / 3 * 3, 1e9, 1e9, 1e9 - 1]}
+    for path, kwargs in functions.items():
+        config = AdvantageConfig(path=path, kwargs=kwargs)
+        for case, values in equal.items():
+            group = random_group(1, 0, rewards=values)
+            rollouts = tuple(
+                replace(one, reward=Reward(value=value, parts={"exact": value, "brief": -value}))
+                for one, value in zip(group.rollouts, values, strict=True)
+            )
+            group = replace(group, rollouts=rollouts)
+            assert not has_variance(group, config), (path, case)
+            assert not make_advantage(config)(batch_rewards([group], config)).any(), (path, case)
+    for values in ([1.0, 1.000001, 1.0, 1.0], [0.0, 0.0, 1e-9, 0.0], [-1e-3, 1e-3, 0.0, 0.0]):
+        assert has_variance(random_group(1, 0, rewards=values), AdvantageConfig()), values
+    two = _rewards([[(sums[0], 3, 0, 0), (sums[1], 4, 0, 0)], [(sums[2], 3, 0, 0), (sums[3], 4, 0, 0)]])
+    assert not reinforce_plus_plus(two).any()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1e9, 1e154, 1e200, 1e308, 1.7e308])
+def test_a_part_of_any_finite_size_has_its_exact_advantage(size) -> None:
+    parts = [(0.0, 3, size, 0.0), (0.0, 3, -size, 0.0), (0.0, 3, 0.0, 1.0)]
+    got = per_component(_rewards([parts]), weights={"exact": 1.0, "brief": 0.0})
+    np.testing.assert_allclose(got, [1.0, -1.0, 0.0], rtol=1e-12)  # mean 0, std = size
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "groups", "fits"),
+    [
+        ("reinforce_plus_plus", {}, 8, True),
+        ("reinforce_plus_plus", {}, 1, False),
+        ("reinforce_plus_plus", {"group_baseline": True}, 8, False),
+        *((name, EVERY[name], 8, False) for name in EVERY if name != "reinforce_plus_plus"),
+    ],
+)
+def test_groups_of_one_need_a_function_that_compares_different_groups(name, kwargs, groups, fits) -> None:
+    advantage = AdvantageConfig(path=f"{HERE}:{name}", kwargs=kwargs)
+    config = configuration("none", advantage=advantage, group_size=1, groups_per_batch=groups)
+    if fits:
+        return check_siblings(config)
+    with pytest.raises(ConfigError, match=rf"group_size = 1 with .*{name}.* = {groups}: every advantage is 0"):
+        check_siblings(config)
+
+
 def test_rewards_are_in_the_order_of_the_groups_with_0_for_a_part_that_is_not_there() -> None:
     first, second = random_group(4, 0, siblings=2, rewards=[0.25, 1.0]), random_group(9, 0, siblings=3)
     with_part = replace(first.rollouts[1], reward=Reward(value=1.0, parts={"exact": 0.5}))
@@ -173,40 +229,32 @@ def not_finite(rewards: BatchRewards) -> np.ndarray:
     return rewards.values / 0.0
 
 
-@pytest.mark.parametrize(
-    ("path", "kwargs", "kl", "message"),
-    [
-        (f"{HERE}:grpo", {}, 0.0, f"advantage.path = '{HERE}:grpo': module '{HERE}' has no 'grpo'"),
-        (f"{HERE}:group_relative", {"std": 1}, 0.0, "with kwargs = {'std': 1}: group_relative() got an unexpected"),
-        (f"{HERE}:group_relative", {"normalize_std": "no"}, 0.0, "normalize_std is 'no', expected true or false"),
-        (f"{HERE}:leave_one_out", {"normalize_std": 1}, 0.0, "normalize_std is 1, expected true or false"),
-        (f"{HERE}:reinforce_plus_plus", {"group_baseline": 1}, 0.0, "group_baseline is 1, expected true or false"),
-        (f"{HERE}:per_component", {}, 0.0, "missing 1 required keyword-only argument: 'weights'"),
-        (f"{HERE}:per_component", {"weights": {}}, 0.0, "weights is {}, expected a weight for each of one or more"),
-        (f"{HERE}:per_component", {"weights": {"a": "x"}}, 0.0, "weights.a is 'x', expected a finite number"),
-        (f"{HERE}:per_component", {"weights": {"a": 1.0}}, 0.1, "advantage.kl_coefficient = 0.1 with advantage.path"),
-        ("test_advantages:of_the_wrong_size", {}, 0.0, "returns an array of [2], expected [4], a number for each"),
-        ("test_advantages:not_finite", {}, 0.0, "returns [nan, inf, inf, inf], expected finite numbers"),
-    ],
+REFUSED = (
+    (f"{HERE}:grpo", {}, {}, f"advantage.path = '{HERE}:grpo': module '{HERE}' has no 'grpo'"),
+    (f"{HERE}:group_relative", {"std": 1}, {}, "with kwargs = {'std': 1}: group_relative() got an unexpected"),
+    (f"{HERE}:group_relative", {"normalize_std": "no"}, {}, "normalize_std is 'no', expected true or false"),
+    (f"{HERE}:leave_one_out", {"normalize_std": 1}, {}, "normalize_std is 1, expected true or false"),
+    (f"{HERE}:reinforce_plus_plus", {"group_baseline": 1}, {}, "group_baseline is 1, expected true or false"),
+    (f"{HERE}:per_component", {}, {}, "missing 1 required keyword-only argument: 'weights'"),
+    (f"{HERE}:per_component", {"weights": {}}, {}, "weights is {}, expected a weight for each of one or more"),
+    (f"{HERE}:per_component", {"weights": {"a": "x"}}, {}, "weights.a is 'x', expected a finite number"),
+    (f"{HERE}:per_component", {"weights": {"a": 1.0}}, KL, "advantage.kl_coefficient = 0.1 with advantage.path"),
+    (f"{HERE}:per_component", {"weights": {"a": 1.0}}, TRUNCATED, "advantage.truncated_reward = -1.0 with advantage"),
+    ("test_advantages:of_the_wrong_size", {}, {}, "returns an array of [2], expected [4], a number for each"),
+    ("test_advantages:not_finite", {}, {}, "returns [nan, inf, inf, inf], expected finite numbers"),
 )
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_function_that_does_not_fit_is_refused_before_the_start(monkeypatch, path, kwargs, kl, message) -> None:
+def test_a_function_that_does_not_fit_is_refused_before_the_start(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "test_advantages", sys.modules[__name__])
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        check_advantage(AdvantageConfig(path=path, kwargs=kwargs, kl_coefficient=kl))
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_what_ships_passes_the_check(name) -> None:
-    kl = 0.0 if name == "per_component" else 0.1
-    check_advantage(AdvantageConfig(path=f"{HERE}:{name}", kwargs=EVERY[name], kl_coefficient=kl))
-
-
-def test_a_reward_of_truncated_rollouts_that_the_function_does_not_read_is_refused() -> None:
-    fields = {"truncated": "penalize", "truncated_reward": -1.0}
-    check_advantage(AdvantageConfig(**fields))
-    with pytest.raises(ConfigError, match=r"advantage.truncated_reward = -1.0 with advantage.path = .* does not read"):
-        check_advantage(AdvantageConfig(path=f"{HERE}:per_component", kwargs=EVERY["per_component"], **fields))
+    for path, kwargs, fields, message in REFUSED:
+        with pytest.raises(ConfigError) as refused:
+            check_advantage(AdvantageConfig(path=path, kwargs=kwargs, **fields))
+        assert message in str(refused.value), path
+    for name, kwargs in EVERY.items():
+        for fields in ({}, *([KL, TRUNCATED] if name != "per_component" else [])):
+            check_advantage(AdvantageConfig(path=f"{HERE}:{name}", kwargs=kwargs, **fields))
 
 
 def test_a_component_that_no_reward_of_a_batch_has_is_named_with_those_it_has() -> None:

@@ -153,7 +153,7 @@ async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completi
         return Reward(value=1.0, parts=dict.fromkeys(names, 1.0))
 
     number = " for completion 'x', expected a finite number of at most 1e+09"
-    odd: list[Any] = [math.nan, math.inf, -1e10, None, "much", b"1", Reward(value=1.0, parts={"a": math.nan})]
+    odd: list[Any] = [math.nan, math.inf, -1e10, 10**400, None, "much", b"1", Reward(value=1.0, parts={"a": math.nan})]
     for value, message in [
         *((value, repr(value)[:80] + number) for value in odd),
         (made_of(*(f"part {n}" for n in range(33))), "parts has 33 names, expected at most 32"),
