@@ -21,16 +21,18 @@ _MOST_PIECES = 64
 
 
 async def show_tasks(config: RunConfig, num_prompts: int) -> bool:
-    """Prints the first training tasks and the first held-out one. Returns False if the user's code raised.
+    """Prints the first training tasks and the first held-out one. Returns False if the user's code raised, or if a
+    gold answer is worth nothing.
 
     Raises:
         ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.
     """
     tokenizer, model, shown_model = _load(config)
-    trials = [_Trial(config, each, tokenizer, model) for each in open_environments(config)]
+    model_ends = [] if model is None else _take_ends(model)
+    trials = [_Trial(config, source, tokenizer, model, model_ends) for source in open_environments(config)]
     for trial in trials:
         held_out, settings = trial.environment.num_evaluation_prompts, config.every_environment[trial.name]
-        print(f"environment  {settings.path}, {held_out} held-out prompts")
+        print(f"environment  {trial.name} ({settings.path}), {held_out} held-out prompts")
         print(f"model        {shown_model}")
         if trial.converses:
             print("note         it converses: completions are those of its first turn, and are not scored")
@@ -41,22 +43,26 @@ async def show_tasks(config: RunConfig, num_prompts: int) -> bool:
             print("\nheld-out task 1")
             await trial.show(1, held_out=True)
         trial.scorer.close()
-    return not any(trial.shown_errors for trial in trials)
+    return not any(trial.num_worthless or trial.shown_errors for trial in trials)
 
 
 class _Trial:
-    """One environment. tokenizer, model: None without a model."""
+    """One environment. tokenizer, model: None without a model. model_ends: its own end-of-sequence ids."""
 
-    def __init__(self, config: RunConfig, source: RunEnvironment, tokenizer: Any, model: Any) -> None:
+    def __init__(
+        self, config: RunConfig, source: RunEnvironment, tokenizer: Any, model: Any, model_ends: Sequence[int]
+    ) -> None:
         self._config = config
         self.name = source.name
         self.environment = source.environment
         self.converses = source.converses
         self.scorer = RewardScorer(source.rewards, config.reward)
         self.shown_errors: set[str] = set()
+        self.num_worthless = 0
+        """Gold answers without a reward above 0, in a box either."""
         self._sampling = source.sampling
         self._takes_facts = any(each.takes_facts for each in source.rewards)
-        self._tokenizer, self._model = tokenizer, model
+        self._tokenizer, self._model, self._model_ends = tokenizer, model, model_ends
 
     async def show(self, index: int, held_out: bool) -> None:
         """Prints one task with its gold answer's reward, and its completions with theirs."""
@@ -101,6 +107,7 @@ class _Trial:
                 _show(form, reward)
             if not rewards or rewards[0].value > 0:
                 return
+        self.num_worthless += 1
         _say("warning", "the gold answer is worth nothing in either form: can any completion be right?")
 
     async def _score(self, prompt: Prompt, texts: Sequence[str], facts: Sequence[RolloutFacts]) -> Sequence[Reward]:
@@ -127,9 +134,7 @@ class _Trial:
         from transformers import GenerationConfig
 
         sampling, model = self._sampling, self._model
-        ends = model.generation_config.eos_token_id
-        ends = {*(ends if isinstance(ends, list) else [ends]), self._tokenizer.eos_token_id, *sampling.stop_token_ids}
-        ends.discard(None)
+        ends = {*self._model_ends, self._tokenizer.eos_token_id, *sampling.stop_token_ids} - {None}
         is_greedy = sampling.temperature < 1e-5
         varied = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(0, sampling.top_k)}
         settings = GenerationConfig(
@@ -138,11 +143,11 @@ class _Trial:
             eos_token_id=sorted(ends) or None,
             pad_token_id=min(ends, default=0),
             do_sample=not is_greedy,
-            repetition_penalty=1.0,  # in place of the model's own
             **({} if is_greedy else varied),
         )
         with torch.no_grad():
-            found = model.generate(torch.tensor([token_ids], device=model.device), generation_config=settings)
+            prompt = torch.tensor([token_ids], device=model.device)
+            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
         for sampled in found[:, len(token_ids) :].tolist():
             end = next((n for n, token_id in enumerate(sampled) if token_id in ends), len(sampled))
             text = self._tokenizer.decode(sampled[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -181,6 +186,16 @@ def _load_model(config: RunConfig) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: transformers cannot load it: {error}") from None
     return model.to(choose_device("auto")).eval()
+
+
+def _take_ends(model: Any) -> list[int]:
+    """Returns the end-of-sequence ids of the model's generation_config.json, as the engine reads them, and empties its
+    other settings: transformers would take from them whatever a call does not set, the engine takes none."""
+    from transformers import GenerationConfig
+
+    ends = model.generation_config.eos_token_id
+    model.generation_config = GenerationConfig()
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _pieces(tokenizer: Any, token_ids: list[int]) -> str:

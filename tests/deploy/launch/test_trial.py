@@ -1,6 +1,8 @@
 """`penstock try`: what an environment poses and pays, before anything is trained."""
 
+import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -59,6 +61,7 @@ def test_an_environment_that_is_only_evaluated_shows_its_held_out_task_alone(cap
     status, out = tried(capsys, str(file), "-n", "1")
     assert status == 0
     assert re.findall(r"^(?:held-out )?task \d", out, re.M) == ["task 1", "held-out task 1", "held-out task 1"]
+    assert re.findall(r"^environment  (.*), 1 held", out, re.M) == [f"e{n} ({__name__}:Sums)" for n in (1, 0)]
 
 
 def test_an_environment_shows_its_tasks_and_what_their_gold_answers_are_worth(capsys) -> None:
@@ -74,7 +77,7 @@ def test_a_gold_answer_that_is_right_in_a_box_only_is_shown_so_and_one_that_neve
     status, out = tried(capsys, f"{__name__}:Boxed", "-n", "1")
     assert status == 0 and "as a completion 0" in out and "in a \\boxed{} 1" in out and "warning" not in out
     status, out = tried(capsys, f"{__name__}:Sums", "-n", "1", "--set", "environment.kwargs.worth=0.0")
-    assert status == 0 and out.count("warning      the gold answer is worth nothing in either form") == 2
+    assert status == 1 and out.count("warning      the gold answer is worth nothing in either form") == 2
 
 
 def test_errors_of_the_users_code_are_shown_with_their_tracebacks_and_the_other_tasks_all_the_same(capsys) -> None:
@@ -132,6 +135,26 @@ def test_a_run_file_shows_prompts_as_the_model_gets_them_and_scored_completions(
     assert len(lengths) == 3 * 3 and max(lengths) <= 5
     again = tried(capsys, str(file), "-n", "2")[1]
     assert again == out, "the same seed samples the same"
+
+
+def test_of_the_folders_generation_config_the_ends_alone_count_as_in_the_engine(capsys, model, tmp_path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    arguments = ("--set", f"model.path={folder}", "--set", "sampling.max_tokens=5", "--set", "group_size=3")
+
+    def shown(settings: dict) -> str:
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        status, out = tried(capsys, f"{__name__}:Sums", "-n", "1", *arguments)
+        assert status == 0, settings
+        return out
+
+    plain = shown({"eos_token_id": 1})
+    own = {"suppress_tokens": list(range(2, 90)), "no_repeat_ngram_size": 1, "min_p": 0.9, "num_beams": 3}
+    own |= {"forced_eos_token_id": 7, "stop_strings": ["1", "e"], "repetition_penalty": 5.0, "min_new_tokens": 5}
+    own |= {"temperature": 0.1, "top_k": 1, "typical_p": 0.1, "begin_suppress_tokens": [5], "bad_words_ids": [[6]]}
+    for name, value in own.items():
+        assert shown({"eos_token_id": 1, name: value}) == plain, name
+    ended = shown({"eos_token_id": [1, *range(2, 90)]})
+    assert len(re.findall(r"length 0\)", ended)) >= 2 * 3
 
 
 class Compared(Sums):
