@@ -2,7 +2,10 @@
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from decimal import Decimal
+from enum import Enum
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ from penstock.schemas.config import (
     Overrides,
     RunConfig,
     config_of,
+    names_plug,
     overridden,
     read_document,
 )
@@ -55,7 +59,7 @@ def load_config(
     """
     fields = _importable(overridden(set), "set") | ({} if name is None else {"name": name})
     if isinstance(config, RunConfig):
-        return config_of(msgspec.to_builtins(config), Path("RunConfig"), fields)
+        return config_of(_importable(config, ""), Path("RunConfig"), fields)
     if isinstance(config, Mapping):
         document, file = _importable(config, ""), Path("config")
     elif isinstance(config, str | Path):
@@ -71,16 +75,31 @@ def load_config(
 
 
 def _importable(given: Any, field: str) -> Any:
-    """Copies settings, with import paths in place of classes and functions."""
+    """Copies settings as a run file can hold them: import paths in place of classes and functions, plain numbers in
+    place of numpy's and torch's."""
+    if given is None or type(given) in (bool, int, float, str):
+        return given
+    if isinstance(given, msgspec.Struct):
+        given = msgspec.structs.asdict(given)
     if isinstance(given, Mapping):
         return {name: _importable(value, f"{field}.{name}".strip(".")) for name, value in given.items()}
-    if isinstance(given, list | tuple):
+    if isinstance(given, list | tuple | Set | range):
         return [_importable(value, f"{field}[{n}]") for n, value in enumerate(given)]
-    if isinstance(given, Path):
+    if isinstance(given, Enum):
+        return _importable(given.value, field)
+    if not isinstance(given, type) and callable(getattr(given, "tolist", None)):  # numpy's and torch's numbers, arrays
+        return given.tolist()
+    if isinstance(given, str | Path):
         return str(given)
-    if isinstance(given, msgspec.Struct):
-        return msgspec.to_builtins(given)
-    return import_path(given, field) if callable(given) else given
+    if isinstance(given, Real | Decimal):
+        return int(given) if float(given).is_integer() else float(given)
+    is_plug = names_plug(field.removeprefix("set."))
+    if not callable(given):
+        kind = type(given).__name__
+        instead = f", or the class {kind} itself, its arguments in kwargs" if is_plug else ""
+        raise ConfigError(f"{field} = {given!r}: an object of class {kind}; expected a value of a run file{instead}")
+    path = import_path(given, field)
+    return {"path": path} if is_plug else path
 
 
 def import_path(given: Any, field: str) -> str:
@@ -121,7 +140,7 @@ def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[RunConfig,
     if resume:
         from penstock.deploy.operate.resumed import check_resumed
 
-        check_resumed(config, runs)
+        warnings = [*warnings, *check_resumed(config, runs)]
     placement = start_checks.place_parts(config)
     if table := placement.table():
         print(table, file=sys.stderr)
@@ -148,7 +167,7 @@ def run(
     Ctrl-C and SIGTERM stop the run in order; a second one kills its parts.
 
     config: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one. A class or a
-        function in a dict stands for its import path.
+        function in a dict stands for its import path, or for a table with it (`"environment": Capitals`).
     set: fields to change, as in `{"trainer.learning_rate": 1e-5}`.
     name: of the run, in place of that in `config`.
     runs: folder of all runs.
@@ -218,7 +237,7 @@ def try_environment(config: Settings | type, num_tasks: int = 4, *, set: Overrid
     config: settings as for `run`, or an environment alone: its class, or its import path.
 
     Returns:
-        False if the user's code raised; the traceback was printed.
+        False if the user's code raised, or the reward of a gold answer is 0; what it was is printed.
 
     Raises:
         ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.

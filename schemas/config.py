@@ -904,6 +904,15 @@ def _similar(name: str, kind: Any, root: type[msgspec.Struct]) -> str | None:
     return next(iter(found), None)
 
 
+def names_plug(path: str) -> bool:
+    """Returns whether a field's path, as in `environment` or `reward.components[0]`, is that of a `Plug`."""
+    kind: Any = RunConfig
+    for part in path.replace("[", ".").replace("]", "").split("."):
+        kind = _inner(kind, part)
+    section = _section(kind)
+    return section is not None and issubclass(section, Plug)
+
+
 def _paths(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     """Yields the dotted paths of all fields of a section and of its subsections."""
     for name, kind in get_type_hints(section).items():
@@ -914,10 +923,10 @@ def _paths(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
 
 def _inner(kind: Any, part: str) -> Any:
     """Returns the type of a section's field, or of a list's items; None if unknown."""
+    if part.isdecimal():
+        return next(iter(get_args(kind)), None)
     section = _section(kind)
-    if section is not None:
-        return get_type_hints(section).get(part)
-    return next(iter(get_args(kind)), None) if part.isdecimal() else None
+    return None if section is None else get_type_hints(section).get(part)
 
 
 def _section(kind: Any) -> Any:
@@ -961,7 +970,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if sampling.is_truncated and sampling.top_k < 1:
         yield (
             f"sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: every token is recorded with the "
-            "ids that it was sampled from; expected top_k = 1 or more, which bounds them, or top_p = 1.0"
+            "ids that it was sampled from; expected top_k = 1 or more, which bounds them, and a GPU (vLLM's CPU build "
+            "does not report them), or top_p = 1.0"
         )
     if sampling.is_truncated and config.engine.logprobs_mode != "processed_logprobs":
         yield (
@@ -1061,6 +1071,12 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
             f"evaluation.pass_at = {evaluation.pass_at} with num_samples = {most}: pass@k needs k answers; expected at "
             f"most {most}"
         )
+    for name in ("top_p", "top_k"):
+        if not evaluation.temperature and (value := getattr(evaluation, name)) != getattr(EvaluationConfig(), name):
+            yield (
+                f"evaluation.{name} = {value} with evaluation.temperature = {evaluation.temperature}: greedy answers "
+                "take the likeliest token, whatever it is; expected it to be left out, or a temperature above 0"
+            )
     if config.sampling.is_truncated and evaluation.temperature and not evaluation.top_k:
         yield (
             f"evaluation.top_k = 0 with sampling.top_k = {config.sampling.top_k}: every token is recorded with the ids "

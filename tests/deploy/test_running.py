@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,36 @@ def test_settings_are_a_dict_a_file_a_shipped_name_or_a_struct(settings: dict[st
     assert penstock.load_config(changed, resume=True).num_updates == 9, "a struct is taken as it is"
 
 
+def pays(prompt: Any, completion: str) -> float:
+    return 1.0
+
+
+def test_classes_functions_and_numbers_of_numpy_stand_where_a_run_file_has_tables_and_numbers(
+    settings: dict[str, Any],
+) -> None:
+    import numpy as np
+    import torch
+
+    given = settings | {"environment": Arithmetic, "reward": pays, "trainer": {"learning_rate": np.float32(0.25)}}
+    given |= {"num_updates": np.int64(7), "sampling": {"temperature": torch.tensor(0.5)}, "seed": Decimal(3)}
+    found = penstock.load_config(given, set={"trainer.betas": np.array([0.5, 0.75]), "objective": Rloo})
+    assert (found.environment, found.reward.path) == (EnvironmentConfig(path=ARITHMETIC), f"{__name__}:pays")
+    assert (found.trainer.learning_rate, found.num_updates, found.sampling.temperature) == (0.25, 7, 0.5)
+    assert (found.trainer.betas, found.objective.path, found.seed) == ((0.5, 0.75), f"{__name__}:Rloo", 3)
+    several = penstock.load_config({"name": "a", "model": {"path": "m"}, "environments": [Arithmetic]})
+    assert several.environments[0].path == ARITHMETIC
+    struct = msgspec.structs.replace(found, environment=EnvironmentConfig(path=Arithmetic))  # type: ignore[arg-type]
+    struct = msgspec.structs.replace(
+        struct, trainer=msgspec.structs.replace(found.trainer, learning_rate=np.float16(1))
+    )
+    again = penstock.load_config(struct)
+    assert again.trainer.learning_rate == 1.0 and again.environment == found.environment
+
+
+class Rloo:
+    pass
+
+
 class Inner:
     class Hidden:
         pass
@@ -178,6 +209,10 @@ def test_what_processes_cannot_import_is_refused_by_name(settings: dict[str, Any
     said = refused(reward={"components": [{"name": "a", "path": Inner.Hidden}]})
     assert said.startswith(f"reward.components[0].path = Inner.Hidden of {__name__}")
     assert refused(objective={"path": lambda inputs: None}).startswith("objective.path = ")
+    assert refused(reward=lambda prompt, completion: 1.0).startswith("reward = test_what_processes_cannot_import")
+    said = refused(environment=Arithmetic(seed=0))
+    assert "an object of class Arithmetic; expected a value of a run file, or the class Arithmetic itself, its" in said
+    assert refused(num_updates=b"7").startswith("num_updates = b'7': an object of class bytes; expected a value of a")
     with pytest.raises(penstock.ConfigError, match=r"^set\.reward\.path = .*own_reward of "):
         penstock.load_config(settings, set={"reward.path": own_reward})
 
@@ -219,7 +254,7 @@ def test_a_part_of_a_run_finds_modules_where_the_program_that_started_it_does(
 async def test_an_environment_is_tried_under_a_running_loop(capsys: Any) -> None:
     assert penstock.try_environment(Arithmetic, 1, set={"environment.kwargs.num_evaluation_prompts": 4})
     shown = capsys.readouterr().out
-    assert f"environment  {ARITHMETIC}" in shown and "as a completion 1" in shown
+    assert f"environment  main ({ARITHMETIC})" in shown and "as a completion 1" in shown
 
 
 @pytest.mark.parametrize("start_s", [0.0, 0.1])

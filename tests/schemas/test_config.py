@@ -128,6 +128,8 @@ def test_each_environment_is_evaluated_in_its_own_way_or_the_runs(tmp_path):
             "evaluation.num_samples = 999: expected at most producers.groups_in_flight * group_size = 256",
         ),
         (["evaluation.top_p=0.0"], "evaluation.top_p = 0.0"),
+        (["evaluation.top_p=0.9"], "evaluation.top_p = 0.9 with evaluation.temperature = 0.0: greedy answers take"),
+        (["evaluation.top_k=5"], "evaluation.top_k = 5 with evaluation.temperature = 0.0: greedy answers take"),
         (
             ["checkpoint.best=pass@4"],
             "checkpoint.best = 'pass@4': expected a pass@k of evaluation.pass_at, which has none",
@@ -298,7 +300,7 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("trainer.decay=wsd", r"trainer.decay = 'wsd': expected one of 'constant', 'linear', 'cosine'"),
         ("trainer.decay_steps=9", r"trainer.*decay_steps = 9 with decay = 'constant': expected decay = 'linear' or"),
         ("trainer={decay='linear', decay_steps=101}", r"decay_steps = 101 .*at most the run's 100 optimizer steps"),
-        ("sampling.top_p=0.9", r"sampling.top_k = 0, sampling.top_p = 0.9: .* expected top_k = 1 or more"),
+        ("sampling.top_p=0.9", r"sampling.top_k = 0, sampling.top_p = 0.9: .* expected top_k = 1 or more.* and a GPU"),
         ("sampling={top_k=-5}", r"sampling.top_k = -5, .* expected top_k = 1 or more"),
         ("sampling.top_p=0.0", r"sampling.top_p = 0.0: expected more than 0, and at most 1"),
         ("sampling.temperature=-1.0", r"sampling.temperature = -1.0: expected 0 or more"),
