@@ -1,31 +1,52 @@
 """Checks a run that is resumed, before an engine boots. Imports no torch."""
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.consumers.learning.model.schedule import learning_rate
 from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger
 from penstock.schemas.adapter import check_identity, identity_of, saved_identity
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 
 
-def check_resumed(config: RunConfig, runs: Path) -> None:
-    """Raises ConfigError if the newest checkpoint of a run holds an adapter of another base or other settings than the
-    run's, or all weights where the run trains an adapter; or if a teacher's server is new to the run."""
-    _check_teacher(config, config.folder(runs) / RUN_FILE)
+def check_resumed(config: RunConfig, runs: Path) -> list[str]:
+    """Returns warnings about a run that continues with other settings.
+
+    Raises:
+        ConfigError: the newest checkpoint holds an adapter of another base or other settings than the run's, or all
+            weights where the run trains an adapter; or a teacher's server is new to the run.
+    """
+    run_file = config.folder(runs) / RUN_FILE
+    before = load_config(run_file) if run_file.is_file() else config
+    _check_teacher(config, before)
     try:
         name = read_saved_ledger(config.folder(runs), None).name
         if name is None:
-            return
+            return []
         checkpoint = config.folder(runs) / CHECKPOINTS / name
-        state = json.loads((checkpoint / STATE).read_text())
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (UnreadableError, OSError):
-        return  # the trainer reports what is wrong with the checkpoints
+        return []  # the trainer reports what is wrong with the checkpoints
     check_identity(saved_identity(state["learner"]), identity_of(config), str(checkpoint))
+    return list(_rate_changes(before, config, state["learner"]["num_steps"]))
 
 
-def _check_teacher(config: RunConfig, run_file: Path) -> None:
-    if config.teacher_url is None or not run_file.is_file() or load_config(run_file).teacher_url is not None:
+def _rate_changes(before: RunConfig, after: RunConfig, step: int) -> Iterator[str]:
+    """Says how the learning rate jumps where the schedule has another length; one that was set anew is meant."""
+    rates = learning_rate(before, step), learning_rate(after, step)
+    if before.trainer.learning_rate == after.trainer.learning_rate and not math.isclose(*rates, rel_tol=0.01):
+        yield (
+            f"trainer.decay = {after.trainer.decay!r} falls over {after.num_steps_planned} optimizer steps now, over "
+            f"{before.num_steps_planned} before: the learning rate of the next one, {step + 1}, is {rates[1]:.2g} in "
+            f"place of {rates[0]:.2g}; a lower trainer.learning_rate, or decay = 'constant', avoids a jump"
+        )
+
+
+def _check_teacher(config: RunConfig, before: RunConfig) -> None:
+    if config.teacher_url is None or before.teacher_url is not None:
         return
     raise ConfigError(
         f"teacher.url = {config.teacher_url!r}: the run began without a teacher's server, and groups that wait to be "

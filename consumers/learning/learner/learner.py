@@ -25,10 +25,11 @@ from penstock.consumers.learning.loss.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
 from penstock.consumers.learning.model.export import export_adapter, export_model
 from penstock.consumers.learning.model.learner_state import LearnerState
-from penstock.consumers.learning.model.optimizer import learning_rate, make_optimizer
+from penstock.consumers.learning.model.optimizer import make_optimizer
 from penstock.consumers.learning.model.packed_model import DTYPES, PackedModel
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import NUM_STEPS, Movement
+from penstock.consumers.learning.model.schedule import learning_rate
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
 from penstock.schemas.config import RunConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from penstock.consumers.learning.model.optimizer import learning_rate
+from penstock.consumers.learning.model.schedule import learning_rate
 from penstock.schemas.config import TrainerConfig
 from training_groups import configuration
 

@@ -1,5 +1,7 @@
 """What a run is continued from is checked before anything starts."""
 
+import hashlib
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Machine
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.operate.resumed import check_resumed
-from penstock.schemas.config import ConfigError, EnvironmentConfig, LoraConfig, TeacherConfig
+from penstock.schemas.config import ConfigError, EnvironmentConfig, LoraConfig, TeacherConfig, TrainerConfig
 from training_groups import configuration, tiny_model
 
 ARITHMETIC = EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
@@ -55,3 +57,27 @@ def test_a_run_that_began_without_a_teachers_server_is_not_continued_with_one(tm
         with pytest.raises(ConfigError, match="the run began without") if is_refused else nullcontext():
             check_resumed(after, tmp_path)
     check_resumed(held, tmp_path)
+
+
+def test_a_decay_of_another_length_says_how_the_rate_jumps(tmp_path, monkeypatch):
+    trainer = TrainerConfig(learning_rate=1e-4, decay="cosine")
+    config = configuration("m", name="r", environment=ARITHMETIC, trainer=trainer, num_updates=100)
+    state = {"policy_version": 100, "num_batches": 100, "learner": {"num_steps": 100}}
+    (checkpoint := tmp_path / "r" / "checkpoints" / "100-a").mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    digest = hashlib.blake2b((checkpoint / "state.json").read_bytes(), digest_size=16).hexdigest()
+    (checkpoint / "checksums.json").write_text(json.dumps({"state.json": digest}))
+    save_run_file(config, tmp_path / "r")
+
+    def warned(**changes) -> list[str]:
+        return check_resumed(msgspec.structs.replace(config, **changes), tmp_path)
+
+    (warning,) = warned(num_updates=200)
+    assert "trainer.decay = 'cosine' falls over 200 optimizer steps now, over 100 before" in warning
+    assert "the learning rate of the next one, 101, is 5e-05 in place of 0" in warning
+    for changes in (
+        {},
+        {"seed": 3},
+        {"num_updates": 200, "trainer": msgspec.structs.replace(trainer, learning_rate=1e-5)},
+    ):
+        assert warned(**changes) == [], changes
