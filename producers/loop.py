@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,15 @@ from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.heartbeat import Heartbeat, InFlight
+from penstock.schemas.process import clock
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.weights.reading import WeightReader
 
 log = logging.getLogger(__name__)
 
+RATE_BEATS = 15
+"""Heartbeats over which the token rate is measured: engines sample in bursts."""
 ALONE_FROM = 3
 """From this attempt on a prompt runs alone. The first producer that ended with it may simply have been killed, so what
 it had in flight is tried together once more."""
@@ -316,14 +320,15 @@ class Producer:
         return self._run_is_finished or self._quarantine is not None
 
     async def _record_rate(self) -> None:
-        """Waits `HEARTBEAT_S`, measures the token rate since, and again; runs until cancelled."""
-        since, num_tokens = time.monotonic(), self._num_tokens
+        """Waits `HEARTBEAT_S`, measures the token rate of the last `RATE_BEATS` waits, and again; runs until
+        cancelled."""
+        measured = deque([(time.monotonic(), self._num_tokens)], maxlen=RATE_BEATS)
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            now, before = time.monotonic(), num_tokens
-            num_tokens = self._num_tokens
+            now, num_tokens = time.monotonic(), self._num_tokens
+            since, before = measured[0]
             self._tokens_per_s = (num_tokens - before) / (now - since)
-            since = now
+            measured.append((now, num_tokens))
             self.context.events.write(
                 "rate",
                 tokens_per_s=self._tokens_per_s,
@@ -345,7 +350,7 @@ class Producer:
             num_weight_loads_failed=self.weights.num_failed,
             metrics_port=self.context.metrics_port,
             fingerprint=self._engine.fingerprint,
-            sent_s=time.time(),
+            sent_s=clock.steady_s(),
             last_error=self.weights.last_error,
             endpoint="" if self.endpoint is None else self.endpoint.url,
             instance=self.context.instance,

@@ -29,7 +29,7 @@ from penstock.schemas.producer_parity import ProducerParity
 log = logging.getLogger(__name__)
 
 _SECONDS = ("wait_s", "step_s", "publish_s")
-_LINE_FLOATS = frozenset(("time_s", *_SECONDS))
+_LINE_FLOATS = frozenset(("time_s", "started_s", "uptime_s", "clock_ahead_s", *_SECONDS))
 """The floats of an updates.jsonl line that are not exported as metrics."""
 
 

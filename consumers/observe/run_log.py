@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from penstock.schemas.config import RunConfig
 from penstock.schemas.figures import missing_figures
 from penstock.schemas.metrics import TrainerMetric as M
 from penstock.schemas.metrics import figures_of
+from penstock.schemas.process import clock
 from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
@@ -117,14 +117,13 @@ class RunLog:
     ) -> None:
         """Logs one batch. passed: groups skipped while it was filled. credit: for the next batch.
         publish_blocked_s: the time that training waited for publications."""
-        now = time.time()
         if self._is_first:  # the time in which engines booted is no wait for rollouts
             wait_s = min(wait_s, longest_s(groups))
         self._is_first = False
         line: dict[str, Any] = {
             "update": self._progress.num_batches,
             "policy_version": policy_version,
-            "time_s": now,
+            **clock.stamp(),
             "clock_ahead_s": self._clock_ahead_s,
             **{name: value if math.isfinite(value) else None for name, value in report.metrics.items()},
             "lag_histogram": {str(lag): count for lag, count in sorted(report.lag_histogram.items())},
@@ -189,7 +188,7 @@ class RunLog:
         """Logs a complete evaluation."""
         self.metrics.evaluate(result.figures, result.environments)
         fields = result._asdict()
-        line = {"time_s": time.time(), **fields.pop("figures"), **fields}
+        line = {**clock.stamp(), **fields.pop("figures"), **fields}
         self._evaluations.write(**line)
         self._sinks.evaluation(line)
         missing = missing_figures(self._config, result.figures, result.environments)

@@ -136,7 +136,7 @@ class ProducerPool:
             seat.served_since = time.monotonic()
             seat.num_boots = 0
             self._view.state(seat.name, "ready")
-        elif time.time() - child.started_s > _BOOT_S:
+        elif time.monotonic() - child.began > _BOOT_S:
             child.kill()
 
     def _restart_later(self, seat: _Seat, child: Child, finished: Callable[[], bool]) -> None:

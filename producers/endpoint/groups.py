@@ -18,6 +18,7 @@ from penstock.producers.endpoint.recording import Begun, Ended, Entry, KeptCall,
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.journals import Journal
 from penstock.schemas.keys import number_in
+from penstock.schemas.process import clock
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     ABANDONED,
@@ -300,7 +301,7 @@ class AgentGroup:
 
     def record(self, rollouts: Sequence[Rollout] = ()) -> RolloutGroup:
         """Returns the group as it is now, with these rollouts."""
-        now = time.time()
+        now = clock.steady_s()
         return RolloutGroup(
             index=self.claim.index if self.claim.evaluation_id is None else 0,
             prompt=self.prompt,

@@ -1,9 +1,9 @@
 """A producer's events in the run folder, one JSON object a line, for the report."""
 
-import time
 from pathlib import Path
 from typing import Any
 
+from penstock.schemas.process import clock
 from penstock.schemas.process.json_lines import JsonLines
 
 
@@ -19,7 +19,7 @@ class EventLog:
         if self._lines is None and self._run_folder.is_dir():
             self._lines = JsonLines(self._file)
         if self._lines is not None:
-            self._lines.write(event=event, time_s=time.time(), **fields)
+            self._lines.write(event=event, **clock.stamp(), **fields)
 
     def close(self) -> None:
         if self._lines is not None:

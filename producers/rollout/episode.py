@@ -21,6 +21,7 @@ from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.context import Teacher
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process import clock
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     NOT_FINISHED,
@@ -133,7 +134,7 @@ class Episodes:
                     raise
                 except Exception as error:  # the engine refuses this request and serves on
                     return Dead(f"engine: {type(error).__name__}: {error}", None, group)
-                generated_s, context = time.time(), pack_ids(prompt_ids)
+                generated_s, context = clock.steady_s(), pack_ids(prompt_ids)
                 rollouts = tuple(rollout_of(context, one, UNSCORED) for one in completions)
                 lost, sampled_by = claim.num_tries_lost, claim.sampled_by
                 group = replace(group, rollouts=rollouts, num_tries_lost=lost, sampled_by=sampled_by)
@@ -149,7 +150,7 @@ class Episodes:
                     group = await self._teacher(group)
                 return replace(
                     group,
-                    timings=Timings(claimed_s=claim.claimed_s, generated_s=generated_s, appended_s=time.time()),
+                    timings=Timings(claimed_s=claim.claimed_s, generated_s=generated_s, appended_s=clock.steady_s()),
                 )
         except TeacherError as error:
             return Dead(f"teacher: {error}", error.__cause__, group)

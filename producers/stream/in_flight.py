@@ -2,11 +2,11 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from penstock.schemas.process import clock
 from penstock.schemas.rollout import RolloutGroup
 
 SHARE = 4
@@ -45,7 +45,7 @@ class Claim:
     environment: str = ""
     task: int = 0
     num_handed_back: int = 0
-    claimed_s: float = field(default_factory=time.time)
+    claimed_s: float = field(default_factory=clock.steady_s)
     generating_since: float | None = None
     """Monotonic seconds; None while it waits for its turn or for weights."""
     in_flight: GroupInFlight | None = None

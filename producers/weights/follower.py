@@ -163,8 +163,10 @@ class WeightFollower:
         self.loaded = True
         self.last_error = ""
         self._held = manifest
-        since = manifest.created_s or time.time()
-        self._metrics.policy_age_s.set_function(lambda: time.time() - since)
+        # The age at the load by the trainer's clock and this one, then this one's alone: a step of it is no age.
+        age_s = max(0.0, time.time() - manifest.created_s) if manifest.created_s else 0.0
+        loaded_s = time.monotonic()
+        self._metrics.policy_age_s.set_function(lambda: age_s + time.monotonic() - loaded_s)
         self._metrics.weight_loads.labels("loaded").inc()
         self._metrics.pause_s.observe(pause_s)
         self._metrics.prefetch_s.observe(prefetch_s)

@@ -1,10 +1,35 @@
-"""Compares this host's clock with Redis', which all hosts of a run share."""
+"""Times of records: durations that no step of a clock changes, and this host's clock against Redis'."""
 
 import logging
+import time
 
 log = logging.getLogger(__name__)
 
 TOLERATED_S = 5.0
+
+
+def _since_boot_s() -> float:
+    """Returns seconds of a clock that nothing sets; it also runs while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+_STARTED_S, _STARTED_TICKS = time.time(), _since_boot_s()
+
+
+def uptime_s() -> float:
+    """Returns the seconds since this process imported the module."""
+    return _since_boot_s() - _STARTED_TICKS
+
+
+def steady_s() -> float:
+    """Returns seconds since the epoch, by the clock as it was when this process began."""
+    return _STARTED_S + uptime_s()
+
+
+def stamp() -> dict[str, float]:
+    """Returns the times of a line that is written now: `time_s`, of the clock; `started_s`, the same for all lines of
+    this process; and `uptime_s`, from which readers take durations."""
+    return {"time_s": time.time(), "started_s": _STARTED_S, "uptime_s": uptime_s()}
 
 
 def seconds_ahead(redis_time: tuple[int, int], before_s: float, after_s: float) -> float:

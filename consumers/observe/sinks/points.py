@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-_LEFT_OUT = frozenset(("update", "time_s", "clock_ahead_s", "rollouts"))
-"""The two axes, a correction of one of them, and counts that would make hundreds of curves."""
+_LEFT_OUT = frozenset(("update", "time_s", "started_s", "uptime_s", "clock_ahead_s", "rollouts"))
+"""The two axes, corrections of one of them, and counts that would make hundreds of curves."""
 
 
 class SinkPoint(NamedTuple):
