@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import DEFAULT_RUNS, standard_output
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, print_table
 from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.best import BEST_FOLDER, read_best
@@ -83,9 +83,9 @@ def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> lis
 
 def print_result(result: RunResult) -> None:
     """Prints the figures of a run, warnings, and the places of its files."""
-    from penstock.deploy.report.summary import print_table, warnings_of
+    from penstock.deploy.report.summary import summary_table, warnings_of
 
-    print_table(result.summary, standard_output())
+    print_table(summary_table(result.summary), at_most=80)
     for warning in warnings_of(result.summary):
         print(f"penstock: warning: {warning}", file=sys.stderr)
     if result.model is not None:

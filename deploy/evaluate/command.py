@@ -15,7 +15,7 @@ from penstock.deploy.launch.command_line import (
     find_run_file,
     limit_threads,
     print_result,
-    standard_output,
+    print_table,
 )
 from penstock.deploy.launch.engine_output import output_in, progress
 from penstock.producers.interfaces import EngineError
@@ -39,7 +39,7 @@ def command(
 ) -> int:
     """Measure a model on the held-out prompts of a run file; trains nothing. Status 1 if prompts have failed."""
     evaluated = evaluate_model(model, load_config(find_run_file(run_file), set), runs=runs)
-    print_result(evaluated, lambda evaluated: standard_output().print(results_table(evaluated)), json)
+    print_result(evaluated, lambda evaluated: print_table(results_table(evaluated)), json)
     return 1 if evaluated.failures else 0
 
 

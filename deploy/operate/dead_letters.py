@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     """The dead letter of an index, or of one agent's rollout (state `rollout`), which settles no index.
 
     index: None for a record that named none.
+    environment: of its task; None if neither the run's checkpoint nor Redis or the payload says.
     producer: None if neither letter nor payload names one.
     rollout: its id; None for the letter of an index.
     """
@@ -41,6 +42,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     time_s: float
     state: State
+    environment: str | None
     producer: str | None
     payload_bytes: int
     rollout: str | None = None
@@ -178,14 +180,17 @@ def _letters(run: OpenRun) -> Iterator[tuple[Letter, dict[bytes, bytes]]]:
     """Yields every letter with the fields of its entry, those of rollouts first. Of one rollout it yields one letter:
     a producer that missed the answer to an append repeats it."""
     seen = set()
+    ledger = _saved_ledger(run)
+    environments = _environments(run, ledger)
     for entry_id, fields in _entries(run, run.keys.dead_rollouts):
-        letter = _letter(entry_id, fields, "rollout")
+        letter = _letter(entry_id, fields, "rollout", environments)
         if (letter.index, letter.rollout) not in seen:
             seen.add((letter.index, letter.rollout))
             yield letter, fields
-    state_of = _states(run)
+    state_of = _states(run, ledger)
     for entry_id, fields in _entries(run, run.keys.dead):
-        yield _letter(entry_id, fields, state_of(number_in(fields.get(Field.INDEX)), entry_id)), fields
+        state = state_of(number_in(fields.get(Field.INDEX)), entry_id)
+        yield _letter(entry_id, fields, state, environments), fields
 
 
 def _entries(run: OpenRun, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
@@ -199,11 +204,19 @@ def _entries(run: OpenRun, stream: str) -> Iterator[tuple[str, dict[bytes, bytes
         start = "(" + entries[-1][0].decode()
 
 
-def _states(run: OpenRun) -> Callable[[int | None, str], State]:
+def _environments(run: OpenRun, ledger: LedgerState) -> dict[int, str]:
+    """Returns the environment of each index whose task is known: open or dead in the checkpoint, or released since."""
+    released: Any = run.redis.hgetall(run.keys.tasks)
+    names = {number_in(index): task.partition(b" ")[2].decode(errors="replace") for index, task in released.items()}
+    return {index: name for index, name in names.items() if index is not None} | {
+        index: task.environment for index, task in ledger.tasks.items()
+    }
+
+
+def _states(run: OpenRun, ledger: LedgerState) -> Callable[[int | None, str], State]:
     """Makes a function that returns a letter's state, by Redis and the last committed checkpoint."""
     current: Any = run.redis.hgetall(run.keys.dead_index)
     requested: Any = run.redis.hgetall(run.keys.requeued)
-    ledger = _saved_ledger(run)
 
     def state_of(index: int | None, entry_id: str) -> State:
         if index is None:
@@ -229,15 +242,17 @@ def _saved_ledger(run: OpenRun) -> LedgerState:
         return LedgerState()  # the audit says what is wrong with the checkpoints
 
 
-def _letter(entry_id: str, fields: dict[bytes, bytes], state: State) -> Letter:
-    payload = fields.get(Field.PAYLOAD, b"")
+def _letter(entry_id: str, fields: dict[bytes, bytes], state: State, environments: Mapping[int, str]) -> Letter:
+    payload, index = fields.get(Field.PAYLOAD, b""), number_in(fields.get(Field.INDEX))
+    named = _named(payload)
     return Letter(
         entry_id=entry_id,
-        index=number_in(fields.get(Field.INDEX)),
+        index=index,
         reason=_text(fields, Field.REASON),
         time_s=int(entry_id.partition("-")[0]) / 1000,
         state=state,
-        producer=_text(fields, Field.PRODUCER) or _producer(payload),
+        environment=(None if index is None else environments.get(index)) or named.environment or None,
+        producer=_text(fields, Field.PRODUCER) or named.producer_id,
         payload_bytes=len(payload),
         rollout=_text(fields, Field.ROLLOUT) if state == "rollout" else None,
     )
@@ -248,15 +263,16 @@ def _text(fields: dict[bytes, bytes], name: bytes) -> str:
 
 
 class _Named(msgspec.Struct):
-    producer_id: str
+    producer_id: str | None = None
+    environment: str | None = None
 
 
-def _producer(payload: bytes) -> str | None:
-    """Returns the producer that a record names, even if the record is invalid."""
+def _named(payload: bytes) -> _Named:
+    """Returns the producer and the environment that a record names, even if the record is invalid."""
     try:
-        return msgspec.msgpack.decode(payload, type=_Named).producer_id
+        return msgspec.msgpack.decode(payload, type=_Named)
     except (ValueError, RecursionError):
-        return None
+        return _Named()
 
 
 Decode = Callable[[bytes], str | None]

@@ -10,7 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.deploy.launch.command_line import standard_output
+from penstock.deploy.launch.command_line import print_table
 from penstock.deploy.operate.audit import Audit
 from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
 from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
@@ -58,7 +58,7 @@ def _print_counts(rows: Iterable[tuple[str, int | None, str]]) -> None:
     table.add_column(overflow="fold")
     for label, count, remark in rows:
         table.add_row(label, "unknown" if count is None else f"{count:,}", escape(remark))
-    standard_output().print(table)
+    print_table(table)
 
 
 def _ledger_rows(ledger: LedgerCheck) -> list[tuple[str, int | None, str]]:
@@ -107,20 +107,21 @@ def print_letters(letters: Iterable[Letter]) -> None:
     of_rollouts = [letter for letter in letters if letter.rollout is not None]
     print(f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
     if of_indexes:
-        header = ("index", "state", "reason", "time", "producer", "payload")
+        header = ("index", "environment", "state", "reason", "time", "producer", "payload")
         _print_table(header, map(_letter_cells, of_indexes))
     if of_rollouts:
         print(f"{len(of_rollouts)} rollouts of agents ended without a reward")
         rows = []
         for letter in of_rollouts:
-            index, _, reason, moment, *_ = _letter_cells(letter)
-            rows.append((index, letter.rollout or "", reason, moment))
-        _print_table(("index", "rollout", "reason", "time"), rows)
+            index, environment, _, reason, moment, *_ = _letter_cells(letter)
+            rows.append((index, environment, letter.rollout or "", reason, moment))
+        _print_table(("index", "environment", "rollout", "reason", "time"), rows)
 
 
 def _letter_cells(letter: Letter) -> tuple[str, ...]:
     return (
         str(letter.index) if letter.index is not None else "-",
+        letter.environment or "-",
         letter.state,
         safe(letter.reason),
         _moment(letter.time_s),
@@ -152,8 +153,9 @@ def print_requeued(done: RequeueResult) -> None:
 
 def _print_content(content: Content) -> None:
     """Prints one letter with its content."""
-    index, state, reason, moment, producer, size = _letter_cells(content.letter)
-    print(f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
+    index, environment, state, reason, moment, producer, size = _letter_cells(content.letter)
+    task = index if content.letter.environment is None else f"{index} of {safe(environment)}"
+    print(f"letter {content.letter.entry_id}: index {task}, {state}, {moment}, producer {producer}, {size}")
     if content.letter.rollout is not None:
         print(f"rollout  {safe(content.letter.rollout)}")
     print(f"reason   {reason}")
@@ -328,7 +330,7 @@ def _print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         table.add_column(column, overflow="fold", no_wrap=number == 0)
     for row in rows:
         table.add_row(*(escape(safe(cell)) for cell in row))
-    standard_output().print(table)
+    print_table(table)
 
 
 def _bare_table(*, show_header: bool = True) -> Table:

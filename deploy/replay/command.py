@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.deploy.launch.command_line import DEFAULT_RUNS, Runs, limit_threads, run_as_ranks, standard_output
+from penstock.deploy.launch.command_line import (
+    DEFAULT_RUNS,
+    Runs,
+    limit_threads,
+    print_table,
+    run_as_ranks,
+    standard_output,
+)
 from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import RecordReadError
@@ -142,7 +149,7 @@ def _play_all(
 
     from penstock.deploy.launch.start_checks import check_objective
     from penstock.deploy.replay.player import check_model, play, ranks_of, recorded_updates
-    from penstock.deploy.replay.results import ALLOWED, append_lines, differing, print_table, write_comparison
+    from penstock.deploy.replay.results import ALLOWED, append_lines, differing, means_table, write_comparison
     from penstock.deploy.replay.variants import RECORDED
 
     console = standard_output()
@@ -166,7 +173,7 @@ def _play_all(
         append_lines(results, played[num_written:])  # at once: a later variant may fail
         num_written = len(played)
     write_comparison(results, _about(record, batches, start, configs, ranks.size), played)
-    print_table(played, console)
+    print_table(means_table(played))
     own = next((variant for variant in configs if variant.changes_sums_alone), None)
     different: list[int] = []
     if own is not None:

@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from penstock.deploy.replay.player import Played
@@ -73,8 +72,8 @@ def table_by_update(played: Sequence[Played]) -> str:
     return "\n".join(parts)
 
 
-def print_table(played: Sequence[Played], console: Console) -> None:
-    """Prints the mean of each measure over the updates, a column per variant."""
+def means_table(played: Sequence[Played]) -> Table:
+    """Returns the mean of each measure over the updates, a column per variant."""
     by_variant: dict[str, list[Played]] = {}
     for line in played:
         by_variant.setdefault(line.variant, []).append(line)
@@ -85,7 +84,7 @@ def print_table(played: Sequence[Played], console: Console) -> None:
     for measure, title in MEASURES.items():
         means = (_mean(line.metrics.get(measure) for line in own) for own in by_variant.values())
         table.add_row(title, *map(shown, means))
-    console.print(table)
+    return table
 
 
 def differing(one: Iterable[Played], other: Iterable[Played], allowed: float) -> list[int]:

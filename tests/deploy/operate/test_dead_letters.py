@@ -222,6 +222,7 @@ def test_letters_are_listed_with_reason_producer_and_size(run, half, redis_clien
         (None, "no index"),
     ]
     assert letters[2]["reason"] == "poison: rollouts: 3 siblings, expected at most 2"
+    assert [letter["environment"] for letter in letters] == ["main"] * 4 + [None] and "main" in out
     assert [letter["producer"] for letter in letters] == [None, None, "producer-0", None, "producer-0"]
     assert [letter["payload_bytes"] for letter in letters] == [0, 0, len(poison), 6, len(poison)]
     assert out.count("producer-0") == 2
@@ -245,7 +246,7 @@ def test_agents_rollouts_are_listed_and_shown_and_cannot_be_requeued(run, half, 
         (None, "rollout", ""),
     ]
     status, out, _ = run.command(capsys, "dead", "show", "test", "6")
-    assert status == 0 and out.count("index 6, rollout") == 2 and "producer a" in out
+    assert status == 0 and out.count("index 6 of main, rollout") == 2 and "producer a" in out
     assert "rollout  a.2\nreason   idle for 3 s\n" in out and "\x1b" not in out
     assert len(run.json(capsys, "dead", "show", "test", "3")) == 2
     error = refused(run, capsys, "requeue", "test", "6")
