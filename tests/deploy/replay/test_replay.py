@@ -13,9 +13,11 @@ import pytest
 
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy import cli
-from penstock.deploy.replay import command
+from penstock.deploy.replay import command, player
 from penstock.schemas.config import LoraConfig, TeacherConfig, TrainerConfig
+from penstock.schemas.record import RecordedGroup
 from penstock.schemas.record_reader import Record
+from penstock.schemas.rollout import decode_group
 from rank_processes import command_on_ranks, log_of, on_ranks
 from rank_work import record_updates
 from recorded_training import RecordedTraining, settings
@@ -32,9 +34,30 @@ def model(tmp_path):
 
 @pytest.fixture
 def training(tmp_path, model):
+    """A run of four updates that a test trains on."""
     training = RecordedTraining(tmp_path / "runs" / "test", model)
     training.train(4)
     return training
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A run of seven updates, with checkpoints after the fourth and the last, that no test changes."""
+    folder = tmp_path_factory.mktemp("shared")
+    tiny_model(folder / "model")
+    training = RecordedTraining(folder / "runs" / "test", folder / "model")
+    training.train(4)
+    training.train(3)
+    return training
+
+
+@pytest.fixture
+def copied(shared, tmp_path):
+    """The same run, to be spoiled."""
+    copied = RecordedTraining(tmp_path / "runs" / "test", shared.model)
+    shutil.copytree(shared.folder, copied.folder, ignore=shutil.ignore_patterns("replay"))
+    copied.checkpoints, copied.reports = shared.checkpoints, shared.reports
+    return copied
 
 
 def replay(capsys, training, *argv: str) -> tuple[int, str, str]:
@@ -53,27 +76,48 @@ def losses(training, name: str, variant: str) -> list[float]:
     return [line["loss"] for line in lines(training, name, variant)]
 
 
-def test_the_runs_own_settings_give_its_losses_again_bit_for_bit(training, capsys):
-    status, out, err = replay(capsys, training)
+def test_the_runs_own_settings_give_its_losses_again_bit_for_bit_from_a_checkpoint_too(shared, capsys):
+    status, out, err = replay(capsys, shared, "--name", "whole")
     assert status == 0, err
-    assert "are those of the run, bit for bit, at all 4 updates" in out
-    assert losses(training, "1", "own") == losses(training, "1", "recorded") == training.losses
-    assert len(set(training.losses)) == 4
-    for line, report in zip(lines(training, "1", "own"), training.reports, strict=True):
+    assert "are those of the run, bit for bit, at all 7 updates" in out
+    assert losses(shared, "whole", "own") == losses(shared, "whole", "recorded") == shared.losses
+    assert len(set(shared.losses)) == 7
+    for line, report in zip(lines(shared, "whole", "own"), shared.reports, strict=True):
         assert {name: line[name] for name in report.metrics} == report.metrics
+    changes = {"b": "trainer.betas=[0.1,0.2]", "w": "trainer.weight_decay=9", "s": "seed=5"}
+    argv = [part for name, change in changes.items() for part in ("--variant", name, change)]
+    argv += ["--from", shared.checkpoints[0], "--variant", "own", "--name", "later"]
+    status, out, _ = replay(capsys, shared, *argv)
+    assert status == 0 and "bit for bit, at all 3 updates" in out
+    assert json.loads((shared.folder / "replay" / "later" / "replay.json").read_text())["from"] == shared.checkpoints[0]
+    own = losses(shared, "later", "own")
+    assert own == shared.losses[4:] != losses(shared, "later", "s")
+    for name in "bw":
+        # The first loss is partly of the weights in the checkpoint, before the first step.
+        assert all(a != b for a, b in zip(losses(shared, "later", name)[1:], own[1:], strict=True))
 
 
-def test_replays_in_this_process_and_in_one_of_its_own_are_equal_to_the_last_byte(training, capsys):
-    gspo = "penstock.consumers.learning.objectives.gspo:Gspo"
-    variants = ["--variant", "mask", "correction.mode=token_mask", "--objective", gspo]
-    status, _, err = replay(capsys, training, *variants, "--name", "a")
-    assert status == 0, err
-    command = [sys.executable, "-m", "penstock.deploy.cli", "replay", str(training.folder), *variants, "--name", "b"]
+def test_variants_stand_beside_the_record_and_in_another_process_are_equal_to_the_last_byte(shared, capsys):
+    objectives = "penstock.consumers.learning.objectives"
+    argv = ["--objective", f"{objectives}.cispo:Cispo", "--variant", "strict", "correction.threshold=1.01"]
+    argv += ["--set", "trainer.learning_rate=1e-3", "--updates", "3"]
+    status, out, _ = replay(capsys, shared, *argv, "--name", "a")
+    assert status == 0
+    for name in ("recorded", "cispo", "strict"):
+        assert [line["update"] for line in lines(shared, "a", name)] == [1, 2, 3]
+        assert name in out
+    first = {name: lines(shared, "a", name)[0] for name in ("recorded", "cispo", "strict")}
+    assert first["cispo"]["learning_rate"] == pytest.approx(1e-3 / 5)
+    assert first["strict"]["rollout_correction/clipped_frac"] > first["recorded"]["rollout_correction/clipped_frac"]
+    assert first["recorded"]["loss"] == shared.losses[0]
+    results = shared.folder / "replay" / "a"
+    table = (results / "table.md").read_text()
+    assert "## grad norm (`grad_norm`)" in table and "| update | recorded | cispo | strict |" in table
+    assert (results / "replay.svg").read_text().count("<svg") == 1
+    command = [sys.executable, "-m", "penstock.deploy.cli", "replay", str(shared.folder), *argv, "--name", "b"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     for file in ("updates.jsonl", "table.md", "replay.json", "replay.svg"):
-        first, second = ((training.folder / "replay" / name / file).read_bytes() for name in ("a", "b"))
-        assert first == second, file
-    assert losses(training, "a", "gspo") != losses(training, "a", "mask") != losses(training, "a", "recorded")
+        assert (results / file).read_bytes() == (results.parent / "b" / file).read_bytes(), file
 
 
 def test_a_run_that_was_continued_with_other_settings_is_played_with_them_from_there_on(training, model, capsys):
@@ -84,65 +128,19 @@ def test_a_run_that_was_continued_with_other_settings_is_played_with_them_from_t
     assert losses(training, "1", "own") == training.losses
 
 
-def test_a_variant_has_its_own_optimizer_settings_and_seed_from_a_checkpoint_on(training, capsys):
-    training.train(3)
-    settings = {"b": "trainer.betas=[0.1,0.2]", "w": "trainer.weight_decay=9", "s": "seed=5"}
-    argv = [part for name, setting in settings.items() for part in ("--variant", name, setting)]
-    assert replay(capsys, training, "--from", training.checkpoints[0], "--variant", "own", *argv)[0] == 0
-    own = losses(training, "1", "own")
-    assert own == training.losses[4:]
-    for name in "bw":
-        # The first loss is partly of the weights in the checkpoint, before the first step.
-        assert all(a != b for a, b in zip(losses(training, "1", name)[1:], own[1:], strict=True))
-    assert losses(training, "1", "s") != own
-
-
-def test_a_replay_from_a_checkpoint_goes_on_where_the_run_did(training, capsys):
-    training.train(3)
-    status, out, _ = replay(capsys, training, "--from", training.checkpoints[0])
-    assert status == 0 and "bit for bit, at all 3 updates" in out
-    assert losses(training, "1", "own") == training.losses[4:]
-    assert json.loads((training.folder / "replay" / "1" / "replay.json").read_text())["from"] == training.checkpoints[0]
-
-
-def test_losses_that_are_not_the_runs_are_told_and_are_a_failure(training, capsys, monkeypatch):
+def test_losses_that_are_not_the_runs_are_told_and_are_a_failure(shared, capsys, monkeypatch):
     pack = Learner.pack
     monkeypatch.setattr(Learner, "pack", lambda self, groups, lag_of: pack(self, groups[::-1], lag_of))
-    status, out, _ = replay(capsys, training)
+    status, out, _ = replay(capsys, shared, "--name", "turned")
     assert status == 1
     assert "differ at " in out and "bit for bit" not in out
 
 
-def test_variants_stand_beside_the_record_in_table_file_and_figure(training, capsys):
-    status, out, _ = replay(
-        capsys,
-        training,
-        *(
-            "--objective",
-            "penstock.consumers.learning.objectives.cispo:Cispo",
-            "--variant",
-            "strict",
-            "correction.threshold=1.01",
-        ),
-        *("--set", "trainer.learning_rate=1e-3", "--updates", "3", "--name", "compared"),
-    )
-    assert status == 0
-    for name in ("recorded", "cispo", "strict"):
-        assert [line["update"] for line in lines(training, "compared", name)] == [1, 2, 3]
-        assert name in out
-    first = {name: lines(training, "compared", name)[0] for name in ("recorded", "cispo", "strict")}
-    assert first["cispo"]["learning_rate"] == pytest.approx(1e-3 / 5)
-    assert first["strict"]["rollout_correction/clipped_frac"] > first["recorded"]["rollout_correction/clipped_frac"]
-    assert first["recorded"]["loss"] == training.losses[0]
-    table = (training.folder / "replay" / "compared" / "table.md").read_text()
-    assert "## grad norm (`grad_norm`)" in table and "| update | recorded | cispo | strict |" in table
-    assert (training.folder / "replay" / "compared" / "replay.svg").read_text().count("<svg") == 1
-
-
 def refused(capsys, training, *argv: str) -> str:
+    before = set(training.folder.glob("replay/*"))
     status, out, err = replay(capsys, training, *argv)
     assert status == 2, out + err
-    assert err.count("\n") == 1 and not (training.folder / "replay").exists()
+    assert err.count("\n") == 1 and set(training.folder.glob("replay/*")) == before
     return err
 
 
@@ -167,31 +165,47 @@ BAD_INPUT = {
     "a variant's name": (["--variant", "a/b", "max_lag=1"], "variant 'a/b': expected a name of letters"),
     "a results' name": (["--name", "../x"], "--name '../x': expected letters"),
     "no update": (["--updates", "0"], "--updates 0: expected 1 or more"),
-    "no such checkpoint": (["--from", "7-abc"], "--from 7-abc: no such checkpoint; expected one of the run's (7-"),
+    "no such checkpoint": (["--from", "7-abc"], "--from 7-abc: no such checkpoint; expected one of the run's ("),
     "a model that is not there": (["--set", "model.path=nowhere"], "model.path = 'nowhere': no model there"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_named_with_what_was_expected(training, capsys, case):
-    argv, said = BAD_INPUT[case]
-    assert said in refused(capsys, training, *argv)
+def test_bad_input_is_named_with_what_was_expected(shared, capsys, monkeypatch, tmp_path):
+    for case, (argv, said) in BAD_INPUT.items():
+        assert said in refused(capsys, shared, *argv), case
+    (tmp_path / "elsewhere" / "test").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")  # where a folder of the run's name stands: it is not taken for the run
+    assert replay(capsys, shared, "--name", "mine", "--updates", "1")[0] == 0
+    assert "exists already; choose another name" in refused(capsys, shared, "--name", "mine")
+    monkeypatch.setattr(RecordedGroup, "decode", lambda self: decode_group(self.payload[:-1]))
+    said = refused(capsys, shared)
+    assert "variant 'own': " in said and "batch 0: " in said
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    wrong = "2 ranks started, to be played on 1: expected 1, or --set trainer.num_processes=2"
+    assert wrong in refused(capsys, shared)
+
+
+def test_a_run_of_which_something_is_lost_is_refused(copied, capsys, monkeypatch):
+    load, last = player.load_checkpoint, copied.checkpoints[1]
+
+    def delete_and_load(folder, learner):
+        shutil.rmtree(folder)
+        return load(folder, learner)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(player, "load_checkpoint", delete_and_load)
+        said = refused(capsys, copied, "--from", copied.checkpoints[0])
+    assert f"--from {copied.checkpoints[0]}: " in said and "no whole checkpoint" in said
+    file = copied.folder / "checkpoints" / last / "tensors" / "rank-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "tensors/rank-0.safetensors: checksum differs" in refused(capsys, copied, "--from", last)
+    shutil.rmtree(copied.folder / "record")
+    assert "no record of rollouts; expected" in refused(capsys, copied)
 
 
 def test_another_model_than_the_trained_one_is_refused(training, model, capsys):
     tiny_model(model, seed=1)
     assert "another model than the one that was trained: digest" in refused(capsys, training)
-
-
-def test_a_run_without_a_record_is_refused(training, capsys):
-    shutil.rmtree(training.folder / "record")
-    assert "no record of rollouts; expected" in refused(capsys, training)
-
-
-def test_a_name_that_is_taken_is_refused(training, capsys):
-    assert replay(capsys, training, "--name", "mine", "--updates", "1")[0] == 0
-    status, _, err = replay(capsys, training, "--name", "mine")
-    assert status == 2 and "exists already; choose another name" in err
 
 
 def test_a_record_that_has_lost_its_oldest_files_is_played_from_a_checkpoint_only(training, model, capsys):
@@ -219,63 +233,22 @@ def test_a_checkpoint_behind_which_the_run_was_rolled_back_is_refused(training, 
     assert f"--from {undone}: the run was rolled back before it" in refused(capsys, training, "--from", undone)
 
 
-def test_a_spoiled_checkpoint_is_refused(training, capsys):
-    training.train(1)
-    file = training.folder / "checkpoints" / training.checkpoints[0] / "tensors" / "rank-0.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "tensors/rank-0.safetensors: checksum differs" in refused(
-        capsys, training, "--from", training.checkpoints[0]
-    )
-
-
-def test_a_checkpoint_deleted_meanwhile_is_named(training, capsys, monkeypatch):
-    import penstock.deploy.replay.player as player
-
-    training.train(1)
-    load = player.load_checkpoint
-
-    def delete_and_load(folder, learner):
-        shutil.rmtree(folder)
-        return load(folder, learner)
-
-    monkeypatch.setattr(player, "load_checkpoint", delete_and_load)
-    said = refused(capsys, training, "--from", training.checkpoints[0])
-    assert f"--from {training.checkpoints[0]}: " in said and "no whole checkpoint" in said
-
-
-def test_what_finished_before_the_record_broke_is_kept(training, capsys, monkeypatch):
-    import penstock.deploy.replay.player as player
-
+def test_what_finished_before_the_record_broke_is_kept(copied, capsys, monkeypatch):
     play = player.play
 
     def break_before_the_second(record, batches, start, variant, ranks):
         if variant.name == "second":
-            with closing(sqlite3.connect(batches[-1].file.path)) as connection:
+            with closing(sqlite3.connect(batches[3].file.path)) as connection:
                 connection.execute("UPDATE contents SET payload = x'00' WHERE position = 3")
                 connection.commit()
         return play(record, batches, start, variant, ranks)
 
     monkeypatch.setattr(player, "play", break_before_the_second)
     argv = ["--variant", "first", "max_lag=3", "--variant", "second", "max_lag=4", "--name", "broken"]
-    status, out, err = replay(capsys, training, *argv)
+    status, out, err = replay(capsys, copied, *argv)
     assert status == 2 and err.count("\n") == 1, out + err
     assert "variant 'second': " in err and "batch 3: altered" in err and "broken/updates.jsonl" in err
-    assert [len(lines(training, "broken", name)) for name in ("recorded", "first", "second")] == [4, 4, 0]
-
-
-def test_a_folder_of_the_runs_name_where_one_stands_is_not_taken_for_it(training, capsys, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere" / "test").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert replay(capsys, training, "--updates", "1")[0] == 0
-
-
-def test_a_recorded_group_that_breaks_the_contract_is_named(training, capsys, monkeypatch):
-    from penstock.schemas.record import RecordedGroup
-    from penstock.schemas.rollout import decode_group
-
-    monkeypatch.setattr(RecordedGroup, "decode", lambda self: decode_group(self.payload[:-1]))
-    said = refused(capsys, training)
-    assert "variant 'own': " in said and "batch 0: " in said
+    assert [len(lines(copied, "broken", name)) for name in ("recorded", "first", "second")] == [7, 7, 0]
 
 
 @pytest.fixture(scope="module")
@@ -316,13 +289,6 @@ def test_batches_of_different_numbers_of_ranks_are_refused_until_one_is_chosen(t
     assert replay(capsys, training, "--updates", "4")[0] == 0
     status, out, _ = replay(capsys, training, "--set", "trainer.num_processes=1")
     assert status == 0 and "are those of the run, within 0.0001, at all 6 updates" in out
-
-
-def test_ranks_of_another_number_than_the_run_s_are_refused(training, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 ranks started, to be played on 1: expected 1, or --set trainer.num_processes=2" in refused(
-        capsys, training
-    )
 
 
 def test_a_run_of_an_adapter_is_played_bit_for_bit_from_its_record_and_from_a_checkpoint(tmp_path, model, capsys):
