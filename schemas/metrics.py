@@ -425,15 +425,16 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
         bad_above=0.5,
     ),
     "masked_frac": _M(
-        "Share of tokens within the lag bound that the correction rejected", "", BOTH, "masked", bad_above=0.5
+        "Share of the sampled tokens that are masked: beyond the lag bound, or rejected by the correction",
+        "", BOTH, "masked", bad_above=limits.BEYOND_BOUND,
     ),
-    "masked_frac_positive": _M(
+    "rejected_frac_positive": _M(
         "Share of tokens with an advantage above 0 that the correction rejected", "share", (LAG,),
-        "masked, advantage > 0", bad_above=0.5,
+        "rejected, advantage > 0", bad_above=0.5,
     ),
-    "masked_frac_negative": _M(
+    "rejected_frac_negative": _M(
         "Share of tokens with an advantage below 0 that the correction rejected", "share", (LAG,),
-        "masked, advantage < 0", bad_above=0.5,
+        "rejected, advantage < 0", bad_above=0.5,
     ),
     "ratio_mean": _M("Mean ratio of proximal to behavior policy before truncation", "none"),
     "ratio_max": _M("Largest ratio of proximal to behavior policy of a token", "none"),

@@ -132,18 +132,23 @@ BY_LAG = [
         "limits are those of χ², which is about twice as much.",
     ),
     by_lag("weight_mean", "Applied, mean. One that falls with lag is the correction trusting old tokens less."),
-    by_lag("masked_frac", "Share of the tokens within the bound that the correction rejects. None under truncation."),
+    by_lag(
+        "masked_frac", "Share of the sampled tokens that are masked: beyond the bound, or rejected by the correction."
+    ),
     by_lag(
         "corrected_frac",
         "Share of the tokens that the correction rejects or bounds. Near 100 % the data are too old for it.",
     ),
     by_lag("num_tokens", "Of the last batch. Few make noisy numbers in the panels beside.", unit="short", stacked=True),
     timeseries(
-        "Masked by the sign of the advantage",
+        "Rejected by the sign of the advantage",
         "Share of the tokens of either sign that the correction rejects. A difference tilts what is learned: with "
         "only good answers let through, entropy falls.",
-        {"good answers": last("penstock_masked_frac_positive"), "bad answers": last("penstock_masked_frac_negative")},
-        **limits_of("masked_frac_positive"),
+        {
+            "good answers": last("penstock_rejected_frac_positive"),
+            "bad answers": last("penstock_rejected_frac_negative"),
+        },
+        **limits_of("rejected_frac_positive"),
     ),
 ]
 

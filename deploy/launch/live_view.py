@@ -15,7 +15,7 @@ from rich.text import Text
 
 from penstock.deploy.launch.progress import Progress
 from penstock.deploy.report.summary import NOTHING_LEARNED
-from penstock.deploy.report.telemetry import EvaluationPoint
+from penstock.deploy.report.telemetry import MASKED, EvaluationPoint
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 from penstock.schemas.metrics import figure_name
@@ -47,7 +47,7 @@ class View:
         self.heartbeats: Mapping[str, Heartbeat] = {}
         self._started = time.monotonic()
         self._next_frame = 0.0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_lag = False
 
     def note(self, text: str) -> None:
         """Reports an event."""
@@ -74,6 +74,9 @@ class View:
         if is_idle and not self._has_warned:
             self.note(f"warning: {_IDLE_BATCHES} batches in a row trained nothing: {NOTHING_LEARNED}")
         self._has_warned = is_idle
+        if (advice := self.progress.lag_advice) and not self._has_warned_of_lag:
+            self.note(f"warning: {advice}")
+            self._has_warned_of_lag = True
         if self.states.get("trainer") in ("running", _WAITS):
             self.state("trainer", _WAITS if self.progress.num_abandoned else "running")
         self.draw()
@@ -197,6 +200,7 @@ def figures(view: View) -> list[tuple[str, str]]:
         ("reward", _number(metrics.get("reward"), ".3f")),
         (f"held-out {figure_name(figure)}", held_out),
         ("lag", _number(progress.mean_lag, ".2f")),
+        ("masked", _number(metrics.get(MASKED), ".0%")),
         ("ESS", _number(metrics.get("ess_fraction"), ".3f")),
         ("queue", _number(update.queue_depth if update else None, "d")),
         ("tokens/s", tokens or "-"),

@@ -8,18 +8,24 @@ from typing import Any
 import msgspec
 
 from penstock.deploy.launch.endpoints import Samples, scrape
+from penstock.deploy.report.summary import masked_advice
 from penstock.deploy.report.telemetry import (
     EvaluationPoint,
     ProducerEvent,
     Update,
     WeightsLoaded,
+    masked_lag_frac,
     mean_lag,
+    phase_seconds,
     to_record,
 )
+from penstock.schemas import limits
 from penstock.schemas.metrics import TrainerMetric as M
 
 _RATE_WINDOW = 60
 """New batches seen over which the rate is measured."""
+_LAG_BATCHES = 10
+"""Batches over which tokens masked for their lag are counted before a warning."""
 _UPDATES_KEPT = 5000
 _PAUSES_KEPT = 2000
 
@@ -143,6 +149,17 @@ class Progress:
         """Returns the seconds until update `num_updates` at the current rate; None without a rate."""
         rate, update = self.updates_per_s, self.update
         return None if rate is None or update is None else max(0, num_updates - update.update) / rate
+
+    @property
+    def lag_advice(self) -> str | None:
+        """Which setting helps, if many tokens of the last `_LAG_BATCHES` batches were masked for their lag, else
+        None."""
+        recent = [*self.lines.updates][-_LAG_BATCHES:]
+        share = masked_lag_frac(recent) if len(recent) == _LAG_BATCHES else None
+        if share is None or share <= limits.BEYOND_BOUND:
+            return None
+        spent = phase_seconds(recent)
+        return masked_advice(share, spent["wait"] / (sum(spent.values()) or 1.0))
 
     @property
     def mean_lag(self) -> float | None:

@@ -117,12 +117,12 @@ FIGURES = (
         LagCurves("corrected_frac", as_share),
     ),
     lag_figure(
-        "masked-by-lag",
+        "rejected-by-lag",
         "Rejected tokens by lag and sign of the advantage",
         "Share of the tokens of that sign that the correction gave no weight; a share that "
         "differs much between the signs tilts what is learned.",
-        LagCurves("masked_frac_positive", as_share),
-        LagCurves("masked_frac_negative", as_share),
+        LagCurves("rejected_frac_positive", as_share),
+        LagCurves("rejected_frac_negative", as_share),
         above_zero=True,
     ),
     curves_figure(

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
 from penstock.deploy.report.summary import NOTHING, not_over, shown, summarize
-from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
+from penstock.deploy.report.telemetry import MASKED, RunTelemetry, read_telemetry
 from penstock.schemas.metrics import figure_name
 from penstock.schemas.process.files import write_whole
 
@@ -78,7 +78,7 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
         ("Sampled tokens/s", shown(rates["total"]), f"{num_producers} producer{'s' * (num_producers != 1)}"),
         ("Trained tokens/s", shown(s["trainer_tokens_per_s"]), f"{shown(s['num_tokens_trained'])} tokens"),
-        ("Mean lag", shown(s["mean_lag"], ".2f"), f"steps; {shown(s['num_tokens_masked_lag'])} tokens masked"),
+        ("Mean lag", shown(s["mean_lag"], ".2f"), f"steps; {shown(s[MASKED], '.1%')} of the tokens masked"),
         (
             "Pause p50 / p99",
             f"{shown(s['pause_s_p50'], '.1f', scale=1000)} / {shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)}",
@@ -109,8 +109,8 @@ def _subtitle(telemetry: RunTelemetry, summary: dict[str, Any]) -> str:
         parts.append(f"{datetime.fromtimestamp(telemetry.start_s, UTC):%Y-%m-%d %H:%M} UTC")
     config = telemetry.config
     if config is not None:
-        paths = (each.path for each in config.every_environment.values())
-        parts += [config.mode, config.model.path, *paths, f"seed {config.seed}"]
+        environments = (f"{name} ({environment.path})" for name, environment in config.every_environment.items())
+        parts += [config.mode, config.model.path, *environments, f"seed {config.seed}"]
     if not summary["finished"]:
         planned = f" of {config.num_updates}" if config is not None else ""
         parts.append(f"not finished: {summary['num_updates'] or 0}{planned} updates")

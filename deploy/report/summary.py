@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from penstock.deploy.report.attrition import attrition_figures
 from penstock.deploy.report.telemetry import (
+    MASKED,
     EvaluationPoint,
     Rate,
     RunTelemetry,
@@ -20,12 +20,14 @@ from penstock.deploy.report.telemetry import (
     Update,
     WeightsLoaded,
     lag_totals,
+    masked_frac,
     mean_by_lag,
+    mean_in_environment,
     mean_lag,
     metric_values,
     phase_seconds,
-    token_mean,
 )
+from penstock.schemas import limits
 from penstock.schemas.attrition import LostByLength
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name, figures_of, lag_key, part_key, parts_of
@@ -102,6 +104,7 @@ def token_counts(telemetry: RunTelemetry) -> dict[str, Any]:
         "num_tokens_trained": sum(line.num_tokens_trained for line in updates),
         "num_tokens_masked_lag": sum(line.num_tokens_masked_lag for line in updates),
         "num_tokens_rejected": sum(line.num_tokens_rejected for line in updates),
+        MASKED: masked_frac(updates),
         "lag_histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
         "mean_lag": mean_lag(histogram),
         "ess_fraction_min": min(metric_values(updates, "ess_fraction"), default=None),
@@ -121,10 +124,10 @@ def mismatch_by_lag(updates: Sequence[Update]) -> dict[str, dict[str, float]]:
         num_tokens = sum(metric_values(updates, lag_key("num_tokens", label)))
         if num_tokens:
             found[label] = {"num_tokens": num_tokens}
-        for name in ("kl", "k3_kl", "chi2", "weight_mean", "masked_frac"):
+        for name in ("kl", "k3_kl", "chi2", "weight_mean", MASKED):
             mean = mean_by_lag(updates, name, label)
             if mean is not None:
-                found[label][name] = mean
+                found.setdefault(label, {})[name] = mean
     return found
 
 
@@ -195,7 +198,7 @@ def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint])
         ]
         groups = {each: int(sum(metric_values(own, each))) for each in ("num_groups_trained", "num_groups_skipped")}
         in_batches = [line for line in own if REWARD in line.metrics]
-        bias = {each: token_mean(own, each) for each in ("lag_mean", "ess_fraction", "chi2", "masked_frac")}
+        bias = {key: mean_in_environment(updates, key, name) for key in ("lag_mean", "ess_fraction", "chi2", MASKED)}
         found[name] = {**groups, "course": course(in_batches), "held_out": held_out(evaluated), "bias": bias}
     return found
 
@@ -288,9 +291,20 @@ def _percentile(values: Sequence[float], q: float) -> float | None:
     return float(np.percentile(values, q)) if values else None
 
 
+def masked_advice(share: float, waits: float) -> str:
+    """Says which setting helps where many tokens are masked for their lag.
+
+    share: of the sampled tokens those beyond the lag bound. waits: share of its time in which the trainer waits.
+    """
+    masked = f"{share:.0%} of the sampled tokens were masked for their lag (max_lag)"
+    if waits < limits.WAITING:
+        return f"{masked}: they wait for the trainer; lower producers.groups_in_flight (a larger max_lag does not help)"
+    return f"{masked}: rollouts take longer than max_lag updates; raise max_lag or groups_per_batch"
+
+
 def warnings_of(summary: dict[str, Any]) -> list[str]:
-    """Returns what a reader must not overlook: most groups skipped, dead groups, lost long ones, failed held-out
-    prompts."""
+    """Returns what a reader must not overlook: most groups skipped, dead groups, many tokens masked, lost long groups,
+    failed held-out prompts."""
     trained, skipped, dead = (summary[f"num_groups_{what}"] or 0 for what in ("trained", "skipped", "dead"))
     failed, asked = summary["num_evaluation_failed"], summary["num_evaluation_prompts"]
     found = []
@@ -299,6 +313,9 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
     if dead:
         total = trained + skipped + dead
         found.append(f"{dead:,} of {total:,} groups died: `penstock dead list {summary['name']}` says of what")
+    total, phases = sum((summary["lag_histogram"] or {}).values()), summary["trainer_time_share"] or {}
+    if total and (share := summary["num_tokens_masked_lag"] / total) > limits.BEYOND_BOUND:
+        found.append(masked_advice(share, phases.get("wait", 0.0)))
     test = (summary["attrition"] or {}).get("lost_by_length")
     if test is not None and (test := msgspec.convert(test, LostByLength)).is_alarm:
         found.append(f"long rollouts are lost at a rate that short ones are not: {test}")
@@ -307,16 +324,15 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def print_table(summary: dict[str, Any], console: Console) -> None:
-    """Prints the figures of a summary as one table, on a terminal at most 80 columns wide."""
+def summary_table(summary: dict[str, Any]) -> Table:
+    """Returns the figures of a summary as one table."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title_justify="left")
     table.title = f"Run {summary['name']}".replace("[", r"\[")
-    table.width = min(80, console.width) if console.is_terminal else None
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in table_rows(summary):
         table.add_row(label, value.replace("[", r"\["))
-    console.print(table)
+    return table
 
 
 def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -340,7 +356,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
                 f"held-out {_rewards(own['held_out'], 'initial', 'final')}; "
                 f"{own['num_groups_trained']:,} groups trained, {own['num_groups_skipped']:,} skipped; "
                 f"lag {shown(own['bias']['lag_mean'], '.2f')}, ESS {shown(own['bias']['ess_fraction'], '.3f')}, "
-                f"χ² {shown(own['bias']['chi2'], '.2g')}, {shown(own['bias']['masked_frac'], '.1%')} rejected",
+                f"χ² {shown(own['bias']['chi2'], '.2g')}, {shown(own['bias'][MASKED], '.1%')} masked",
             )
             for name, own in s["environments"].items()
             if len(s["environments"]) > 1
@@ -358,8 +374,11 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *([("rollouts", _rollouts(s["attrition"]["outcomes"]))] if s["attrition"] else []),
         ("tokens trained", f"{shown(s['num_tokens_trained'])}, {shown(s['trainer_tokens_per_s'])}/s"),
         ("tokens by lag", lag_shares(s["lag_histogram"], s["lag_bound"])),
-        ("masked for lag", f"{shown(s['num_tokens_masked_lag'])} tokens"),
-        ("rejected", f"{shown(s['num_tokens_rejected'])} tokens, by the importance correction"),
+        (
+            "tokens masked",
+            f"{shown(s[MASKED], '.1%')}: {shown(s['num_tokens_masked_lag'])} for their lag, "
+            f"{shown(s['num_tokens_rejected'])} rejected by the importance correction",
+        ),
         ("k3 KL by lag", _by_lag(s["mismatch_by_lag"], "k3_kl")),
         ("χ² by lag", _by_lag(s["mismatch_by_lag"], "chi2")),
         ("tokens sampled", f"{shown(rates['total'])}/s" + (f"  ({by_producer})" if by_producer else "")),

@@ -13,25 +13,36 @@ import msgspec
 
 from penstock.schemas.attrition import Attrition, Counts
 from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.metrics import REWARD, figures_of, lag_key
+from penstock.schemas.metrics import LAG_LABELS, REWARD, figures_of, lag_key, lag_label
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.process.clock import TOLERATED_S
 from penstock.schemas.rollout import EngineFingerprint
 
 PHASES = ("wait", "step", "publish")
 """Parts of the trainer's time; an update has the seconds of each."""
+MASKED = "masked_frac"
 
 
 class TelemetryError(ValueError):
     """A telemetry file cannot be read; the message names the file, the line and what was expected."""
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch of `updates.jsonl`. Times are wall-clock seconds since the epoch."""
+class Stamped(msgspec.Struct, frozen=True, kw_only=True):
+    """A line with the times of its writing (`penstock.schemas.process.clock.stamp`)."""
+
+    time_s: float
+    """Seconds since the epoch. The clock may have been set; `steady_times` makes durations right."""
+    started_s: float = 0.0
+    """The same in all lines of one process."""
+    uptime_s: float | None = None
+    """Of that process, by a clock that nothing sets."""
+
+
+class Update(Stamped, frozen=True, kw_only=True):
+    """One batch of `updates.jsonl`."""
 
     update: int
     policy_version: int
-    time_s: float
     lag_histogram: dict[int, int]
     """Tokens by lag in optimizer steps."""
     num_tokens_trained: int
@@ -57,15 +68,19 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """Every other number of the line by its key, such as `reward` or `kl/lag_2-3`; null values are left out."""
 
+    @property
+    def num_tokens_sampled(self) -> int:
+        """Tokens of the batch's groups, masked ones included."""
+        return sum(self.lag_histogram.values())
 
-class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
+
+class EvaluationPoint(Stamped, frozen=True, kw_only=True):
     """One line of `evaluations.jsonl`: what one policy reached on the held-out prompts."""
 
     policy_version: int
     update: int
     reward: float
     num_prompts: int
-    time_s: float
     num_failed: int = 0
     """Prompts without an answer or a reward: each counts as 0."""
     environments: dict[str, dict[str, float]] = {}
@@ -106,36 +121,31 @@ class TrainerLedger(RunEnd, frozen=True, kw_only=True):
     num_steps_skipped: int = 0
     attrition: Attrition = msgspec.field(default_factory=Attrition)
     first_prompt_s: float | None = None
-    """None or 0 before the first batch, as is `last_update_s`."""
-    last_update_s: float | None = None
+    """None or 0 before the first batch."""
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="start"):
+class Started(Stamped, frozen=True, kw_only=True, tag_field="event", tag="start"):
     """An engine is up; its token counter begins at 0."""
 
     fingerprint: EngineFingerprint
-    time_s: float
 
 
-class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="weights"):
-    time_s: float
+class WeightsLoaded(Stamped, frozen=True, kw_only=True, tag_field="event", tag="weights"):
     policy_version: int
     pause_s: float
     """Time during which no token was sampled."""
 
 
-class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="rate"):
-    time_s: float
+class Rate(Stamped, frozen=True, kw_only=True, tag_field="event", tag="rate"):
     num_tokens: int
     """Tokens sampled since the producer started."""
     clock_ahead_s: float | None = None
     """How far the producer's clock is ahead of Redis'."""
 
 
-class ShortGroup(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="short_group"):
+class ShortGroup(Stamped, frozen=True, kw_only=True, tag_field="event", tag="short_group"):
     """An agents' group was appended with fewer siblings than the run asks for; `missing` says why."""
 
-    time_s: float
     index: int
     finished: int
     missing: str
@@ -147,6 +157,9 @@ ProducerEvent = Started | WeightsLoaded | Rate | ShortGroup
 class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a run folder; fields of missing files are empty or None.
 
+    Times of lines are those of `steady_times`: the newest is as it was written.
+
+    start_s: when the first prompt was claimed; without the trainer's ledger, the earliest time in its lines.
     updates: ascending by number, only those that led to the latest policy (none that a rollback undid).
     evaluations: ascending by update, one per update, of those same policies.
     producers: by producer id, events in the order written, in the trainer's time.
@@ -162,6 +175,7 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     updates: tuple[Update, ...]
     evaluations: tuple[EvaluationPoint, ...]
     ledger: TrainerLedger | None
+    start_s: float | None
     producers: dict[str, tuple[ProducerEvent, ...]]
     missing: tuple[str, ...]
     num_torn_lines: int
@@ -181,20 +195,9 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
         return self.ledger is not None and self.ledger.is_over(self.updates)
 
     @property
-    def start_s(self) -> float | None:
-        """When the first prompt was claimed; without the trainer's ledger, the earliest time in its lines."""
-        if self.ledger is not None and self.ledger.first_prompt_s:
-            return self.ledger.first_prompt_s
-        times = [line.time_s for line in self.updates] + [point.time_s for point in self.evaluations]
-        return min(times, default=None)
-
-    @property
     def end_s(self) -> float | None:
-        """When the last update was done: the later of the times in the trainer's lines and in its ledger."""
-        times = [self.updates[-1].time_s] if self.updates else []
-        if self.ledger is not None and self.ledger.last_update_s:
-            times.append(self.ledger.last_update_s)
-        return max(times, default=None)
+        """When the last update was done."""
+        return self.updates[-1].time_s if self.updates else None
 
 
 def read_telemetry(run_folder: Path) -> RunTelemetry:
@@ -230,14 +233,22 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
     producers: dict[str, tuple[list[ProducerEvent], int]] = {
         file.stem: read_lines(file, ProducerEvent) for file in producer_files
     }
-    kept = current_line(updates)
+    written = current_line(updates)
+    kept = steady_times(written)
+    placed = _beside(kept, written, place_evaluations(evaluations, kept))
+    start_s = min((line.time_s for line in (*kept, *placed)), default=None)
+    if ledger is not None and ledger.first_prompt_s:
+        start_s = min(
+            ledger.first_prompt_s + (kept[0].time_s - written[0].time_s if kept else 0.0), start_s or math.inf
+        )
     clocks = _clocks(updates, {name: events for name, (events, _) in producers.items()})
     return RunTelemetry(
         name=config.name if config else run_folder.resolve().name,
         config=config,
         updates=tuple(kept),
-        evaluations=tuple(place_evaluations(evaluations, kept)),
+        evaluations=tuple(placed),
         ledger=ledger,
+        start_s=start_s,
         producers={name: _moved(events, clocks.get(name, 0.0)) for name, (events, _) in producers.items()},
         missing=tuple(missing),
         num_torn_lines=torn_updates + torn_evaluations + sum(torn for _, torn in producers.values()),
@@ -259,7 +270,46 @@ def _clocks(updates: Sequence[Update], producers: Mapping[str, Sequence[Producer
 
 def _moved(events: Sequence[ProducerEvent], ahead_s: float) -> tuple[ProducerEvent, ...]:
     """Corrects the times of events from a clock that was ahead."""
-    return tuple(msgspec.structs.replace(event, time_s=event.time_s - ahead_s) for event in events)
+    return tuple(msgspec.structs.replace(event, time_s=event.time_s - ahead_s) for event in steady_times(events))
+
+
+StampedLine = TypeVar("StampedLine", bound=Stamped)
+
+
+def steady_times(lines: Sequence[StampedLine]) -> list[StampedLine]:
+    """Returns lines, in the order written, with times that no step of the clock has moved.
+
+    Between lines of one process the uptime tells the time that passed, elsewhere the clock does, and never less than
+    none. The last line keeps its time.
+    """
+    found: list[StampedLine] = []
+    later_s = math.inf
+    for line, after in zip(reversed(lines), [None, *reversed(lines)], strict=False):
+        if after is None:
+            later_s = line.time_s
+        elif line.started_s == after.started_s and line.uptime_s is not None and after.uptime_s is not None:
+            later_s -= max(0.0, after.uptime_s - line.uptime_s)
+        else:
+            later_s -= max(0.0, after.time_s - line.time_s)
+        found.append(msgspec.structs.replace(line, time_s=later_s))
+    return found[::-1]
+
+
+def _beside(
+    steady: Sequence[Update], written: Sequence[Update], points: Sequence[EvaluationPoint]
+) -> list[EvaluationPoint]:
+    """Moves evaluations as `steady_times` has moved the updates of their process, else the update of their policy."""
+    of_process = {line.started_s: line.time_s - line.uptime_s for line in steady if line.uptime_s is not None}
+    moved_s = {after.update: after.time_s - before.time_s for after, before in zip(steady, written, strict=True)}
+    return [
+        msgspec.structs.replace(
+            point,
+            time_s=of_process[point.started_s] + point.uptime_s
+            if point.uptime_s is not None and point.started_s in of_process
+            else point.time_s + moved_s.get(point.update, 0.0),
+        )
+        for point in points
+    ]
 
 
 Line = TypeVar("Line")
@@ -371,19 +421,52 @@ def mean_lag(histogram: Mapping[int, int]) -> float | None:
     return sum(lag * count for lag, count in histogram.items()) / total if total else None
 
 
+def tokens_by_lag(update: Update) -> dict[str, int]:
+    """Returns the sampled tokens of a batch by lag bucket, masked ones included."""
+    counts = dict.fromkeys(LAG_LABELS, 0)
+    for lag, num_tokens in update.lag_histogram.items():
+        counts[lag_label(lag)] += num_tokens
+    mixed = min(round(update.metrics.get(lag_key("num_tokens", "0-mixed"), 0)), counts["0"])
+    return counts | {"0": counts["0"] - mixed, "0-mixed": mixed}
+
+
 def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
-    """Returns the mean of a metric over the tokens of one lag bucket; None if no batch has it."""
-    return token_mean(updates, lag_key(name, label), lag_key("num_tokens", label))
+    """Returns the mean of a metric over the tokens of one lag bucket: `masked_frac` over all that were sampled, others
+    over those within the lag bound. None if no batch has it."""
+    within = lag_key("num_tokens", label)
+    return _weighted(
+        (
+            update.metrics.get(lag_key(name, label)),
+            tokens_by_lag(update)[label] if name == MASKED else update.metrics.get(within, 0.0),
+        )
+        for update in updates
+    )
 
 
-def token_mean(updates: Sequence[Update], name: str, num_tokens_name: str = "num_tokens") -> float | None:
-    """Returns the mean of a metric over tokens, counted by `num_tokens_name` in each batch; None if no batch has it."""
-    total = weight = 0.0
-    for update in updates:
-        value, num_tokens = update.metrics.get(name), update.metrics.get(num_tokens_name, 0.0)
-        if value is not None:
-            total, weight = total + num_tokens * value, weight + num_tokens
-    return total / weight if weight else None
+def mean_in_environment(updates: Sequence[Update], name: str, environment: str) -> float | None:
+    """Returns the same over the tokens of one environment; also of `lag_mean`, over all that were sampled."""
+    own = [update.environments[environment] for update in updates if environment in update.environments]
+    of = "num_tokens_sampled" if name in (MASKED, "lag_mean") else "num_tokens"
+    return _weighted((measured.get(name), measured.get(of, 0.0)) for measured in own)
+
+
+def masked_frac(updates: Sequence[Update]) -> float | None:
+    """Returns the share of sampled tokens that were masked, for their lag or by the correction; None if no batch has
+    it."""
+    return _weighted((update.metrics.get(MASKED), update.num_tokens_sampled) for update in updates)
+
+
+def masked_lag_frac(updates: Sequence[Update]) -> float | None:
+    """Returns the share of sampled tokens that were masked for their lag; None without tokens."""
+    total = sum(update.num_tokens_sampled for update in updates)
+    return sum(update.num_tokens_masked_lag for update in updates) / total if total else None
+
+
+def _weighted(values: Iterable[tuple[float | None, float]]) -> float | None:
+    """Returns the mean of values by their weights, without those that are None; None without weight."""
+    known = [(value, weight) for value, weight in values if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def _epoch(line: Update) -> int:

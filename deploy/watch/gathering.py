@@ -11,7 +11,7 @@ from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.operate.producer_list import lag_by_commit
 from penstock.deploy.operate.run_access import own_url
-from penstock.deploy.report.telemetry import current_line, place_evaluations, read_end
+from penstock.deploy.report.telemetry import current_line, place_evaluations, read_end, steady_times
 from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, ProducerSeen, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
@@ -35,7 +35,7 @@ class Gatherer:
         lines.read()
         in_redis, without_redis = self._look_at_redis()
         now_s = time.time()
-        updates = current_line(lines.updates)
+        updates = steady_times(current_line(lines.updates))
         is_running = in_redis is not None and (in_redis.has_trainer or bool(in_redis.producers))
         until_s = now_s if is_running or not updates else updates[-1].time_s
         return RunSnapshot(

@@ -1,18 +1,16 @@
 """The view **Off-policy**: lag, correction and mismatch."""
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from penstock.consumers.parity.report import TOLERANCES
-from penstock.deploy.report.telemetry import Update, mean_by_lag, metric_values
+from penstock.deploy.report.telemetry import MASKED, masked_lag_frac, mean_by_lag, metric_values, tokens_by_lag
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import bar, count, joined, number, percent, sparkline
-from penstock.schemas.metrics import LAG_LABELS, UPDATE_METRICS, lag_key, lag_label, title_of
+from penstock.schemas.metrics import LAG_LABELS, UPDATE_METRICS, title_of
 
-_COLUMNS = ("ess_fraction", "applied_ess_fraction", "chi2", "k3_kl", "weight_mean", "masked_frac")
+_COLUMNS = ("ess_fraction", "applied_ess_fraction", "chi2", "k3_kl", "weight_mean", MASKED)
 _SPARKLINES = ("ess_fraction", "applied_ess_fraction", "chi2", "weight_mean")
 
 
@@ -20,15 +18,15 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
     recent = seen.recent
     if not recent:
         return Text("no batch has been trained yet")
-    tokens = tokens_by_lag(recent)
-    total = sum(tokens.values())
-    masked = sum(update.num_tokens_masked_lag for update in recent)
+    by_update = [tokens_by_lag(update) for update in recent]
+    tokens = {label: sum(counts[label] for counts in by_update) for label in LAG_LABELS}
+    total, masked = sum(tokens.values()), sum(update.num_tokens_masked_lag for update in recent)
     head = joined(
         [
-            Text("lag of sampled tokens", style="bold"),
+            Text("lag of tokens", style="bold"),
             f"last {len(recent)} batches",
             f"bound {seen.config.lag_bound}",
-            f"{count(masked)} tokens masked beyond it",
+            f"{count(masked)} tokens ({percent(masked_lag_frac(recent))}) masked beyond it",
         ]
     )
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -41,23 +39,13 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
             table.add_row(label, "0", style="dim")
             continue
         values = {key: mean_by_lag(recent, key, label) for key in _COLUMNS}
-        cells = [percent(value) if key == "masked_frac" else Text(number(value), style=_cell_style(key, value))
-                 for key, value in values.items()]  # fmt: skip
+        cells = [
+            Text(percent(value) if key == MASKED else number(value), style=_cell_style(key, value))
+            for key, value in values.items()
+        ]
         shown = Text(bar(share, room), style="cyan").append(f" {percent(share)}", style="default")
         table.add_row(label, count(tokens[label]), *cells, shown)
     return Group(head, table, Text(), _mismatch(seen, width), *_sparklines(seen, width))
-
-
-def tokens_by_lag(updates: Sequence[Update]) -> dict[str, int]:
-    """Counts tokens by lag bucket, masked ones included."""
-    counts = dict.fromkeys(LAG_LABELS, 0)
-    for update in updates:
-        for lag, num_tokens in update.lag_histogram.items():
-            counts[lag_label(lag)] += num_tokens
-        mixed = round(min(update.metrics.get(lag_key("num_tokens", "0-mixed"), 0), update.lag_histogram.get(0, 0)))
-        counts["0"] -= mixed
-        counts["0-mixed"] += mixed
-    return counts
 
 
 def _cell_style(key: str, value: float | None) -> str:

@@ -109,7 +109,7 @@ def of_tokens(tokens: list[MismatchToken]) -> dict[str, float]:
     for name, sign in (("positive", 1), ("negative", -1)):
         signed = [t for t in tokens if t.advantage * sign > 0]
         if signed:
-            found[f"masked_frac_{name}"] = fmean(t.weight == 0 for t in signed)
+            found[f"rejected_frac_{name}"] = fmean(t.weight == 0 for t in signed)
     return found
 
 

@@ -1,5 +1,6 @@
 """A batch as the learner takes it: mini-batches of one optimizer step, micro-batches of one forward pass."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.advantages import BatchRewards
 from penstock.consumers.learning.batch.layout import PackedLayout, make_layout
+from penstock.schemas.metrics import LAG_LABELS, lag_label
 
 
 @dataclass(frozen=True)
@@ -194,15 +196,13 @@ class Batch:
     minibatches: tuple[MiniBatch, ...]
     num_tokens_trained: int
     """Unmasked tokens of the rows that are trained on."""
-    num_tokens_masked_lag: int
-    """Tokens of every group that are older than the lag bound."""
     num_rows: int
-    lag_histogram: dict[int, int]
-    """Tokens of every group by lag, masked ones included, ascending."""
-    lag_mean: dict[str, float]
-    """Mean lag of these tokens by the name of their environment."""
+    lag_bound: int
+    """Tokens of a larger lag are masked."""
+    lag_histograms: dict[str, Counter[int]]
+    """By environment, the tokens of every group by lag, masked ones included."""
     environments: Tensor
-    """[R] int64, the place of each rollout's environment in `lag_mean`."""
+    """[R] int64, the place of each rollout's environment in `lag_histograms`."""
     outcome: dict[str, float]
     """`outcome.outcome` of every group."""
     rewards: BatchRewards
@@ -220,6 +220,26 @@ class Batch:
         """The advantages of each group's siblings, by its index."""
         indexes, advantages = (self.rewards.by_group(each) for each in (self.rewards.indexes, self.advantages))
         return {int(index[0]): tuple(own.tolist()) for index, own in zip(indexes, advantages, strict=True) if len(own)}
+
+    @property
+    def lag_histogram(self) -> dict[int, int]:
+        """Tokens of every group by lag, masked ones included, ascending."""
+        return dict(sorted(sum(self.lag_histograms.values(), Counter[int]()).items()))
+
+    @property
+    def masked_by_lag(self) -> Tensor:
+        """[E, 6] int64: tokens of every group beyond the lag bound, by environment and place in `LAG_LABELS`."""
+        masked = torch.zeros(len(self.lag_histograms), len(LAG_LABELS), dtype=torch.int64)
+        for place, histogram in enumerate(self.lag_histograms.values()):
+            for lag, num_tokens in histogram.items():
+                if lag > self.lag_bound:
+                    masked[place, LAG_LABELS.index(lag_label(lag))] += num_tokens
+        return masked
+
+    @property
+    def num_tokens_masked_lag(self) -> int:
+        """Tokens of every group that are older than the lag bound."""
+        return int(self.masked_by_lag.sum())
 
     def with_advantages(self, advantages: np.ndarray) -> "Batch":
         """Replaces the advantages. advantages: [R] float64."""

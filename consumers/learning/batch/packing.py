@@ -111,18 +111,13 @@ def pack(
     for row in (*rows, *(row for part in parts for row in part.skipped)):
         for span in row.spans:
             of_index[row.place.group][span.lag] += span.num_tokens
-    histogram = sum(histograms.values(), Counter[int]())
     names = list(histograms)
     return Batch(
         minibatches=tuple(_pack_part(part, config, sharing) for part in parts),
         num_tokens_trained=_num_unmasked(rows),
-        num_tokens_masked_lag=sum(count for lag, count in histogram.items() if lag > config.lag_bound),
         num_rows=sum(row.num_unmasked > 0 for row in rows),
-        lag_histogram=dict(sorted(histogram.items())),
-        lag_mean={
-            name: sum(lag * count for lag, count in own.items()) / max(1, own.total())
-            for name, own in histograms.items()
-        },
+        lag_bound=config.lag_bound,
+        lag_histograms=histograms,
         environments=torch.tensor([names.index(group.environment) for group in groups for _ in group.rollouts]),
         outcome=outcome(groups),
         rewards=rewards,

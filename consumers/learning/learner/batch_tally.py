@@ -43,7 +43,7 @@ class BatchTally:
     def __init__(self, config: RunConfig, ranks: Ranks, batch: Batch, device: torch.device) -> None:
         self._ranks = ranks
         self._environments = batch.environments.to(device)
-        self._num_environments = len(batch.lag_mean)
+        self._num_environments = len(batch.lag_histograms)
         indexes, groups = np.unique(batch.rewards.indexes, return_inverse=True)
         self._indexes: list[int] = indexes.tolist()
         self._groups = torch.from_numpy(groups.astype(np.int64)).to(device)
@@ -158,11 +158,13 @@ class BatchTally:
         num_trained, num_rejected = (int(sums.pop(f"num_tokens_{name}", 0)) for name in ("trained", "rejected"))
         if num_tokens:
             metrics |= {name: value / num_tokens for name, value in sums.items()}
-        by_environment: list[dict[str, float]] = [{} for _ in batch.lag_mean]
+        masked = batch.masked_by_lag
         if found.mismatch is not None:
-            metrics |= found.mismatch.metrics()
-            by_environment = found.mismatch.by_environment()
-        lag_means = batch.lag_mean.items()
+            metrics |= found.mismatch.metrics(masked)
+            by_environment = found.mismatch.by_environment(masked)
+        else:  # every token is masked
+            by_environment = [{"masked_frac": 1.0} if num_masked else {} for num_masked in masked.sum(1).tolist()]
+            metrics |= {"masked_frac": 1.0} if masked.any() else {}
         self.end_phase("diagnostics")
         return StepReport(
             metrics=metrics,
@@ -180,7 +182,8 @@ class BatchTally:
             phase_s=self._phase_s,
             findings=found.findings,
             environments={
-                name: {"lag_mean": lag, **own} for (name, lag), own in zip(lag_means, by_environment, strict=True)
+                name: {"lag_mean": _mean_lag(histogram), "num_tokens_sampled": histogram.total(), **measured}
+                for (name, histogram), measured in zip(batch.lag_histograms.items(), by_environment, strict=True)
             },
             gaps={
                 index: RowGap(int(num_tokens), abs_sum)
@@ -279,6 +282,10 @@ def metric_sums(
         )
     sums = own | scored.metrics
     return sums if scale is None else {name: value * scale for name, value in sums.items()}
+
+
+def _mean_lag(histogram: Counter[int]) -> float:
+    return sum(lag * num_tokens for lag, num_tokens in histogram.items()) / max(1, histogram.total())
 
 
 def _judged_level(correction: CorrectionConfig) -> Level:

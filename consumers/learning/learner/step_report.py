@@ -62,7 +62,8 @@ class StepReport:
     phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels continue after the call that
         started them, and the time counts for the phase that waits.
     findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
-    environments: by environment the mean lag of its tokens, `lag_mean`, and `MismatchSums.by_environment`.
+    environments: by environment the number and the mean lag of its sampled tokens, `num_tokens_sampled` and `lag_mean`,
+        masked ones included, and `MismatchSums.by_environment`.
     gaps: by group index, the gap of the group's rows in which every token has lag 0; of groups with such rows.
     """
 

@@ -32,8 +32,10 @@ Level = Literal["token", "geometric", "product"]
 TOKEN_TERMS = (
     *("num_tokens", "minus_l", "abs_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
     *("weight", "weight_squared", "bounded", "bounded_squared"),
-    *("corrected", "masked", "num_positive", "masked_positive", "num_negative", "masked_negative"),
+    *("corrected", "rejected", "num_positive", "rejected_positive", "num_negative", "rejected_negative"),
 )
+_BUCKET_TERMS = (*TOKEN_TERMS, "masked_lag")
+"""Of a lag bucket or an environment: also its tokens beyond the lag bound, which are not in the loss mask."""
 ROW_TERMS = (
     *("num_rows", "num_filled", "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
     *("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_seq", "chi2_product", "row_above"),
@@ -60,7 +62,6 @@ _OF_TOKENS = {
     "chi2": _Mean("rho_squared", of_none=1.0, less=1.0),
     "weight_mean": _Mean("weight", of_none=1.0),
     "corrected_frac": _Mean("corrected"),
-    "masked_frac": _Mean("masked"),
 }
 """Of a lag bucket, an environment or the whole batch."""
 _OF_BATCH = {
@@ -166,17 +167,21 @@ class MismatchSums:
     def cpu(self) -> "MismatchSums":
         return replace(self, tokens=self.tokens.cpu(), rows=self.rows.cpu(), maxima=self.maxima.cpu())
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, masked_by_lag: Tensor | None = None) -> dict[str, float]:
         """Returns all metrics by name; the sums are fetched in one transfer.
 
-        Left out are lag buckets without tokens, and the masked share of a sign of the advantage that no token has.
+        Left out are lag buckets without tokens, and the rejected share of a sign of the advantage that no token has.
         Without a token in the mask the rest have the values of identical policies: 0 for divergences and shares, 1 for
         perplexities, ratios, weights and effective sizes.
+
+        masked_by_lag: [E, 6], tokens beyond the lag bound by environment and lag bucket. They count in `masked_frac`
+            alone, and a bucket or an environment that has no others has this metric only.
         """
-        values = iter(torch.cat([self.tokens.sum(0).flatten(), self.rows, self.maxima]).tolist())
-        buckets = [dict(zip(TOKEN_TERMS, values, strict=False)) for _ in LAG_LABELS]
+        tokens = self._with_masked(masked_by_lag).sum(0)
+        values = iter(torch.cat([tokens.flatten(), self.rows, self.maxima]).tolist())
+        buckets = [dict(zip(_BUCKET_TERMS, values, strict=False)) for _ in LAG_LABELS]
         rows, extremes = (dict(zip(names, values, strict=False)) for names in (ROW_TERMS, MAXIMA))
-        sums = {name: sum(bucket[name] for bucket in buckets) for name in TOKEN_TERMS} | rows
+        sums = {name: sum(bucket[name] for bucket in buckets) for name in _BUCKET_TERMS} | rows
         by_token, has_tokens, has_rows = self.level == "token", sums["num_tokens"] > 0, sums["num_rows"] > 0
         clipped = _Mean("above") if by_token else _Mean("row_above", "num_rows")
         weight, square = (_Mean(name, of_none=1.0).of(sums) for name in ("bounded", "bounded_squared"))
@@ -195,15 +200,21 @@ class MismatchSums:
             found |= {lag_key(name, label): value for name, value in _bucket_metrics(bucket).items()}
         return found
 
-    def by_environment(self) -> list[dict[str, float]]:
-        """Returns a lag bucket's metrics for each environment's tokens; empty without tokens in the loss mask."""
-        return [_bucket_metrics(dict(zip(TOKEN_TERMS, own, strict=True))) for own in self.tokens.sum(1).tolist()]
+    def by_environment(self, masked_by_lag: Tensor | None = None) -> list[dict[str, float]]:
+        """Returns a lag bucket's metrics for each environment's tokens; see `metrics`."""
+        sums = self._with_masked(masked_by_lag).sum(1).tolist()
+        return [_bucket_metrics(dict(zip(_BUCKET_TERMS, values, strict=True))) for values in sums]
+
+    def _with_masked(self, masked_by_lag: Tensor | None) -> Tensor:
+        """Returns [E, 6, len(_BUCKET_TERMS)] float64."""
+        masked = torch.zeros(self.tokens.shape[:2]) if masked_by_lag is None else masked_by_lag
+        return torch.cat([self.tokens, masked.to(self.tokens)[..., None]], dim=-1)
 
 
 def _bucket_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Returns the metrics of a lag bucket or an environment; empty without tokens."""
     if not sums["num_tokens"]:
-        return {}
+        return {"masked_frac": 1.0} if sums["masked_lag"] else {}
     means = {name: mean.of(sums) for name, mean in _OF_BUCKETS.items()}
     return {"num_tokens": sums["num_tokens"], **means, **_token_metrics(sums)}
 
@@ -212,9 +223,11 @@ def _token_metrics(sums: dict[str, float]) -> dict[str, float]:
     found = {name: mean.of(sums) for name, mean in _OF_TOKENS.items()}
     found["ess_fraction"] = _ess_fraction(sums, "rho")
     found["applied_ess_fraction"] = _ess_fraction(sums, "weight")
+    num_sampled = sums["num_tokens"] + sums["masked_lag"]
+    found["masked_frac"] = (sums["rejected"] + sums["masked_lag"]) / num_sampled if num_sampled else 0.0
     for sign in ("positive", "negative"):
         if sums[f"num_{sign}"]:
-            found[f"masked_frac_{sign}"] = sums[f"masked_{sign}"] / sums[f"num_{sign}"]
+            found[f"rejected_frac_{sign}"] = sums[f"rejected_{sign}"] / sums[f"num_{sign}"]
     return found
 
 
@@ -232,7 +245,7 @@ def token_terms(
     """Returns [M] for each of TOKEN_TERMS, 0 under the mask. log_ratios: [M] float64, l, 0 under the mask."""
     rho, weight = _where(mask, clamped(log_ratios).exp()), _where(mask, correction.weights)
     bounded = _where(mask, weight.clamp(1 / threshold, threshold))
-    masked, positive, negative = mask & ~correction.keep_mask, mask & (advantages > 0), mask & (advantages < 0)
+    rejected, positive, negative = mask & ~correction.keep_mask, mask & (advantages > 0), mask & (advantages < 0)
     return {
         "num_tokens": mask,
         "minus_l": -log_ratios,
@@ -248,11 +261,11 @@ def token_terms(
         "bounded": bounded,
         "bounded_squared": bounded.square(),
         "corrected": mask & correction.corrected_mask,
-        "masked": masked,
+        "rejected": rejected,
         "num_positive": positive,
-        "masked_positive": positive & masked,
+        "rejected_positive": positive & rejected,
         "num_negative": negative,
-        "masked_negative": negative & masked,
+        "rejected_negative": negative & rejected,
     }
 
 

@@ -233,8 +233,8 @@ def test_without_a_valid_token_every_number_is_finite_and_that_of_identical_poli
 def test_a_rejected_batch_keeps_no_sample() -> None:
     got = mismatch_metrics(VALUES, VALUES, MASK, weights=torch.zeros(1, 3), advantages=torch.tensor([-1.0]))
     assert got["applied_ess_fraction"] == got["weight_mean"] == 0
-    assert got["ess_fraction"] == got["masked_frac"] == got["masked_frac_negative"] == 1
-    assert "masked_frac_positive" not in got
+    assert got["ess_fraction"] == got["masked_frac"] == got["rejected_frac_negative"] == 1
+    assert "rejected_frac_positive" not in got
 
 
 def test_the_share_corrected_is_by_each_tokens_own_threshold() -> None:

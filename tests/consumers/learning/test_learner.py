@@ -150,7 +150,13 @@ def test_a_report_names_what_the_update_lines_need(folder) -> None:
     assert names <= report.metrics.keys()
     assert all(isinstance(value, float) and math.isfinite(value) for value in report.metrics.values())
     assert report.lag_histogram == batch.lag_histogram
-    assert report.num_tokens_trained + report.num_tokens_masked_lag == sum(report.lag_histogram.values())
+    num_sampled = sum(report.lag_histogram.values())
+    assert report.num_tokens_trained + report.num_tokens_masked_lag == num_sampled
+    assert report.metrics["masked_frac"] == pytest.approx(report.num_tokens_masked_lag / num_sampled) != 0
+    by_lag = {name: value for name, value in report.metrics.items() if name.startswith("masked_frac/")}
+    assert by_lag["masked_frac/lag_1"] == 0 and by_lag["masked_frac/lag_4-7"] == 1
+    nothing_left = Learner(config).step(pack(_groups(), lag_from(50), config)).metrics
+    assert nothing_left["masked_frac"] == 1 and "chi2" not in nothing_left
     assert report.metrics["policy_clipped_frac"] == 0
     assert 0 < report.metrics["entropy"] < math.log(VOCABULARY)
 

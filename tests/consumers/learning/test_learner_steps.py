@@ -468,7 +468,7 @@ def test_entropy_and_mismatch_are_of_all_sampled_tokens(folder, minibatches) -> 
 def test_each_environment_has_the_bias_of_its_own_tokens(folder) -> None:
     names = ("words", "sums")
     groups = [msgspec.structs.replace(group, environment=names[n % 2]) for n, group in enumerate(_groups(seed=3))]
-    config = configuration(folder, correction=CorrectionConfig(mode="token_mask", threshold=1.2))
+    config = configuration(folder, max_lag=1, correction=CorrectionConfig(mode="token_mask", threshold=1.2))
     learner = Learner(config)
     by_name = {name: [group for group in groups if group.environment == name] for name in names}
     expected = {}
@@ -482,12 +482,15 @@ def test_each_environment_has_the_bias_of_its_own_tokens(folder) -> None:
             for segment in rollout.segments
             for span in segment.version_spans
         ]
+        num_sampled, num_masked = sum(n for _, n in lags), sum(n for lag, n in lags if lag > config.lag_bound)
+        assert num_masked and num_masked == num_sampled - len(rho)
         expected[name] = {
             "num_tokens": len(rho),
+            "num_tokens_sampled": num_sampled,
             "lag_mean": sum(lag * count for lag, count in lags) / sum(count for _, count in lags),
             "chi2": (rho**2).mean() - 1,
             "ess_fraction": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
-            "masked_frac": (rho > 1.2).mean(),
+            "masked_frac": ((rho > 1.2).sum() + num_masked) / num_sampled,
         }
     found = learner.step(pack(groups, lag_from(7), config)).environments
     assert list(found) == ["sums", "words"]

@@ -188,7 +188,7 @@ def test_masks_and_diagnostics_by_the_advantages_sign_go_by_the_teachers(folders
     assert negative.num_tokens_rejected > positive.num_tokens_rejected
     for report, sign, other in ((negative, "negative", "positive"), (positive, "positive", "negative")):
         names = {name.partition("/")[0] for name in report.metrics}
-        assert f"masked_frac_{sign}" in names and f"masked_frac_{other}" not in names
+        assert f"rejected_frac_{sign}" in names and f"rejected_frac_{other}" not in names
 
 
 def _served(group: RolloutGroup, teacher: Any) -> RolloutGroup:

@@ -103,7 +103,7 @@ def test_a_number_that_a_batch_has_not_is_not_that_of_the_batch_before(metrics: 
     metrics.record(line(**diagnostics([0, 5]), **{"reward/exact": 0.25, "reward/form": 0.75}))
     assert value("penstock_ess_fraction") < 1
     metrics.record(line(**diagnostics([1, 5]), **{"reward/exact": 0.5}))
-    for name in TRAINER_GAUGES_BY_LAG.keys() - {"masked_frac_negative"}:
+    for name in TRAINER_GAUGES_BY_LAG.keys() - {"rejected_frac_negative"}:
         gauge = f"{prometheus_name(name)}_by_lag"
         assert value(gauge, {"lag": "0"}) is None and value(gauge, {"lag": "1"}) is not None, name
     assert value("penstock_reward_part", {"part": "exact"}) == 0.5

@@ -89,7 +89,7 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
     with view:
         view.state("trainer", "running")
         view.state("producer-0", "serving")
-        append_update(tmp_path / "r", 4)
+        append_update(tmp_path / "r", 4, masked_frac=0.274)
         append_evaluation(tmp_path / "r", 4, 0.375)
         append(
             tmp_path / "r" / "producers" / "producer-0.jsonl",
@@ -100,7 +100,20 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
         )
         view.refresh({"producer-0": heartbeat("producer-0", make_version(2, 3)), "far-1": heartbeat("far-1")})
     shown = console.file.getvalue()
-    for wanted in ("4/10", "0.625", "0.375", "0.75", "0.987", "12", "5,123+5,123", "producer-0", "2:3", "23 ms", "7"):
+    for wanted in (
+        "4/10",
+        "0.625",
+        "0.375",
+        "0.75",
+        "27%",
+        "0.987",
+        "12",
+        "5,123+5,123",
+        "producer-0",
+        "2:3",
+        "23 ms",
+        "7",
+    ):
         assert wanted in shown, wanted
     assert any("updates/s" in line and "held-out reward" in line for line in shown.splitlines()), (
         "the headings are cropped"
@@ -283,3 +296,20 @@ def test_batches_in_a_row_that_train_nothing_are_warned_of_once_until_one_trains
     assert warnings(0, 0, 0) == 1
     assert warnings(1, 0, 0, 0, 0) == 0
     assert warnings(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "lever"),
+    [
+        (0.1, "lower producers.groups_in_flight (a larger max_lag does not help)"),
+        (1.0, "raise max_lag or groups_per_batch"),
+    ],
+)
+def test_many_tokens_masked_for_lag_are_warned_of_once_with_what_helps(wait_s, lever, plain, tmp_path, capsys):
+    for number in range(1, 30):
+        lags = {"1": 73, "3": 27} if number > 5 else {"1": 100}
+        seconds = {"wait_s": wait_s, "step_s": 1.0, "publish_s": 0.1}
+        append_update(tmp_path / "r", number, lag_histogram=lags, num_tokens_masked_lag=lags.get("3", 0), **seconds)
+        plain.refresh({})
+    (warning,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
+    assert "14% of the sampled tokens were masked for their lag" in warning and warning.endswith(lever)

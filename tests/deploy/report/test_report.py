@@ -74,8 +74,8 @@ def diagnostics(tokens: list[int], chance: random.Random) -> dict[str, float]:
                 "weight_mean": 1 - 2 * k3 + chance.gauss(0, variance**0.5 / 10),
                 "corrected_frac": 4 * k3,
                 "masked_frac": 2.5 * k3,
-                "masked_frac_positive": 2 * k3,
-                "masked_frac_negative": 3 * k3,
+                "rejected_frac_positive": 2 * k3,
+                "rejected_frac_negative": 3 * k3,
             }
             found |= {f"{name}/lag_{label}": value for name, value in values.items()}
     return found

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.deploy.report.summary import print_table, summarize, table_rows, warnings_of
+from penstock.deploy.report.summary import summarize, summary_table, table_rows, warnings_of
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.policy import make_version
 
@@ -47,6 +47,7 @@ def update_line(k: int, *, epoch: int = 0, time_s: float | None = None, **fields
         "num_tokens_masked_lag": 0,
         "num_groups_trained": 3,
         "num_groups_skipped": 1,
+        "masked_frac": 0.0,
         "queue_depth": 2,
         "wait_s": 1.0,
         "step_s": 7.0,
@@ -84,7 +85,13 @@ def run_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "demo"
     folder.mkdir()
     (folder / "run.toml").write_text(RUN_FILE)
-    last = update_line(3, lag_histogram={"1": 20, "2": 12, "10": 8}, num_tokens_trained=32, num_tokens_masked_lag=8)
+    last = update_line(
+        3,
+        lag_histogram={"1": 20, "2": 12, "10": 8},
+        num_tokens_trained=32,
+        num_tokens_masked_lag=8,
+        masked_frac=13 / 40,
+    )
     last |= {"num_tokens_rejected": 5, "num_optimizer_steps": 1, "steps_skipped": {}}
     write_lines(folder / "updates.jsonl", [update_line(1), update_line(2), last])
     evaluations = [evaluation_line(0, 0.4, 1001.0), evaluation_line(1, 0.91, 1014.0), evaluation_line(3, 0.89, 1032.0)]
@@ -144,6 +151,7 @@ def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
         "num_tokens_trained": 112,
         "num_tokens_masked_lag": 8,
         "num_tokens_rejected": 5,
+        "masked_frac": 13 / 120,
         "mismatch_by_lag": {},
         "lag_histogram": {"0": 20, "1": 80, "2": 12, "10": 8},
         "mean_lag": (80 + 24 + 80) / 120,
@@ -217,7 +225,7 @@ def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> 
 
     def biased(reward: float, num_tokens: int, lag: float) -> dict:
         bias = {"lag_mean": lag, "chi2": lag / 10, "ess_fraction": 1 - lag / 10, "masked_frac": lag / 100}
-        return own(reward) | {"num_tokens": num_tokens} | bias
+        return own(reward) | {"num_tokens": num_tokens, "num_tokens_sampled": num_tokens} | bias
 
     lines = [update_line(n, environments={"sums": biased(n / 10, 100 * n, n), "words": own(0.0)}) for n in (1, 2)]
     none_in_batch = {"num_groups_trained": 0, "num_groups_skipped": 5}
@@ -230,9 +238,9 @@ def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> 
     rows = dict(table_rows(summary))
     assert rows["  sums"].startswith("0.100 → 0.700  (exact 1.000 → 1.000); held-out n/a; 6 groups trained, 3 skipped")
     # Means over 100 tokens of lag 1 and 200 of lag 2.
-    assert rows["  sums"].endswith("; lag 1.67, ESS 0.833, χ² 0.17, 1.7% rejected")
+    assert rows["  sums"].endswith("; lag 1.67, ESS 0.833, χ² 0.17, 1.7% masked")
     assert rows["  words"].startswith("0.000 → 0.000") and rows["  words"].endswith(
-        "held-out 0.250 → 0.250; 4 groups trained, 7 skipped; lag n/a, ESS n/a, χ² n/a, n/a rejected"
+        "held-out 0.250 → 0.250; 4 groups trained, 7 skipped; lag n/a, ESS n/a, χ² n/a, n/a masked"
     )
 
 
@@ -347,13 +355,13 @@ def test_an_update_holds_every_number_of_its_line_by_its_name(run_folder: Path) 
     others = {"loss": None, "note": "text", "phase_s": {"forward": 1.0}, "flag": True, "steps_skipped": {"why": 2}}
     write_lines(run_folder / "updates.jsonl", [update_line(1, **numbers, **others)])
     (update,) = read_telemetry(run_folder).updates
-    assert update.metrics == numbers | {"reward": 0.5, "ess_fraction": 0.99}
+    assert update.metrics == numbers | {"reward": 0.5, "ess_fraction": 0.99, "masked_frac": 0.0}
     assert update.steps_skipped == {"why": 2} and update.queue_depth == 2
 
 
 def table(summary: dict) -> str:
     output = io.StringIO()
-    print_table(summary, Console(file=output, width=80))
+    Console(file=output, width=80).print(summary_table(summary))
     return output.getvalue()
 
 
@@ -368,6 +376,7 @@ def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> Non
 @pytest.mark.parametrize(
     ("counts", "warnings"),
     [
+        ((9, 1, 0, 0, 0.11), ["11% of the sampled tokens were masked for their lag (max_lag): they wait for the"]),
         ((1274, 11526, 0, 0), ["11,526 of 12,800 groups trained nothing: the rewards within each group"]),
         ((5, 5, 0, 0), []),
         ((None, 1, None, None), ["1 of 1 groups trained nothing"]),
@@ -377,7 +386,43 @@ def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> Non
 )
 def test_what_must_not_be_overlooked_ends_the_run_as_a_warning(counts, warnings: list[str]) -> None:
     names = ("num_groups_trained", "num_groups_skipped", "num_groups_dead", "num_evaluation_failed")
-    others = {"name": "r", "num_evaluation_prompts": 2, "attrition": None}
-    found = warnings_of(others | dict(zip(names, counts, strict=True)))
+    others = {"name": "r", "num_evaluation_prompts": 2, "attrition": None, "trainer_time_share": None}
+    masked = counts[4] if len(counts) > 4 else 0.1
+    others |= {"lag_histogram": {"0": 100}, "num_tokens_masked_lag": 100 * masked}
+    found = warnings_of(others | dict(zip(names, counts, strict=False)))
     assert len(found) == len(warnings)
     assert all(line.startswith(wanted) for line, wanted in zip(found, warnings, strict=True))
+
+
+def rounded(figure: Any) -> Any:
+    return json.loads(json.dumps(figure), parse_float=lambda text: float(f"{float(text):.6g}"))
+
+
+@pytest.mark.parametrize("step_s", [-172_800.0, 172_800.0])
+def test_a_clock_that_is_set_changes_no_duration(run_folder: Path, step_s: float) -> None:
+    """The clock is set within the second update. trainer and producers run since 980."""
+    before = summary_of(run_folder)
+    for file in (run_folder / "updates.jsonl", run_folder / "evaluations.jsonl", *run_folder.glob("producers/*.jsonl")):
+        lines = [json.loads(text) for text in file.read_text().splitlines()]
+        process_s = 980.0
+        for line in lines:
+            if line.get("event") == "start":
+                process_s = line["time_s"]
+            line |= {"started_s": process_s, "uptime_s": line["time_s"] - process_s}
+            line["time_s"] += step_s if line["time_s"] > 1012 else 0.0
+        write_lines(file, lines)
+    after = summary_of(run_folder)
+    changed = {name for name in before if rounded(after[name]) != rounded(before[name])}
+    assert changed == {"last_update_s"} and after["wall_s"] == 30.0
+
+
+def test_lines_without_an_uptime_never_make_a_time_below_zero(run_folder: Path) -> None:
+    lines = [
+        update_line(1),
+        update_line(2, time_s=START_S + 20 - 172_800),
+        update_line(3, time_s=START_S + 30 - 172_800),
+    ]
+    write_lines(run_folder / "updates.jsonl", lines)
+    summary = summary_of(run_folder)
+    assert summary["wall_s"] == pytest.approx(10.0 + 0.0 + 10.0)
+    assert "3 in 20.0 s" in table(summary)
