@@ -100,6 +100,9 @@ class EnvironmentConfig(Plug, frozen=True, kw_only=True):
     evaluates it."""
     max_tokens: Positive | None = None
     """The most tokens of one completion; None takes sampling.max_tokens."""
+    max_conversations: Positive | None = None
+    """The most conversations that each producer holds at once, of an environment that converses: its sandboxes or
+    sessions may be few. None holds as many as the groups in flight have."""
     evaluation: HeldOutConfig = HeldOutConfig()
     num_tasks: Positive | None = None
     """Number of tasks that a curriculum other than `uniform` chooses from; None takes the environment's own
@@ -268,9 +271,10 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
     """Treatment of a request's field that is unknown or would change how tokens are sampled: `refuse` answers with an
     error that names it; `ignore` answers as if it were absent, counts it and logs its name once."""
     idle_timeout_s: PositiveFloat = 300.0
-    """A rollout without a call or a finish for this long is given up."""
+    """A rollout without a request for this long after one is given up."""
     group_deadline_s: PositiveFloat = 1800.0
-    """A group goes onto the stream with the rollouts that are finished this long after its first was opened."""
+    """A group goes onto the stream with the rollouts that are finished this long after its first was opened, or its
+    first conversation inside the producer began."""
     tool_parser: str | None = None
     """vLLM's name of the parser for the model's tool calls (its `--tool-call-parser`, for example `hermes`); None
     leaves them in the text."""

@@ -1,5 +1,6 @@
 """Taking over the rollouts of an earlier holder of a prompt; see penstock.producers.rollout.adoption."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,8 @@ class _KeptRollout:
 
     def restored(self, group: AgentGroup, *, replay: bool) -> AgentRollout:
         rollout = AgentRollout(self.id, group, group.new_ledger())
+        if self.places:
+            rollout.last_seen = time.monotonic()
         kept = self.answered if self.ended is None else {number: self.answered[number] for number in self.ended.calls}
         calls: dict[int, Call] = {}
         for number, call in kept.items():
@@ -113,6 +116,8 @@ def adopt(group: AgentGroup, entries: Sequence[bytes], *, held: int, lag_bound: 
     group.claim.num_lost_before, group.claim.sampled_by = found.num_tries_lost, found.samplers
     if rollouts:
         group.continue_with(rollouts, entries[1:], num_tokens)
+        if not replay:
+            group.start()
     return num_tokens
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.producers.endpoint.adoption import adopt
-from penstock.producers.endpoint.chat.errors import ApiError, is_moving, try_again
+from penstock.producers.endpoint.chat.errors import has_ended, is_moving, try_again
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import Engine
 from penstock.producers.rollout.adoption import UnusableProgressError
@@ -132,9 +132,7 @@ class Agents:
         """
         rollout = self._open.get(rollout_id)
         if rollout is None and rollout_id in self._ended:
-            reward, reason = self._ended[rollout_id]
-            how = "is finished" if reward is not None else f"has ended: {reason}"
-            raise ApiError(410, f"rollout {rollout_id} {how}", code="rollout_ended")
+            raise has_ended(rollout_id, self._ended[rollout_id][1])
         return rollout
 
     def holds(self, index: int) -> bool:

@@ -5,7 +5,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from penstock.producers.endpoint.call_ledger import Call, digest
 from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
-from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request, has_ended, is_moving, too_long
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.groups import AgentRollout
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
@@ -23,6 +23,7 @@ from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import Siblings, request_seed
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids
 
@@ -32,6 +33,14 @@ Json = dict[str, Any]
 
 FIELDS_NAMED, FIELD_LENGTH = 32, 64
 """The most ignored fields that are named, and characters of each name: clients may invent any number of any length."""
+LONG_CHARACTERS = 64 * 1024
+"""Requests with more text are rendered and encoded beside the others, which takes up to 0.1 s for so much."""
+LONG_TEXTS = 4
+"""Such requests that are rendered at once."""
+TELL_S, MOST_TELL_S = 0.05, 1.0
+"""The shortest and the longest pause between two parts of a streamed answer."""
+TELL_SHARE = 0.05
+"""The part of its time that a stream spends on parsing, which grows with the answer."""
 FATAL = (EngineError, RedisGoneError, RedisError)
 """Errors that end the producer, whichever call raises them."""
 
@@ -41,6 +50,23 @@ class FreshWeights(Protocol):
         """Returns once the engine's weights are at most `lag_bound` older than `version`."""
 
 
+class Listener(Protocol):
+    """Receives an answer while it is sampled."""
+
+    @property
+    def sent(self) -> Mapping[str, str]:
+        """The text of the answer's `reasoning` and `content` that has left here."""
+        ...
+
+    async def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Called once, before anything is sampled and after whatever could refuse the request."""
+        ...
+
+    async def text(self, parts: Mapping[str, str]) -> None:
+        """Called every now and then, with all text of each part that nothing sampled later will change."""
+        ...
+
+
 class Answered(NamedTuple):
     call: Call
     message: Json
@@ -48,10 +74,10 @@ class Answered(NamedTuple):
 
 
 class Calls:
-    """Answers calls, many concurrently. Rendering and parsing run in one thread: for long conversations they would hold
-    up the event loop, which has claims to refresh.
+    """Answers calls, many concurrently. Rendering, encoding and parsing run in threads of their own, since they would
+    hold up the event loop, which has claims to refresh. Those of requests with much text run beside the others'.
 
-    prompts, answers: used in that thread only.
+    answers: used in one thread only.
     """
 
     def __init__(
@@ -72,6 +98,7 @@ class Calls:
         self.num_tokens = 0
         """Tokens sampled since the start."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
+        self._long_texts = ThreadPoolExecutor(LONG_TEXTS, thread_name_prefix="endpoint-long")
         self._request_numbers = itertools.count()
         self._ignored: set[str] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,10 +125,19 @@ class Calls:
                 f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
             )
         own = copy.deepcopy(tokenizer)
-        prompts = Prompts(own, stop_token_ids=config.sampling.stop_token_ids)
-        return cls(config, engine, weights, prompts, Answers(own, parser or PlainText()), metrics)
+        prompts = Prompts(own, stop_token_ids=config.sampling.stop_token_ids, max_model_len=engine.max_model_len)
+        finds_reasoning = config.endpoint.reasoning_parser is not None
+        answers = Answers(own, parser or PlainText(), finds_reasoning=finds_reasoning)
+        return cls(config, engine, weights, prompts, answers, metrics)
 
-    async def answer(self, rollout: AgentRollout, request: ChatRequest, number: int, identity: bytes = b"") -> Answered:
+    async def answer(
+        self,
+        rollout: AgentRollout,
+        request: ChatRequest,
+        number: int,
+        identity: bytes = b"",
+        listener: Listener | None = None,
+    ) -> Answered:
         """Waits for weights that are fresh enough for the group, which a load unblocks, then samples. The end of the
         rollout cancels it, and cancelling it aborts the engine's request.
 
@@ -115,9 +151,9 @@ class Calls:
             EngineError: the engine serves no longer.
         """
         if not rollout.is_open or rollout.group.journal.has_moved:
-            raise _has_ended(rollout)
+            raise _gone(rollout)
         self._count_ignored(request.ignored)
-        task = asyncio.create_task(self._answer(rollout, request, number, identity))
+        task = asyncio.create_task(self._answer(rollout, request, number, identity, listener))
         task.add_done_callback(self._fail_with)  # the awaiting request may be cancelled, and its error lost
         rollout.running.add(task)
         try:
@@ -127,7 +163,7 @@ class Calls:
             rollout.last_seen = time.monotonic()
             task.cancel()
         if task.cancelled():
-            raise _has_ended(rollout)
+            raise _gone(rollout)
         return task.result()
 
     def fail(self, error: Exception) -> None:
@@ -147,13 +183,17 @@ class Calls:
         if not task.cancelled() and isinstance(error := task.exception(), FATAL):
             self.fail(error)
 
-    async def _answer(self, rollout: AgentRollout, request: ChatRequest, number: int, identity: bytes) -> Answered:
+    async def _answer(
+        self, rollout: AgentRollout, request: ChatRequest, number: int, identity: bytes, listener: Listener | None
+    ) -> Answered:
         with self._metrics.agent_calls_running.track_inprogress():
             run = asyncio.get_running_loop().run_in_executor
-            prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
+            thread = self._thread if request.num_characters <= LONG_CHARACTERS else self._long_texts
+            prompt = await run(thread, self._prompts.prompt, request, rollout.ledger)
+            self._count_ignored(prompt.left_out)
             before = rollout.take_earlier(identity, prompt.token_ids)
             try:
-                return await self._sample(rollout, request, number, identity, prompt, before)
+                return await self._sample(rollout, request, number, identity, prompt, before, listener)
             except BaseException:
                 if before is not None:
                     rollout.earlier.insert(0, before)
@@ -169,21 +209,30 @@ class Calls:
         identity: bytes,
         prompt: RenderedPrompt,
         before: KeptCall | None,
+        listener: Listener | None,
     ) -> Answered:
         run = asyncio.get_running_loop().run_in_executor
         group = rollout.group
         sampling = msgspec.structs.replace(group.sampling, max_tokens=self._room(request, prompt, rollout))
-        await self._weights.wait_for(group.claim.version, self._config.lag_bound)
+        if listener is not None:
+            await listener.begin(prompt.token_ids)
         seed = request_seed(self._config, group.claim.index, group.claim.attempt, rollout.place, number)
         adopted = [] if before is None else [before.completion]
         request_id = f"{rollout.id}-{number}-{next(self._request_numbers)}"  # a rollout may come back from elsewhere
         siblings = Siblings(self._engine, prompt.token_ids, sampling, 1, request_id, request.stop, seed, adopted)
         running = RunningCall(number, digest(pack_ids(prompt.token_ids)), identity, siblings, before)
         rollout.calls[number] = running
+        telling = listener and asyncio.create_task(self._tell(listener, request, prompt.token_ids, siblings))
         try:
+            await self._weights.wait_for(group.claim.version, self._config.lag_bound)
             (completion,) = await siblings.sample()
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
+        finally:
+            if telling:
+                await cancel_and_wait([telling])
+        if telling and not telling.cancelled():
+            telling.result()  # its client has gone
         num_tokens = completion.num_tokens - sum(one.num_tokens for one in adopted)
         self.num_tokens += num_tokens
         self._metrics.tokens_generated.inc(num_tokens)
@@ -194,6 +243,7 @@ class Calls:
             completion, by_text = await run(self._thread, self._answers.ended, request, completion)
         message = await run(self._thread, self._answers.message, request, prompt.token_ids, completion)
         message |= before.reply if before is not None else {}  # the ids of its calls are the client's already
+        self._answers.keep_sent(message, {} if listener is None else listener.sent)
         logprobs = await run(self._thread, self._answers.logprobs, request, message) if request.logprobs else None
         known = prompt.base.spans[-1][1] if prompt.base is not None else 0
         call = Call(
@@ -216,8 +266,21 @@ class Calls:
             self._metrics.alternate_stops.inc()
         return Answered(call, message, logprobs)
 
+    async def _tell(self, listener: Listener, request: ChatRequest, prompt_ids: list[int], siblings: Siblings) -> None:
+        """Tells a listener what is sampled until now, each time after a pause; runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        pause_s = TELL_S
+        while True:
+            await asyncio.sleep(pause_s)
+            began, parts = loop.time(), dict[str, str]()
+            if sampled := siblings.so_far():
+                parts = await loop.run_in_executor(self._thread, self._answers.so_far, request, prompt_ids, sampled[0])
+            pause_s = min(max(TELL_S, (loop.time() - began) / TELL_SHARE), MOST_TELL_S)
+            await listener.text(parts)
+
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._thread, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self.failed.done():
             self.failed.exception()  # marks it as retrieved: `AgentEndpoint.run` has raised it if it was running
 
@@ -225,17 +288,10 @@ class Calls:
         """Returns the most tokens that the answer may have."""
         longest, num_prompt = self._engine.max_model_len, len(prompt.token_ids)
         if num_prompt >= longest:
-            raise bad_request(
-                f"This model's maximum context length is {longest} tokens. However, your messages resulted in "
-                f"{num_prompt} tokens. Please reduce the length of the messages.",
-                "messages",
-                "context_length_exceeded",
-            )
+            raise too_long(longest, num_prompt)
         room = rollout.ledger.room(prompt.base, num_prompt)
         return min(longest - num_prompt, rollout.group.sampling.max_tokens, request.max_tokens or longest, room)
 
 
-def _has_ended(rollout: AgentRollout) -> ApiError:
-    if rollout.is_open:
-        return is_moving(f"rollout {rollout.id}")
-    return ApiError(410, f"rollout {rollout.id} has ended", code="rollout_ended")
+def _gone(rollout: AgentRollout) -> ApiError:
+    return is_moving(f"rollout {rollout.id}") if rollout.is_open else has_ended(rollout.id, rollout.reason)

@@ -54,6 +54,7 @@ class AgentRollout:
     earlier: the calls that an earlier holder had begun and no request has repeated yet, the oldest first. Each is
         answered once as it was answered before, and one that was running is continued.
     is_waiting: True until its conversation, held inside the producer, starts again here.
+    last_seen: monotonic seconds of its agent's last request; infinite before the first one, while the agent sets up.
     finished: its trained segments and its reward; None unless it is finished.
     is_abandoned: it died because its agent fell silent.
     """
@@ -65,7 +66,7 @@ class AgentRollout:
     calls: dict[int, RunningCall] = field(default_factory=dict)
     earlier: list[KeptCall] = field(default_factory=list)
     is_waiting: bool = False
-    last_seen: float = field(default_factory=time.monotonic)
+    last_seen: float = math.inf
     finished: Rollout | None = None
     reason: str = ""
     error: BaseException | None = None
@@ -190,7 +191,7 @@ class AgentRollout:
 class AgentGroup:
     """The siblings of one claimed prompt. At most `size` are ever opened: one that dies leaves the group short.
 
-    deadline_s: from its first opening to its deadline.
+    deadline_s: from the start of its first conversation to its deadline.
     sampling: the settings of its calls.
     producer_id, instance, fingerprint: of the producer that holds it.
     rollout_bytes: the largest encoded size of one rollout.
@@ -233,7 +234,7 @@ class AgentGroup:
         """Returns a rollout that waits for its conversation, or a new one."""
         for rollout in self.rollouts:
             if rollout.is_waiting:
-                rollout.is_waiting, rollout.last_seen = False, time.monotonic()
+                rollout.is_waiting = False
                 return rollout
         if not self.rollouts:
             self._begin()
@@ -242,9 +243,12 @@ class AgentGroup:
         self.enter(Opened(rollout.id))
         return rollout
 
+    def start(self) -> None:
+        """Starts the time until the deadline, unless it has started."""
+        self.deadline = min(self.deadline, time.monotonic() + self.deadline_s)
+
     def _begin(self) -> None:
-        """Starts the time until the deadline, and the journal."""
-        self.deadline = time.monotonic() + self.deadline_s
+        """Starts the journal."""
         self.claim.has_begun = True
         if not self.journal.is_given_up:
             try:

@@ -7,6 +7,9 @@ import aiohttp
 from aiohttp import web
 from redis.exceptions import RedisError
 
+from penstock.producers.endpoint.chat.errors import is_moving
+from penstock.producers.endpoint.chat.streams import event
+from penstock.producers.endpoint.event_stream import HEADERS as STREAM_HEADERS
 from penstock.producers.endpoint.groups import origin_of
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.journals import Journals
@@ -65,29 +68,45 @@ class Holders:
         except (TimeoutError, RedisError, ValueError):
             return ""
 
-    async def forwarded(self, request: web.Request, rollout_id: str, url: str) -> web.Response | None:
-        """Returns the answer of the producer at `url`; None if it no longer holds the rollout: a suspended one still
-        accepts requests.
+    async def forwarded(self, request: web.Request, rollout_id: str, url: str) -> web.StreamResponse | None:
+        """Returns the answer of the producer at `url`, a stream once it has been passed on; None if that producer no
+        longer holds the rollout: a suspended one still accepts requests. A stream that breaks ends with an error.
 
         Raises:
             aiohttp.ClientError, OSError: it does not answer.
         """
-        forwarding = asyncio.create_task(self._forward(request, url))
+        stream = web.StreamResponse(headers=STREAM_HEADERS)
+        forwarding = asyncio.create_task(self._forward(request, url, stream))
         try:
             while not (await asyncio.wait({forwarding}, timeout=HOLDER_S))[0]:
                 origin = origin_of(rollout_id)
                 is_here = origin is not None and self._is_here(origin[1])
                 if is_here or await self.url_of(rollout_id) not in (url, "", None):
-                    return None
-            return forwarding.result()
+                    break
+            else:
+                return forwarding.result()
+        except (aiohttp.ClientError, OSError):
+            if not stream.prepared:
+                raise
         finally:
             await cancel_and_wait([forwarding])
+        if not stream.prepared:
+            return None
+        await stream.write(event(is_moving(f"rollout {rollout_id}").body))
+        await stream.write_eof()
+        return stream
 
-    async def _forward(self, request: web.Request, url: str) -> web.Response:
+    async def _forward(self, request: web.Request, url: str, stream: web.StreamResponse) -> web.StreamResponse:
         # A client that hangs up here hangs up there.
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         headers[FORWARDED] = self._context.producer_id
         where, data = url + request.raw_path, await request.read()
         async with self._session.request(request.method, where, data=data, headers=headers) as reply:
+            if reply.content_type == stream.content_type:
+                await stream.prepare(request)
+                async for data in reply.content.iter_any():
+                    await stream.write(data)
+                await stream.write_eof()
+                return stream
             kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
             return web.Response(status=reply.status, body=await reply.read(), headers=kept)

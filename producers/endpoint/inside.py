@@ -1,6 +1,7 @@
 """Agents inside the producer: a conversing environment calls the model as an outside agent does."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.producers.rollout.rewards import checked
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import EndpointConfig
+from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import NOT_FINISHED, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
@@ -98,21 +100,25 @@ class Conversations:
             fingerprint=self.fingerprint,
         )
         rollouts = [group.open() for _ in range(group.size)]
-        holding = [asyncio.create_task(self.hold(rollout)) for rollout in rollouts]
-        try:
-            await asyncio.wait(holding, timeout=self.endpoint.group_deadline_s)
-        finally:
-            for task in holding:
-                task.cancel()
-        for task, rollout in zip(holding, rollouts, strict=True):
-            outcome: Reward | str = f"{NOT_FINISHED} {self.endpoint.group_deadline_s:g} s (endpoint.group_deadline_s)"
-            if task.done():
-                outcome = task.result()
-            if isinstance(outcome, Reward):
-                rollout.finish(outcome)
-            else:
-                rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
+        await gather_or_cancel(self._evaluate(rollout, source.room) for rollout in rollouts)
         return group.outcome()
+
+    async def _evaluate(self, rollout: AgentRollout, room: AbstractAsyncContextManager[Any]) -> None:
+        """Holds one conversation about a held-out prompt, and ends its rollout."""
+        deadline_s = self.endpoint.group_deadline_s
+        async with room:
+            holding = asyncio.create_task(self.hold(rollout))
+            try:
+                await asyncio.wait({holding}, timeout=deadline_s)
+            finally:
+                holding.cancel()
+            outcome = (
+                holding.result() if holding.done() else f"{NOT_FINISHED} {deadline_s:g} s (endpoint.group_deadline_s)"
+            )
+        if isinstance(outcome, Reward):
+            rollout.finish(outcome)
+        else:
+            rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
 
     async def hold(self, rollout: AgentRollout) -> Reward | str:
         """Holds one conversation; returns its reward, or the reason for having none.
@@ -161,7 +167,9 @@ class Conversations:
                 rollout.running.add(conversations.create_task(self._converse(agents, rollout)))
 
     async def _converse(self, agents: Agents, rollout: AgentRollout) -> None:
-        outcome = await self.hold(rollout)
+        async with self.environments.named(rollout.group.claim.environment).room:
+            rollout.group.start()
+            outcome = await self.hold(rollout)
         # An environment may ignore its cancellation: at a deadline, or when another producer continues the rollout.
         if rollout.is_open and not rollout.group.journal.has_moved:
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself

@@ -1,15 +1,17 @@
 """From an agent's messages to the token ids that the engine is given."""
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from penstock.producers.endpoint.call_ledger import Call, CallLedger
-from penstock.producers.endpoint.chat.errors import bad_request
+from penstock.producers.endpoint.call_ledger import Call, CallLedger, digest
+from penstock.producers.endpoint.chat.errors import bad_request, too_long
 from penstock.producers.endpoint.chat.messages import for_template
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded, SuffixEncoder
 from penstock.producers.endpoint.splice.token_ids import SpliceRefused
 from penstock.producers.endpoint.splice.turn_boundary import find_turn_boundary, special_token_ids
+from penstock.producers.endpoint.splice.vocabulary import Vocabulary
 from penstock.schemas.config import ConfigError
 
 Json = dict[str, Any]
@@ -22,6 +24,7 @@ class RenderedPrompt(NamedTuple):
         `drifted` continues them although the template would have written others; `as_sent` is the rendering of the
         messages instead of a continuation.
     reason: why the call opens a new segment; empty if it does not.
+    left_out: names of the request's fields that the chat template renders nothing of.
     """
 
     token_ids: list[int]
@@ -29,6 +32,7 @@ class RenderedPrompt(NamedTuple):
     parent: Call | None
     reason: str
     rendered: Encoded
+    left_out: tuple[str, ...] = ()
 
     @property
     def base(self) -> Call | None:
@@ -39,16 +43,22 @@ class RenderedPrompt(NamedTuple):
 class Prompts:
     """Renders prompts by the model's own chat template.
 
-    tokenizer: a transformers tokenizer with a chat template. Not thread-safe.
+    tokenizer: a transformers tokenizer with a chat template, for this object alone.
+    max_model_len: the longest prompt plus completion, in tokens; None without a limit. A text that is longer whatever
+        its tokens are is not encoded.
     """
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int], max_model_len: int | None = None) -> None:
         """
         Raises:
             ConfigError: a chat template that refuses a conversation.
         """
         self._tokenizer = tokenizer
         self._encoder = SuffixEncoder(tokenizer)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._max_model_len = max_model_len
+        self._rendered_tools: set[bytes] = set()
+        """Lists of tools that the template has rendered; see `_check_tools`."""
 
         def render(messages: list[Json], add_generation_prompt: bool) -> list[int]:
             return self._encoder.encode(self._text(for_template(messages), None, {}, add_generation_prompt)).token_ids
@@ -63,18 +73,26 @@ class Prompts:
         self.is_alternate_stop = self._boundary.is_alternate_stop
 
     def prompt(self, request: ChatRequest, ledger: CallLedger) -> RenderedPrompt:
-        """Returns the ids for a request.
+        """Returns the ids for a request. Any number of threads may call it at once.
 
         Raises:
-            ApiError: 400, the template refuses the messages; see `CallLedger.parent` as well.
+            ApiError: 400, the template refuses the messages or renders no tools, or the messages are too long; see
+                `CallLedger.parent` as well.
         """
         found = ledger.parent(request.messages)
         messages = for_template(request.messages)
-        if found is None:
-            rendered = self._encode(request, messages, True, None)
-            answered = any(message["role"] == "assistant" for message in messages)
-            reason = ("unknown_history" if answered else "new_conversation") if ledger.calls else ""
-            return RenderedPrompt(rendered.token_ids, "first", None, reason, rendered)
+        prompt = (
+            self._continued(request, messages, found) if found is not None else self._first(request, messages, ledger)
+        )
+        return prompt._replace(left_out=self._left_out(request, messages, prompt.rendered.text))
+
+    def _first(self, request: ChatRequest, messages: list[Json], ledger: CallLedger) -> RenderedPrompt:
+        rendered = self._encode(request, messages, True, None)
+        answered = any(message["role"] == "assistant" for message in messages)
+        reason = ("unknown_history" if answered else "new_conversation") if ledger.calls else ""
+        return RenderedPrompt(rendered.token_ids, "first", None, reason, rendered)
+
+    def _continued(self, request: ChatRequest, messages: list[Json], found: tuple[Call, int]) -> RenderedPrompt:
         parent, index = found
         known = parent.rendered
         prefix = self._encode(request, messages[: index + 1], False, known)
@@ -85,15 +103,52 @@ class Prompts:
             return RenderedPrompt(rendered.token_ids, "as_sent", parent, refused.code, rendered)
         return RenderedPrompt(ids, "spliced" if ids == rendered.token_ids else "drifted", parent, "", rendered)
 
+    def _left_out(self, request: ChatRequest, messages: list[Json], text: str) -> tuple[str, ...]:
+        """Returns the fields of the request that its rendering `text` shows nothing of.
+
+        Raises:
+            ApiError: 400, there are such fields and the request may not be answered without them.
+        """
+        if not request.tools:
+            return ()
+        identity = digest(json.dumps(request.tools).encode())
+        names = [tool["function"]["name"] for tool in request.tools]
+        missing = [name for name in names if name not in text]
+        if identity in self._rendered_tools and not missing:
+            return ()
+        try:
+            plain = self._text(messages, None, request.template_arguments, True)
+        except Exception:  # the chat template is the model's own, and needs the tools here
+            plain = ""
+        missing = names if plain == text else missing
+        if not missing:
+            self._rendered_tools.add(identity)
+            return ()
+        if request.ignores:
+            return ("tools",)
+        raise bad_request(
+            f"tools has {missing[0]!r}: the model's chat template does not render it, so the model would not know of "
+            "it; expected no tools, or a model whose chat template renders them",
+            "tools",
+            "unsupported_parameter",
+        )
+
     def _encode(
         self, request: ChatRequest, messages: list[Json], add_generation_prompt: bool, known: Encoded | None
     ) -> Encoded:
         try:
             text = self._text(messages, request.tools or None, request.template_arguments, add_generation_prompt)
-            encoded = self._encoder.encode(text, known)
         except Exception as error:  # the chat template is the model's own and may raise anything
             raise bad_request(
                 f"the model's chat template refuses the messages: {type(error).__name__}: {error}", "messages"
+            ) from error
+        if self._max_model_len is not None and (least := self._vocabulary.least_tokens(text)) >= self._max_model_len:
+            raise too_long(self._max_model_len, f"at least {least}")
+        try:
+            encoded = self._encoder.encode(text, known)
+        except Exception as error:  # the tokenizer is the model's own and may raise anything
+            raise bad_request(
+                f"the model's tokenizer cannot encode the messages: {type(error).__name__}: {error}", "messages"
             ) from error
         if not encoded.token_ids:
             raise bad_request("the messages render to no tokens, expected at least one", "messages")

@@ -19,11 +19,13 @@ from penstock.producers.endpoint.agents import Agents
 from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
 from penstock.producers.endpoint.chat import responses
-from penstock.producers.endpoint.chat.answers import AnswerParser, chunks, finish_reason, response
+from penstock.producers.endpoint.chat.answers import AnswerParser, finish_reason, response
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
-from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json, shown
+from penstock.producers.endpoint.chat.streams import ChatEvents, ResponseEvents
 from penstock.producers.endpoint.connections import Connections
-from penstock.producers.endpoint.groups import AgentRollout
+from penstock.producers.endpoint.event_stream import EventStream
+from penstock.producers.endpoint.groups import AgentRollout, origin_of
 from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, SESSION, Holders
 from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.interfaces import Engine
@@ -60,8 +62,9 @@ SHUTDOWN_S = 1.0
 class Elsewhere(Exception):
     """Another producer, at `url`, holds the rollout."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, rollout_id: str, url: str) -> None:
+        super().__init__(rollout_id, url)
+        self.rollout_id = rollout_id
         self.url = url
 
 
@@ -203,36 +206,41 @@ class AgentEndpoint:
             try:
                 return await handler(request)
             except Elsewhere as where:
-                return await self._forwarded(request, where.url)
-        except ApiError as error:
-            answer = error
-        except web.HTTPRequestEntityTooLarge:
-            answer = ApiError(
+                return await self._forwarded(request, where)
+        except ConnectionError:
+            return web.Response()  # the client has gone
+        except Exception as error:  # the isolation boundary of this server: one request never ends the others
+            if isinstance(error, web.HTTPException) and error.status < 400:
+                raise
+            answer = self._refusal(request, error)
+        finally:
+            self._answering.discard(request.protocol)
+        return web.json_response(answer.body, status=answer.status, headers=answer.headers)
+
+    def _refusal(self, request: web.Request, error: Exception) -> ApiError:
+        """Returns the answer to a request that has met an error; one that ends the producer is passed on."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            return ApiError(
                 413,
                 f"the body has more than {self._max_body_bytes:,} bytes; messages need not carry the token ids of "
                 "answers, which this producer knows",
                 code="body_too_large",
             )
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
+        if isinstance(error, web.HTTPException):
             code = error.reason.lower().replace(" ", "_")
-            answer = ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code)
-        except ConnectionError:
-            return web.Response()  # the client has gone
-        except FATAL as error:
+            return ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code)
+        if isinstance(error, FATAL):
             self.calls.fail(error)
-            answer = ApiError(503, "this producer serves no longer", code="producer_failed")
-        except Exception as error:  # the isolation boundary of this server: one request never ends the others
-            log.exception("%s %s failed", request.method, request.path)
-            answer = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
-        finally:
-            self._answering.discard(request.protocol)
-        return web.json_response(answer.body, status=answer.status, headers=answer.headers)
+            return ApiError(503, "this producer serves no longer", code="producer_failed")
+        log.error("%s %s failed", request.method, request.path, exc_info=error)
+        return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
     async def _open(self, request: web.Request) -> web.Response:
         rollout = await self.agents.open()
         group = rollout.group
+        group.start()
         await self.agents.save(group)
         return _json({
             "id": rollout.id,
@@ -270,45 +278,46 @@ class AgentEndpoint:
             return document, parse_chat(chat, self._sampling, ignore=self._config.unsupported == "ignore")
 
         document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
-        rollout = await self._rollout(request)
+        rollout = await self._rollout(request, document)
         identity = digest(request.path.encode() + b"\0" + data)
         number = rollout.begin_call(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
-        answered = await self.calls.answer(rollout, asked, number, identity)
-        await self.agents.save(rollout.group)
-        finished = response(
-            f"chatcmpl-{rollout.id}-{answered.call.number}",
-            self._model,
-            asked,
-            answered.message,
-            answered.logprobs,
-            finish_reason(answered.call.completion, answered.message),
-        )
-        body = responses.as_response(document, finished) if is_response else finished
-        answer: web.StreamResponse
+        completion_id = f"chatcmpl-{rollout.id}-{number}"
+        stream: EventStream | None = None
         if asked.stream:
-            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            answer = web.StreamResponse(headers=headers)
+            ids = completion_id, self._model
+            stream = EventStream(request, ResponseEvents(*ids, document) if is_response else ChatEvents(*ids, asked))
+        try:
+            answered = await self.calls.answer(rollout, asked, number, identity, stream)
+            await self.agents.save(rollout.group)
+        except Exception as error:
+            if stream is None or not stream.response.prepared:
+                raise
+            await stream.fail(self._refusal(request, error))
+            return stream.response
+        reason = finish_reason(answered.call.completion, answered.message)
+        finished = response(completion_id, self._model, asked, answered.message, answered.logprobs, reason)
+        answer: web.StreamResponse
+        if stream is None:
+            answer = _json(responses.as_response(document, finished) if is_response else finished)
             await answer.prepare(request)
-            for chunk in responses.events(body) if is_response else chunks(body, asked.include_usage):
-                await answer.write(chunk)
+            await answer.write_eof()
         else:
-            answer = _json(body)
-            await answer.prepare(request)
-        await answer.write_eof()
+            answer = stream.response
+            await stream.end(finished)
         if request.transport is not None:
             answered.call.delivered = True
             answered.call.connection = request.transport
         return answer
 
-    async def _rollout(self, request: web.Request) -> AgentRollout:
-        """Returns the rollout that the path or a header names.
+    async def _rollout(self, request: web.Request, document: Json | None = None) -> AgentRollout:
+        """Returns the rollout that the path, the body or a header names.
 
         Raises:
             Elsewhere: another producer holds it.
             ApiError: 400 without either, 404 if no producer knows it, 410 if it has ended, 503 while it moves from one
                 producer to another.
         """
-        rollout_id = _rollout_id(request)
+        rollout_id = _rollout_id(request, document)
         rollout = self.agents.find(rollout_id)
         if rollout is not None:
             rollout.last_seen = time.monotonic()
@@ -319,31 +328,48 @@ class AgentEndpoint:
             raise ApiError(404, f"rollout {rollout_id}: no such rollout, or no longer", code="no_such_rollout")
         if not url or FORWARDED in request.headers:
             raise is_moving(f"rollout {rollout_id}")
-        raise Elsewhere(url)
+        raise Elsewhere(rollout_id, url)
 
-    async def _forwarded(self, request: web.Request, url: str) -> web.Response:
+    async def _forwarded(self, request: web.Request, where: Elsewhere) -> web.StreamResponse:
         """Returns the answer of the producer that holds the rollout.
 
         Raises:
             ApiError: 503, it does not answer, or no longer holds it.
         """
         assert self._holders is not None  # since `start`
-        rollout_id = _rollout_id(request)
         try:
-            answer = await self._holders.forwarded(request, rollout_id, url)
+            answer = await self._holders.forwarded(request, where.rollout_id, where.url)
         except (aiohttp.ClientError, OSError) as error:
-            log.info("%s does not answer for a rollout that it holds: %s", url, error)
+            log.info("%s does not answer for a rollout that it holds: %s", where.url, error)
             answer = None
         if answer is None:
-            raise is_moving(f"rollout {rollout_id}")
+            raise is_moving(f"rollout {where.rollout_id}")
         return answer
 
 
-def _rollout_id(request: web.Request) -> str:
-    rollout_id = request.match_info.get("rollout") or request.headers.get(SESSION)
-    if not rollout_id:
-        raise bad_request(f"expected a rollout's id in the path, /r/ID/v1, or in the header {SESSION}", SESSION)
-    return rollout_id
+def _rollout_id(request: web.Request, document: Json | None = None) -> str:
+    """Returns the rollout's id in the path, else that in the body, else that in the header; a framework may use the
+    header for sessions of its own.
+
+    Raises:
+        ApiError: 400, there is none.
+    """
+    if rollout_id := request.match_info.get("rollout"):
+        return rollout_id
+    metadata = (document or {}).get("metadata")
+    named, session = metadata.get("rollout_id") if isinstance(metadata, dict) else None, request.headers.get(SESSION)
+    if named is not None:
+        if not isinstance(named, str):
+            raise bad_request(f"metadata.rollout_id is {shown(named)}, expected a rollout's id", "metadata")
+        return named
+    if session and origin_of(session) is not None:
+        return session
+    found = f"{SESSION} is {shown(session)}, which is no rollout's id; " if session else ""
+    raise bad_request(
+        f"{found}expected a rollout's id in the path, /r/ID/v1, in the body as metadata.rollout_id, or in the header "
+        f"{SESSION}",
+        SESSION,
+    )
 
 
 async def _receive_body(request: web.Request) -> None:

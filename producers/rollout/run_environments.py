@@ -1,7 +1,11 @@
 """The environments of a run: constructed and checked, each with its sampling and its rewards."""
 
+import asyncio
+import dataclasses
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -20,6 +24,7 @@ class RunEnvironment:
 
     sampling, evaluation_sampling: of its training and its held-out prompts.
     num_samples: answers to each held-out prompt.
+    room: held by each of its conversations; at most so many at once.
     """
 
     name: str
@@ -28,10 +33,16 @@ class RunEnvironment:
     sampling: SamplingSettings
     evaluation_sampling: SamplingSettings
     num_samples: int
+    room: AbstractAsyncContextManager[Any] = dataclasses.field(default_factory=nullcontext)
 
     @classmethod
     def of(cls, config: RunConfig, settings: EnvironmentConfig, environment: Environment) -> "RunEnvironment":
-        """Raises ConfigError: its reward cannot be used."""
+        """Raises ConfigError: its reward cannot be used, or it holds no conversations that could be limited."""
+        if settings.max_conversations and not hasattr(environment, "converse"):
+            raise ConfigError(
+                f"max_conversations = {settings.max_conversations} of {settings.path!r}: it does not converse; "
+                "expected an environment with a method converse, or no limit"
+            )
         return cls(
             name=settings.name,
             environment=environment,
@@ -39,6 +50,7 @@ class RunEnvironment:
             sampling=training_sampling(config, settings),
             evaluation_sampling=evaluation_sampling(config, settings),
             num_samples=config.held_out[settings.name].num_samples,
+            room=asyncio.Semaphore(settings.max_conversations) if settings.max_conversations else nullcontext(),
         )
 
     @property

@@ -16,6 +16,7 @@ ANSWER = "the answer is therefore seven because three plus four makes seven and 
 QUESTION = "what is three plus four"
 CORPUS = [ANSWER, QUESTION, '{"name": "add", "arguments": {"a": 3, "b": 4}}', "user assistant system tool"]
 
+TOOLS = "{%- if tools -%}{{ 'tools: ' + (tools | tojson) + '\\n' }}{%- endif -%}"
 CHATML_TURNS = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
@@ -235,7 +236,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     tokenizer.add_tokens(_tokens(style.words, False))
     # As the families do: only the end of a turn (or of a text) has a name in the tokenizer.
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=style.turn_end or "<|endoftext|>", chat_template=style.template
+        tokenizer_object=tokenizer, eos_token=style.turn_end or "<|endoftext|>", chat_template=TOOLS + style.template
     )
 
 

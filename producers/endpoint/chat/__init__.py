@@ -1,2 +1,2 @@
-"""OpenAI's chat completions as the endpoint speaks them: `requests`, `answers`, `messages` and `errors`; and its
-Responses API as a translation onto them: `responses`."""
+"""OpenAI's chat completions as the endpoint speaks them: `requests`, `answers`, `messages` and `errors`; its
+Responses API as a translation onto them: `responses`; and the events of both: `streams`."""

@@ -1,12 +1,12 @@
 """From sampled token ids to an answer: its text, its reasoning and its tool calls, as an OpenAI client reads them."""
 
-import json
 import logging
+import re
 import secrets
 import string
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from penstock.producers.endpoint.chat.messages import CALL_ID_LENGTH
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 from penstock.producers.endpoint.splice.turn_boundary import special_token_ids
+from penstock.producers.endpoint.splice.vocabulary import Vocabulary
 from penstock.producers.interfaces import Completion
 from penstock.schemas.rollout import unpack_floats, unpack_ids
 
@@ -22,8 +23,12 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-DONE = b"data: [DONE]\n\n"
 _ID_CHARACTERS = string.ascii_letters + string.digits
+_MARKUP = re.compile(r"[<\[{`|\u25c1]")
+"""How calls of tools and marks of reasoning begin."""
+_MARK_CHARACTERS = 32
+"""The most characters of a mark of reasoning."""
+_LAST_WORD = re.compile(r"\s*\S*\Z")
 
 
 class ParsedAnswer(NamedTuple):
@@ -58,12 +63,15 @@ class Answers:
     """Decodes completions. Not thread-safe.
 
     tokenizer: a transformers tokenizer.
+    finds_reasoning: whether the parser separates reasoning from the text.
     """
 
-    def __init__(self, tokenizer: Any, parser: AnswerParser) -> None:
+    def __init__(self, tokenizer: Any, parser: AnswerParser, *, finds_reasoning: bool = False) -> None:
         self._tokenizer = tokenizer
         self._parser = parser
+        self._finds_reasoning = finds_reasoning
         self._special = special_token_ids(tokenizer)
+        self._vocabulary = Vocabulary(tokenizer)
 
     def ended(self, request: ChatRequest, completion: Completion) -> tuple[Completion, bool]:
         """Returns the completion up to and including the token that completes one of the request's stop strings, and
@@ -98,13 +106,56 @@ class Answers:
         logprobs = unpack_floats(completion.behavior_logprobs).tolist()
         return message | dict(zip(TOKEN_FIELDS, (prompt_ids, token_ids, logprobs), strict=True))
 
+    def so_far(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> dict[str, str]:
+        """Returns the text of an answer's `reasoning` and `content` that nothing sampled later will change.
+
+        Parsers see only whole answers: what may yet become a call of a tool, or a mark of reasoning, is held back.
+        """
+        token_ids = unpack_ids(completion.token_ids).tolist()
+        while token_ids and (token_ids[-1] in self._special or self._vocabulary.ends_inside(token_ids[-1])):
+            token_ids.pop()
+        text = self._decode(token_ids)
+        text = text[: _first_stop(text, request.stop)]
+        text = text[: len(text) - _num_begun(text, request.stop)]
+        if isinstance(self._parser, PlainText):
+            return {"content": text}
+        try:
+            parsed = self._parser.parse(text, token_ids, request, prompt_ids)
+        except Exception:  # `message` says so
+            return {}
+        reasoning, content = parsed.reasoning or "", parsed.content or ""
+        if not content and not parsed.tool_calls:
+            reasoning = _before_marks(reasoning)
+        if self._finds_reasoning and parsed.reasoning is None:
+            return {}
+        if request.use_tools:
+            markup = _MARKUP.search(content)
+            content = _LAST_WORD.sub("", content[: markup.start()] if markup else content)
+        else:
+            content = _before_marks(content)
+        return {"reasoning": reasoning, "content": content if content.strip() else ""}
+
+    def keep_sent(self, message: Json, sent: Mapping[str, str]) -> None:
+        """Makes the text of a message begin with what its client has received of it."""
+        for part, text in sent.items():
+            if not (message.get(part) or "").startswith(text):
+                log.warning("a streamed answer's %s differs from the parsed one, and stays as streamed", part)
+                message[part] = text
+
     def logprobs(self, request: ChatRequest, message: Json) -> Json:
         """Returns the sampled tokens' logprobs in OpenAI's form."""
         content = []
         for token_id, logprob in zip(message["generation_token_ids"], message["generation_log_probs"], strict=True):
             token = self._tokenizer.decode([token_id])
             shown = f"token_id:{token_id}" if request.tokens_as_ids else token
-            content.append({"token": shown, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
+            content.append(
+                {
+                    "token": shown,
+                    "logprob": logprob,
+                    "bytes": list(self._vocabulary.bytes_of(token_id)),
+                    "top_logprobs": [],
+                }
+            )
         return {"content": content, "refusal": None}
 
     def _parse(
@@ -125,6 +176,18 @@ class Answers:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=self._parser.skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def _before_marks(text: str) -> str:
+    """Returns the text before what may be the beginning of a mark at its end."""
+    markup = _MARKUP.search(text, max(0, len(text) - _MARK_CHARACTERS))
+    return _LAST_WORD.sub("", text[: markup.start()] if markup else text)
+
+
+def _num_begun(text: str, stop: tuple[str, ...]) -> int:
+    """Returns how many characters at the end of a text may be the beginning of a stop string."""
+    longest = min(len(text), max(map(len, stop), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(one.startswith(text[-n:]) for one in stop)), 0)
 
 
 def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:
@@ -159,33 +222,3 @@ def response(
             "total_tokens": num_prompt + num_sampled,
         },
     } | ({"prompt_token_ids": message["prompt_token_ids"]} if request.token_ids else {})
-
-
-def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
-    """Yields a finished response as the server-sent events of a stream."""
-    choice = finished["choices"][0]
-    message = choice["message"]
-    deltas: list[tuple[Json, Json | None, str | None]] = [({"role": "assistant", "content": ""}, None, None)]
-    if "reasoning" in message:
-        deltas.append(({"reasoning": message["reasoning"]}, None, None))
-    if message["content"]:
-        deltas.append(({"content": message["content"]}, choice["logprobs"], None))
-    if "tool_calls" in message:
-        calls = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
-        deltas.append(({"tool_calls": calls}, None if message["content"] else choice["logprobs"], None))
-    deltas.append(({name: message[name] for name in TOKEN_FIELDS}, None, choice["finish_reason"]))
-    head = {name: finished[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    first = {name: finished[name] for name in finished.keys() & {"prompt_token_ids"}}
-    last = {name: choice[name] for name in choice.keys() & {"token_ids"}}
-    for n, (delta, logprobs, reason) in enumerate(deltas):
-        shown = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        yield event(head | (first if n == 0 else {}) | {"choices": [shown | (last if reason else {})]})
-    if include_usage:
-        yield event(head | {"choices": [], "usage": finished["usage"]})
-    yield DONE
-
-
-def event(body: Json) -> bytes:
-    """Encodes a server-sent event; its body's type, if it has one, names it."""
-    name = f"event: {body['type']}\n".encode() if "type" in body else b""
-    return name + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"

@@ -51,9 +51,25 @@ def try_again(status: int, message: str, code: str) -> ApiError:
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def has_ended(rollout_id: str, reason: str) -> ApiError:
+    """Returns a 410. reason: why the rollout died; empty for a finished one."""
+    how = f"has ended: {reason}" if reason else "is finished"
+    return ApiError(410, f"rollout {rollout_id} {how}", code="rollout_ended")
+
+
 def is_moving(what: str) -> ApiError:
     """Returns a 503: `what` moves from one producer to another."""
     return try_again(503, f"{what} waits for a producer to continue it", "rollout_moving")
+
+
+def too_long(max_model_len: int, num_tokens: int | str) -> ApiError:
+    """Returns the error of messages beyond the model's context, in the words by which clients know it."""
+    return bad_request(
+        f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
+        f"{num_tokens} tokens. Please reduce the length of the messages.",
+        "messages",
+        "context_length_exceeded",
+    )
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

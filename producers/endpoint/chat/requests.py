@@ -18,9 +18,9 @@ from penstock.schemas.rollout import MAX_REWARD, SamplingSettings, check_part_na
 Json = dict[str, Any]
 
 _IGNORED = frozenset({
-    "model", "user", "metadata", "store", "seed", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "verbosity", "include_reasoning", "skip_special_tokens", "spaces_between_special_tokens",
-    "priority", "request_id",
+    "model", "user", "metadata", "client_metadata", "store", "seed", "service_tier", "safety_identifier",
+    "prompt_cache_key", "prompt_cache_retention", "verbosity", "include_reasoning", "skip_special_tokens",
+    "spaces_between_special_tokens", "priority", "request_id",
 })  # fmt: skip
 """Fields that do not affect the tokens' distribution and are ignored."""
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
@@ -41,6 +41,8 @@ class ChatRequest(NamedTuple):
     token_ids: whether the response carries vLLM's own fields of token ids.
     tokens_as_ids: whether logprobs name tokens by their ids, as vLLM does on demand.
     ignored: the fields without effect from which the client may expect one.
+    ignores: whether such a request is answered; False refuses it.
+    num_characters: the text in messages and tools.
     """
 
     messages: list[Json]
@@ -56,6 +58,8 @@ class ChatRequest(NamedTuple):
     token_ids: bool
     tokens_as_ids: bool
     ignored: tuple[str, ...]
+    ignores: bool
+    num_characters: int
 
 
 def parse_json(body: bytes) -> Json:
@@ -122,9 +126,7 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
     messages = objects(take("messages", None), "messages", at_least=1)
     for n, message in enumerate(messages):
         check_message(message, f"messages[{n}]")
-    tools = objects(take("tools", None) or [], "tools")
-    for n, tool in enumerate(tools):
-        _check_tool(tool, f"tools[{n}]")
+    tools, ignored_tools = _functions(objects(take("tools", None) or [], "tools"), ignore)
     limits = {name: take(name, None) for name in _LIMITS}
     stream_options = take("stream_options", None) or {}
     if not isinstance(stream_options, dict):
@@ -137,7 +139,7 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
         )
     return ChatRequest(
         messages=list(messages),  # an environment may change its own list while the answer is sampled
-        tools=list(tools),
+        tools=tools,
         use_tools=bool(tools) and left.get("tool_choice") != "none",
         parallel_tool_calls=take("parallel_tool_calls", None) is not False,
         max_tokens=_limit(limits),
@@ -148,8 +150,33 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
         stop=_stop(take("stop", None)),
         token_ids=_flag(take("return_token_ids", None), "return_token_ids"),
         tokens_as_ids=_flag(take("return_tokens_as_token_ids", None), "return_tokens_as_token_ids"),
-        ignored=_check_sampling(left, sampling, ignore),
+        ignored=(*ignored_tools, *_check_sampling(left, sampling, ignore)),
+        ignores=ignore,
+        num_characters=_num_characters(messages) + _num_characters(tools),
     )
+
+
+def _functions(tools: list[Json], ignore: bool) -> tuple[list[Json], list[str]]:
+    """Returns the tools that are functions, and what names the others; those are ignored or refused."""
+    functions, others = [], []
+    for n, tool in enumerate(tools):
+        if ignore and tool.get("type", "function") != "function":
+            others.append(f"tools: {tool['type']}")
+        else:
+            _check_tool(tool, f"tools[{n}]")
+            functions.append(tool)
+    return functions, others
+
+
+def _num_characters(value: Any) -> int:
+    """Returns the length of all text in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_characters, value.values()))
+    if isinstance(value, list) and value and not isinstance(value[0], int | float):  # a message's token ids are many
+        return sum(map(_num_characters, value))
+    return 0
 
 
 def _check_sampling(left: Json, sampling: SamplingSettings, ignore: bool) -> tuple[str, ...]:

@@ -4,11 +4,8 @@ The items of one answer (reasoning, text, calls) are one message of the assistan
 carries its whole conversation.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
-from penstock.producers.endpoint.chat.answers import event
 from penstock.producers.endpoint.chat.errors import bad_request
 from penstock.producers.endpoint.chat.messages import text_of
 from penstock.producers.endpoint.chat.requests import check_message, objects, shown
@@ -19,6 +16,9 @@ Json = dict[str, Any]
 _ELSEWHERE = ("previous_response_id", "conversation", "prompt", "background")
 """Fields that refer to what a server stores."""
 _LOGPROBS = "message.output_text.logprobs"
+ITEM_TYPES = {"reasoning": "reasoning", "content": "message"}
+"""The parts of a message that are text, and the items that they become."""
+PARTS = {item: part for part, item in ITEM_TYPES.items()}
 
 
 def as_chat(document: Json) -> Json:
@@ -57,38 +57,25 @@ def as_response(document: Json, finished: Json) -> Json:
     """Returns a finished chat completion as the response to `document`. The token details that clients expect are not
     counted: they are 0."""
     (choice,), usage = finished["choices"], finished["usage"]
-    message, name = choice["message"], finished["id"].removeprefix("chatcmpl-")
+    message, name = choice["message"], response_name(finished["id"])
     status = "incomplete" if choice["finish_reason"] == "length" else "completed"
     output: list[Json] = []
     if message.get("reasoning"):
-        content = [{"type": "reasoning_text", "text": message["reasoning"]}]
-        output.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
+        output.append(text_item("reasoning", name, message["reasoning"]))
     calls = message.get("tool_calls", ())
     if message["content"] or not (output or calls):
-        logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
-        text = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": logprobs}
-        output.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [text]})
+        output.append(text_item("content", name, message["content"] or ""))
+        if choice["logprobs"]:
+            output[-1]["content"][0]["logprobs"] = choice["logprobs"]["content"]
     for n, call in enumerate(calls):
         output.append({"type": "function_call", "id": f"fc_{name}_{n}", "call_id": call["id"], **call["function"]})
     for item in output:
         item["status"] = status
     output[-1] |= {field: message[field] for field in TOKEN_FIELDS}
-    return {
-        "id": f"resp_{name}",
-        "object": "response",
-        "created_at": finished["created"],
+    return begun_response(document, finished["id"], finished["created"], finished["model"]) | {
         "status": status,
-        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": document.get("instructions"),
-        "metadata": document.get("metadata") or {},
-        "model": finished["model"],
         "output": output,
-        "parallel_tool_calls": document.get("parallel_tool_calls") is not False,
-        "tool_choice": "none" if document.get("tool_choice") == "none" else "auto",
-        "tools": document.get("tools") or [],
-        "max_output_tokens": document.get("max_output_tokens"),
-        "previous_response_id": None,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -99,34 +86,40 @@ def as_response(document: Json, finished: Json) -> Json:
     }
 
 
-def events(response: Json) -> Iterator[bytes]:
-    """Yields a finished response as the server-sent events of a stream."""
-    numbers = itertools.count()
+def begun_response(document: Json, completion_id: str, created: int, model: str) -> Json:
+    """Returns the response to `document` before anything is sampled."""
+    return {
+        "id": f"resp_{response_name(completion_id)}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": document.get("instructions"),
+        "metadata": document.get("metadata") or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": document.get("parallel_tool_calls") is not False,
+        "tool_choice": "none" if document.get("tool_choice") == "none" else "auto",
+        "tools": document.get("tools") or [],
+        "max_output_tokens": document.get("max_output_tokens"),
+        "previous_response_id": None,
+        "usage": None,
+    }
 
-    def made(kind: str, **fields: Any) -> bytes:
-        return event({"type": f"response.{kind}", "sequence_number": next(numbers), **fields})
 
-    begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield made("created", response=begun)
-    yield made("in_progress", response=begun)
-    for n, item in enumerate(response["output"]):
-        where = {"item_id": item["id"], "output_index": n}
-        opened = {name: value for name, value in item.items() if name not in TOKEN_FIELDS} | {"status": "in_progress"}
-        if item["type"] == "function_call":
-            yield made("output_item.added", output_index=n, item=opened | {"arguments": ""})
-            yield made("function_call_arguments.delta", **where, delta=item["arguments"])
-            yield made("function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"])
-        else:
-            (part,) = item["content"]
-            where["content_index"] = 0
-            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            yield made("output_item.added", output_index=n, item=opened | {"content": []})
-            yield made("content_part.added", **where, part=part | {"text": ""} | ({"logprobs": []} if logprobs else {}))
-            yield made(f"{part['type']}.delta", **where, delta=part["text"], **logprobs)
-            yield made(f"{part['type']}.done", **where, text=part["text"], **logprobs)
-            yield made("content_part.done", **where, part=part)
-        yield made("output_item.done", output_index=n, item=item)
-    yield made(response["status"], response=response)
+def response_name(completion_id: str) -> str:
+    """Returns what the ids of a response and its items have in common."""
+    return completion_id.removeprefix("chatcmpl-")
+
+
+def text_item(part: str, name: str, text: str) -> Json:
+    """Returns the item for a part of a message, `reasoning` or `content`."""
+    if part == "reasoning":
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content}
+    said = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [said]}
 
 
 def _messages(items: list[Json]) -> list[Json]:

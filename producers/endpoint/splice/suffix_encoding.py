@@ -7,6 +7,7 @@ have the same ids there; and what follows, encoded with that token in front, has
 """
 
 import re
+import threading
 from bisect import bisect_left
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,11 +32,20 @@ class Encoded(NamedTuple):
 class SuffixEncoder:
     """Encodes rendered prompts, without adding special tokens of its own.
 
-    tokenizer: of transformers. One without tokens to cut at encodes every text whole.
+    tokenizer: of transformers, for this encoder alone. One without tokens to cut at encodes every text whole.
+
+    Any number of threads may encode at once.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        """Held while a tokenizer written in Python encodes."""
+        self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._split_at: dict[int, str] = {}
         """The tokens at which the tokenizer splits the raw text."""
         self._cut_at: dict[int, str] = {}
@@ -80,7 +90,10 @@ class SuffixEncoder:
         return n
 
     def _ids(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if self._backend is not None:  # a batch of one, since a single text would be encoded with Python's lock held
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with self._lock:
+            return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _cuts(self, text: str, token_ids: list[int], offset: int, index: int) -> list[tuple[int, int]]:
         """Returns the cuts of `text[offset:]`, whose ids are `token_ids`; these begin at `index` of all ids."""

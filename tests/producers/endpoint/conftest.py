@@ -1,7 +1,7 @@
 """A producer with an endpoint on a real Redis, and a client of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +90,7 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         endpoint: EndpointConfig | None = QUICK_ENDPOINT,
         environment: Any = None,
         teacher: Any = None,
+        max_conversations: Mapping[str, int] | None = None,
         **changes: Any,
     ) -> Served:
         fields = {
@@ -100,7 +101,10 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         }
         by_name = environment if isinstance(environment, dict) else {}
         if by_name:
-            named = tuple(EnvironmentConfig(name=name, path="tests:Own") for name in by_name)
+            limits = max_conversations or {}
+            named = tuple(
+                EnvironmentConfig(name=name, path="tests:Own", max_conversations=limits.get(name)) for name in by_name
+            )
             fields |= {"environment": None, "environments": named}
         config = make_config(**fields)
         server = beside.server if beside is not None else redis_server()

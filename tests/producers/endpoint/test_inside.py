@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import time
 
 import pytest
 
@@ -343,3 +344,54 @@ async def test_groups_take_no_more_room_than_there_is_and_are_handed_back_at_a_s
 async def test_an_environment_that_converses_needs_the_endpoint_s_table(serve) -> None:
     with pytest.raises(ConfigError, match=r"it converses, .* expected an \[endpoint\] table"):
         await serve(environment=ToolCaller(), endpoint=None)
+
+
+async def test_an_environment_holds_no_more_conversations_at_once_than_it_can(serve) -> None:
+    """Held-out ones included; a group's deadline counts from its first conversation, not from its place in the line."""
+
+    class Crowded(ToolCaller):
+        num_evaluation_prompts = 1
+        num_open = most_open = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_begin = asyncio.Event()
+
+        async def converse(self, prompt, conversation):
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+            try:
+                await self.may_begin.wait()
+                return await super().converse(prompt, conversation)
+            finally:
+                self.num_open -= 1
+
+    environments = {"one": Crowded(), "two": Crowded(), "any": Crowded()}
+    one = await serve(
+        environment=environments,
+        group_size=3,
+        endpoint=EndpointConfig(port=0, group_deadline_s=100.0),
+        producers=ProducersConfig(groups_in_flight=12),
+        max_conversations={"one": 1, "two": 2},
+    )
+    for n, name in enumerate(environments):
+        one.trainer.release(2 * n + 1, 2 * n + 2, environment=name)
+        one.trainer.evaluate(0, 1 + n, first=1 + n, environment=name)
+    one.trainer.release(7, 7, environment="one")
+    agents = one.producer.endpoint.agents
+    await until(lambda: environments["any"].num_open == 7 and one.count("penstock_agent_rollouts_open") == 21)
+    agents.end_overdue(time.monotonic() + 150.0)
+    for environment in environments.values():
+        environment.may_begin.set()
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(7)}
+    assert [environments[name].most_open for name in environments] == [1, 2, 7]
+    dead = {index for index, fields in entries.items() if fields[Field.KIND] == Kind.DEAD}
+    assert dead.issuperset({5, 6}) and len(dead & {1, 2, 7}) <= 1 and len(dead & {3, 4}) <= 1
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
+    results = [fields[Field.KIND] for _, fields in one.server.client.xrange(KEYS.evaluation_results)]
+    assert results == [Kind.GROUP] * 3
+
+
+async def test_a_limit_of_conversations_is_for_environments_that_hold_some(serve) -> None:
+    with pytest.raises(ConfigError, match=r"max_conversations = 1 of .*: it does not converse"):
+        await serve(environment={"ask": Numbers()}, max_conversations={"ask": 1})

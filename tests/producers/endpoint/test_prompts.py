@@ -129,6 +129,49 @@ def test_a_template_that_refuses_the_messages_is_the_request_s_fault() -> None:
     assert caught.value.status == 400
 
 
+def test_tools_that_the_template_does_not_render_are_refused_or_said_to_be_left_out() -> None:
+    add, sub = ({"type": "function", "function": {"name": name}} for name in ("add", "sub"))
+    templates = {
+        "{{ tools[0].function.name }}": None,
+        "": "tools has 'add': .* does not render it",
+        "{{ tools | tojson if messages[0].content == 'add' }}": "tools has 'add'",
+    }
+    for template, message in templates.items():
+        tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+        tokenizer.chat_template = "{% if tools %}" + template + "{% endif %}" + STYLES["chatml"].template
+        served = Prompts(tokenizer, stop_token_ids=())
+        said = [{"role": "user", "content": "add or sub"}]  # names of tools, by chance
+        if message is None:
+            assert served.prompt(request(said, tools=[add]), CallLedger()).left_out == ()
+            assert served.prompt(request([{"role": "user", "content": "x"}], tools=[add]), CallLedger()).left_out == ()
+            with pytest.raises(ApiError, match="tools has 'sub'"):
+                served.prompt(request([{"role": "user", "content": "x"}], tools=[add, sub]), CallLedger())
+            continue
+        with pytest.raises(ApiError, match=message) as caught:
+            served.prompt(request(said, tools=[add]), CallLedger())
+        assert (caught.value.status, caught.value.code) == (400, "unsupported_parameter")
+        lenient = parse_chat({"messages": said, "tools": [add]}, SamplingSettings(), ignore=True)
+        assert served.prompt(lenient, CallLedger()).left_out == ("tools",)
+
+
+def test_a_text_that_no_tokens_could_make_short_enough_is_refused_unencoded(monkeypatch) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    served = Prompts(tokenizer, stop_token_ids=(), max_model_len=1000)
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert len(served.prompt(request([{"role": "user", "content": "the " * 900}]), CallLedger()).token_ids) < 1000
+    monkeypatch.setattr(served._encoder, "encode", None)
+    for content in ("x" * 1000 * longest, "\N{SNOWMAN}" * 400 * longest):
+        with pytest.raises(ApiError, match=r"context length is 1000 tokens.* in at least 1\d{3} tokens") as caught:
+            served.prompt(request([{"role": "user", "content": content}]), CallLedger())
+        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+def test_an_error_of_the_tokenizer_is_not_the_template_s() -> None:
+    served = Prompts(tokenizer_of("chatml"), stop_token_ids=())
+    with pytest.raises(ApiError, match="the model's tokenizer cannot encode the messages: TypeError"):
+        served.prompt(request([{"role": "user", "content": "\ud800"}]), CallLedger())
+
+
 class OneCall:
     """Finds a call of `add` in any answer."""
 

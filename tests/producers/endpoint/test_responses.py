@@ -74,7 +74,7 @@ async def test_the_openai_client_s_responses_are_one_exact_segment(serve, stream
         ids = unpack_ids(segment.token_ids).tolist()
         (start, end), (begin, close) = segment.loss_mask
         assert ids[start:end] == thinking(ids[:start], 0) and ids[begin:close] == thinking(ids[:begin], 0)
-        assert decode("chatml", ids[:start]).startswith("<|im_start|>system\nbe brief<|im_end|>")
+        assert "<|im_start|>system\nbe brief<|im_end|>" in decode("chatml", ids[:start])
         assert decode("chatml", ids[end:begin]).count("<|im_start|>tool\n7<|im_end|>") == 2
 
 

@@ -237,13 +237,15 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
 async def test_an_agent_whose_tool_takes_long_keeps_its_rollout_by_asking_for_the_models(serve) -> None:
     one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=300.0, group_deadline_s=900.0))
     one.trainer.release(1, 1)
-    asking, silent = await one.client.open(), await one.client.open()
+    asking, silent, setting_up = [await one.client.open() for _ in range(3)]
     for rollout in (asking, silent):
+        await one.client.chat(rollout, ASKED)
         agents_of(one).find(rollout["id"]).last_seen -= 200.0
     async with openai.AsyncOpenAI(base_url=asking["base_url"], api_key="none") as client:
         await client.models.list()
     agents_of(one).end_overdue(time.monotonic() + 150.0)
-    assert one.count("penstock_agent_rollouts_open") == 1 and agents_of(one).find(asking["id"]) is not None
+    assert one.count("penstock_agent_rollouts_open") == 2 and agents_of(one).find(asking["id"]) is not None
+    assert agents_of(one).find(setting_up["id"]) is not None, "its environment is not set up before its first request"
 
 
 async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) -> None:
@@ -253,11 +255,13 @@ async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) 
     one.trainer.release(1, 3)
     silent = [await one.client.open() for _ in range(2)]
     await one.client.chat(silent[0], ASKED)
+    await one.client.request("GET", f"/r/{silent[1]['id']}/v1/models")
     agents_of(one).end_overdue(time.monotonic() + 60.0)
     overdue = await one.client.open()
     agents_of(one).find(overdue["id"]).group.deadline = 0.0
     agents_of(one).end_overdue(time.monotonic())
     active = [await one.client.open() for _ in range(2)]
+    await one.client.request("GET", f"/r/{active[1]['id']}/v1/models")
     assert await one.client.error("POST", f"/r/{active[0]['id']}/finish", 1.0) == (400, "nothing_sampled")
     agents_of(one).end_overdue(time.monotonic() + 60.0)
     entries = {int(fields[Field.INDEX]): fields[Field.REASON].decode() for fields in await one.entries(3)}
@@ -289,6 +293,7 @@ async def test_a_rollout_that_ends_during_a_call_ends_the_call(opened) -> None:
     await one.client.request("POST", f"/r/{rollout['id']}/finish", 1.0)
     status, body = await calling
     assert (status, body["error"]["code"]) == (410, "rollout_ended")
+    assert body["error"]["message"].endswith("has ended: nothing_sampled"), "as each later request is told"
     assert one.engine.num_active == 0 and len(one.engine.cancelled) == 1
 
 

@@ -21,6 +21,10 @@ pytestmark = pytest.mark.redis
 ASKED = [{"role": "user", "content": "what is three plus four"}]
 
 
+def agents_of(one):
+    return one.producer.endpoint.agents
+
+
 def client_of(rollout: dict, **settings: object):
     return openai.AsyncOpenAI(base_url=rollout["base_url"], api_key=settings.pop("api_key", "none"), **settings)
 
@@ -182,7 +186,7 @@ async def test_vllm_s_own_fields_of_token_ids_come_on_demand(serve) -> None:
         assert sampled == ids and not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
 
 
-async def test_one_base_url_serves_the_rollouts_that_a_header_names(serve) -> None:
+async def test_one_base_url_serves_the_rollouts_that_a_header_or_the_body_names(serve) -> None:
     one = await serve(group_size=2)
     one.trainer.release(1, 1)
     rollouts = [await one.client.open() for _ in range(2)]
@@ -193,12 +197,27 @@ async def test_one_base_url_serves_the_rollouts_that_a_header_names(serve) -> No
                 await client.chat.completions.create(model="x", messages=ASKED, extra_headers=named)
             assert (await client.models.list(extra_headers=named)).data
             await one.client.finish(rollout, float(n))
-        with pytest.raises(openai.BadRequestError, match="or in the header X-Session-ID"):
-            await client.chat.completions.create(model="x", messages=ASKED)
-        with pytest.raises(openai.NotFoundError, match="no such rollout"):
-            await client.chat.completions.create(model="x", messages=ASKED, extra_headers={"X-Session-ID": "a.b"})
+        sessions = {"X-Session-ID": "8f14e45f"}  # a client's own
+        for headers, metadata, message in (
+            ({}, None, "expected a rollout's id in the path, /r/ID/v1, in the body as metadata.rollout_id"),
+            (sessions, {"x": "y"}, "X-Session-ID is '8f14e45f', which is no rollout's id; expected"),
+            ({}, {"rollout_id": 3}, "metadata.rollout_id is 3, expected a rollout's id"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.responses.create(model="x", input="x", extra_headers=headers, metadata=metadata)
+        for headers, metadata in (({"X-Session-ID": "a.1.b"}, None), (sessions, {"rollout_id": "a.1.b"})):
+            with pytest.raises(openai.NotFoundError, match="no such rollout"):
+                await client.responses.create(model="x", input="x", extra_headers=headers, metadata=metadata)
+        one.trainer.release(2, 2)
+        rollout = await one.client.open()
+        in_body = {"metadata": {"rollout_id": rollout["id"]}, "extra_headers": sessions}
+        await client.chat.completions.create(model="x", messages=ASKED, **in_body)
+        await client.responses.create(model="x", input=ASKED, **in_body)
+        own_path = client.with_options(base_url=rollout["base_url"])
+        await own_path.chat.completions.create(model="x", messages=ASKED, extra_headers=sessions)
     (group,) = await one.groups(1)
     assert [len(rollout.segments) for rollout in group.rollouts] == [1, 2]
+    assert len(agents_of(one).find(rollout["id"]).ledger.calls) == 3
 
 
 async def test_a_key_is_asked_of_everybody_on_every_path(serve, monkeypatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat, parse_finish, parse_json
+from penstock.producers.endpoint.chat.responses import as_chat
 from penstock.schemas.rollout import SamplingSettings
 
 SAMPLING = SamplingSettings(temperature=0.8, max_tokens=64)
@@ -82,6 +83,21 @@ def test_a_run_that_ignores_what_it_does_not_support_names_what_it_ignored() -> 
     for wrong in ({"n": 2}, {"max_tokens": 0}, {"messages": []}, {"stop": 3}):
         with pytest.raises(ApiError):
             parse_chat({"messages": MESSAGES, **wrong}, SAMPLING, ignore=True)
+
+
+def test_tools_that_are_no_functions_are_refused_or_ignored_by_their_type() -> None:
+    """As Codex sends them by the Responses API."""
+    others = [{"type": "web_search"}, {"type": "custom", "name": "patch", "format": {"type": "grammar"}}]
+    function = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    document = {"input": "x", "tools": [others[0], function, others[1]], "client_metadata": {"originator": "codex"}}
+    asked = parse_chat(as_chat(document), SAMPLING, ignore=True)
+    assert [tool["function"]["name"] for tool in asked.tools] == ["add"]
+    assert asked.ignored == ("tools: web_search", "tools: custom")
+    with pytest.raises(ApiError, match=r"tools\[0\] is .*web_search.*, expected a function"):
+        parse_chat(as_chat(document), SAMPLING)
+    assert parse_chat(as_chat(document | {"tools": [function]}), SAMPLING).ignored == ()
+    with pytest.raises(ApiError, match=r"tools\[0\].function.name is 3, expected text"):
+        parse_chat({"messages": MESSAGES, "tools": [{"function": {"name": 3}}]}, SAMPLING, ignore=True)
 
 
 def test_every_name_of_the_limit_counts_and_stop_strings_come_alone_or_as_a_list() -> None:

@@ -1,0 +1,216 @@
+"""Streams: their text comes while it is sampled, and is what the finished message says."""
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from agent_client import ADD, CALL, spelled
+from chat_templates import encode, tokenizer_of
+from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
+from penstock.producers.endpoint.chat.requests import parse_chat
+from penstock.producers.endpoint.chat.streams import KEEP_ALIVE
+from penstock.producers.endpoint.prompts import Prompts
+from penstock.producers.interfaces import Completion
+from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
+from producer_run import KEYS
+from scripted_engine import ScriptedEngine
+from tag_parser import TagParser
+from waiting import until
+
+ASKED = [{"role": "user", "content": "what is three plus four"}]
+TEXT = "<think>\nhard\n</think>\n\nthree plus four makes seven"
+APIS = {"chat/completions": {"messages": ASKED, "model": "x"}, "responses": {"input": ASKED, "model": "x"}}
+
+
+class SteppedEngine(ScriptedEngine):
+    """Samples no further than `most` tokens of each request."""
+
+    most = 0
+
+    def stepped(self, request_id: str, num_sampled: int) -> None:
+        if num_sampled >= self.most:
+            self.may_sample.clear()
+
+    def go_on(self, most: int) -> None:
+        self.most = most
+        self.may_sample.set()
+
+
+def stepped_engine() -> SteppedEngine:
+    engine = SteppedEngine(script=lambda ids, sibling: spelled(TEXT), max_model_len=4096)
+    engine.may_sample.clear()
+    return engine
+
+
+async def events_of(reply: Any) -> Any:
+    """Yields the events of a stream, None for a comment."""
+    while line := await reply.content.readline():
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])
+        elif line.startswith(b":"):
+            assert line.strip() == KEEP_ALIVE.strip()
+            yield None
+
+
+def delta_of(event: Any) -> str:
+    """Returns the text that an event adds to the answer's content."""
+    if "choices" in (event or {}):
+        return event["choices"][0]["delta"].get("content") or ""
+    return event["delta"] if (event or {}).get("type") == "response.output_text.delta" else ""
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_bytes_come_before_the_first_token_and_text_before_the_last(opened, serve, api, elsewhere) -> None:
+    """Also by a producer that does not hold the rollout."""
+    one, rollout = await opened(stepped_engine())
+    client = one.client
+    if elsewhere:
+        client = (await serve(producer_id="b", beside=one)).client
+        await until(lambda: one.url.encode() in (one.server.client.get(KEYS.producer("a")) or b""))
+    path = f"/r/{rollout['id']}/v1/{api}"
+    async with client.session.post(path, json=APIS[api] | {"stream": True}) as reply:
+        assert (reply.status, reply.content_type) == (200, "text/event-stream")
+        events = events_of(reply)
+        comments = 0
+        async for event in events:
+            assert not delta_of(event)
+            comments += event is None
+            if comments == 2:
+                break
+        num_sampled = len(spelled(TEXT)) - 10
+        one.engine.go_on(num_sampled)
+        begun = ""
+        async for event in events:
+            begun += delta_of(event)
+            if "three plus" in begun:
+                break
+        assert "seven".startswith(begun.removeprefix("three plus four makes ")) or "three plus four".startswith(begun)
+        one.engine.go_on(1000)
+        rest = [event async for event in events]
+    assert begun + "".join(map(delta_of, rest)) == "three plus four makes seven"
+    call = one.producer.endpoint.agents.find(rollout["id"]).ledger.calls[0]
+    assert call.reply["content"] == "three plus four makes seven" and call.num_sampled == len(spelled(TEXT))
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("api", APIS)
+async def test_an_answer_that_fails_after_its_first_event_ends_with_the_error(opened, api) -> None:
+    engine = stepped_engine()
+    one, rollout = await opened(engine)
+    engine.go_on(1)
+    path, agents = f"/r/{rollout['id']}/v1/{api}", one.producer.endpoint.agents
+    rollout_here = agents.find(rollout["id"])
+    async with openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none") as client:
+        create = client.responses.create if api == "responses" else client.chat.completions.create
+        stream = await create(**APIS[api], stream=True)
+        with pytest.raises(openai.APIError, match="has ended: idle for 20 s"):
+            async for _ in stream:
+                if rollout_here.is_open:
+                    agents.give_up(rollout_here, "idle for 20 s")
+    status, code = await one.client.error("POST", path, APIS[api] | {"stream": True})
+    assert (status, code) == (410, "rollout_ended"), "before the first event the status says it"
+
+
+@pytest.mark.redis
+async def test_a_client_that_hangs_up_on_a_stream_ends_the_call_and_may_ask_again(opened) -> None:
+    engine = stepped_engine()
+    one, rollout = await opened(engine, group_size=1)
+    engine.go_on(40)
+    path, body = f"/r/{rollout['id']}/v1/chat/completions", APIS["chat/completions"] | {"stream": True}
+    async with one.client.session.post(path, json=body) as reply:
+        async for event in events_of(reply):
+            if delta_of(event):
+                break
+        reply.close()
+    await until(lambda: engine.cancelled)
+    engine.go_on(1000)
+    _, _, text = await one.client.text(path, body)
+    assert text.endswith("data: [DONE]\n\n")
+    await one.client.finish(rollout, 1.0)
+    ((segment,),) = [rollout.segments for rollout in (await one.groups(1))[0].rollouts]
+    assert sum(end - start for start, end in segment.loss_mask) == len(spelled(TEXT))
+
+
+class Whole:
+    """A parser that knows a call only from its last character on, which is not its text's beginning."""
+
+    skip_special_tokens = False
+
+    def parse(self, text: str, *arguments: Any) -> Any:
+        return TagParser().parse(text.replace("functools[", "<tool_call>").replace("]", "</tool_call>"), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (PlainText(), "a \U0001f600 <b> [c] {d} \u4e2d\u6587"),
+        (PlainText(), "one STOP two"),
+        (PlainText(), "one STO two ST"),
+        (TagParser(), TEXT),
+        (TagParser(), f"<think>\n{CALL} a < b [c]\n</think>\n\nlet me see"),
+        (TagParser(), f"let me see {CALL} {CALL}"),
+        (TagParser(), f"{CALL}"),
+        (TagParser(), "let me see <tool_call>{"),
+        (Whole(), f"let me see functools[{CALL[11:-12]}]"),
+    ],
+)
+def test_what_is_streamed_after_any_token_begins_the_finished_message(parser: AnswerParser, text: str) -> None:
+    answers = Answers(tokenizer_of("chatml"), parser, finds_reasoning="<think>" in text)
+    fields = {"tools": [ADD]} if "tool_call" in text or "functools" in text else {}
+    request = parse_chat({"messages": ASKED, "stop": ["STOP"], **fields}, SamplingSettings())
+    for spelling in (spelled(text), encode("chatml", text + "<|im_end|>")):
+        num = len(spelling)
+        whole = Completion(
+            token_ids=pack_ids(spelling),
+            behavior_logprobs=pack_floats([-1.0] * num),
+            version_spans=(VersionSpan(0, 0, num),),
+            finish_reason="stop",
+        )
+        whole = answers.ended(request, whole)[0]
+        message = answers.message(request, [1], whole)
+        longest = {"reasoning": "", "content": ""}
+        for n in range(whole.num_tokens + 1):
+            for part, said in answers.so_far(request, [1], whole.part(0, n)).items():
+                longest[part] = max(said, longest[part], key=len)
+                assert (message.get(part) or "").startswith(said), (n, part)
+        for part, said in longest.items():
+            assert 2 * len(said) >= len((message.get(part) or "").partition("<tool_call>")[0]), part
+
+
+def test_a_part_that_was_streamed_otherwise_than_it_is_parsed_stays_as_its_client_has_it() -> None:
+    answers = Answers(tokenizer_of("chatml"), TagParser())
+    message: dict[str, Any] = {"content": None, "tool_calls": []}
+    answers.keep_sent(message, {"content": "so"})
+    assert message["content"] == "so"
+
+
+@pytest.mark.redis
+async def test_long_messages_do_not_stop_other_calls(opened, monkeypatch) -> None:
+    begun, may_end = threading.Semaphore(0), threading.Event()
+    prompt = Prompts.prompt
+
+    def slow(self: Prompts, request: Any, ledger: Any) -> Any:
+        if request.num_characters > 100_000:
+            begun.release()
+            may_end.wait(300)
+        return prompt(self, request, ledger)
+
+    monkeypatch.setattr(Prompts, "prompt", slow)
+    one, rollout = await opened()
+    long = [{"role": "user", "content": [{"type": "text", "text": "the " * 30_000}]}]
+    path = f"/r/{rollout['id']}/v1/chat/completions"
+    calling = [asyncio.create_task(one.client.error("POST", path, {"messages": long})) for _ in range(8)]
+    try:
+        await asyncio.to_thread(begun.acquire)
+        for _ in range(3):
+            await one.client.chat(rollout, ASKED, tools=[ADD])
+        assert not any(call.done() for call in calling)
+    finally:
+        may_end.set()
+    assert set(await asyncio.gather(*calling)) == {(400, "context_length_exceeded")}
