@@ -22,9 +22,10 @@ from penstock.consumers.observe.record import RolloutRecorder
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.observe.sinks.feeding import check_sinks
-from penstock.consumers.parity.check import check_loaded
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
+from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.consumers.parity.producers import ProducerGaps
+from penstock.consumers.parity.tolerance import Tolerance
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.connection import TrainerConnection
@@ -262,6 +263,12 @@ def _assemble(
         lambda: best.pinned,
     )
     learner.before_update = publisher.wait_for_snapshot
+    producers = ProducerGaps(config)
+
+    def judge_by(tolerance: Tolerance) -> None:
+        run_log.alert.judge_by(tolerance)
+        producers.judge_by(tolerance)
+
     return Trainer(
         config=config,
         learner=learner,
@@ -274,8 +281,8 @@ def _assemble(
         best=best,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, record.sync),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
-        gate=Gate(config, folder, check_loaded, run_log.alert.narrow, learner.ranks),
-        producers=ProducerGaps(config),
+        gate=Gate(config, folder, LoadedChecks(config), judge_by, run_log.alert.narrow, learner.ranks),
+        producers=producers,
         record=record,
         run_log=run_log,
     )

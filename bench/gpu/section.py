@@ -25,7 +25,8 @@ from bench.sizing import save_random
 from bench.weights.pauses import PauseSettings
 from bench.weights.section import PAUSE_MODELS
 from docs.sizing import SHAPES
-from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES
+from penstock.consumers.parity.report import REPORT_FILE
+from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, total_gb
 from penstock.deploy.launch.redis_server import ServerError

@@ -8,7 +8,7 @@ from penstock.consumers.distributed.start import check_alike
 from penstock.consumers.distributed.watch import Watch
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.parity.check import check_loaded
+from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.weights.shard import PolicyShard, ShardPublisher
@@ -26,13 +26,16 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch, url: Callable[[], str]
     orders: dict[str, Callable[..., object]] = {}
 
     def open_learner(config: RunConfig) -> None:
-        learner = Learner(config, ranks)
+        learner, checks = Learner(config, ranks), LoadedChecks(config)
+
+        def yardstick(groups: Sequence[RolloutGroup]) -> None:
+            checks.measure(groups, learner.model)
 
         def gate(groups: Sequence[RolloutGroup], version: int) -> None:
             with suppress(ParityError):  # the lead reports it
-                check_loaded(groups, config, learner.model, version)
+                checks.check(groups, learner.model, version)
 
-        orders.update(learner.orders, gate=gate)
+        orders.update(learner.orders, yardstick=yardstick, gate=gate)
         if url is not None:
             connection = functools.cache(lambda: TrainerConnection(url(), config.redis.outage_s))
             call = lambda command: connection().call(command)  # noqa: E731 - not needed without chunks in Redis

@@ -8,10 +8,11 @@
 3. Hypotheses recompute the tokens in other ways, each a `verdict.Candidate`: `semantics` (another convention, unit or
    place of the numbers, through `conventions`), `sampled_tokens` (other ids, another sampling distribution),
    `versions` (other weights, moved labels, keys and values of other weights), `adapter` and `inference` (the head).
-4. `verdict` measures the gap under each candidate, judges which of them explain the baseline's gap, and decides.
+4. `verdict` measures the gap under each candidate, judges which of them explain the baseline's gap, and decides:
+   `yardstick` measures what the model's own rounding allows (`tolerance`), `confidence` how much the sample shows.
 
-`inference.compare_layers` compares engine and trainer layer by layer from captured hidden states, and
-`verdict.with_layers` adds that to a report. `gate` runs the check on a trainer's first batch and watches the gap from
-then on, `producers` that of each producer; neither imports the check itself. `logged_versions` provides the files of a
-run's policies; `report` holds the result and the text of every cause and needs no torch.
+`inference.compare_layers` compares engine and trainer layer by layer from captured hidden states, and `layer_verdict`
+adds that to a report. `gate` runs the check on a trainer's first batches (by `loaded`) and watches the gap from then
+on, `producers` that of each producer; neither imports the check itself. `logged_versions` provides the files of a run's
+policies; `report` holds the result and the text of every cause, and needs no torch.
 """

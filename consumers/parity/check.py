@@ -16,23 +16,31 @@ from torch import Tensor
 from penstock.consumers.learning.loss.diagnostics import MismatchSums, lag_buckets
 from penstock.consumers.learning.loss.importance import Correction
 from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
-from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.adapter import AdapterHypotheses
+from penstock.consumers.parity.confidence import Evidence
 from penstock.consumers.parity.inference import equal_contexts
 from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
-from penstock.consumers.parity.report import TOLERANCES, Gap, GapPoint, Hypothesis, LagRow, ParityReport, cause_of
+from penstock.consumers.parity.report import GapPoint, Hypothesis, LagRow, ParityReport, cause_of
 from penstock.consumers.parity.sample import Sample, read_sample
 from penstock.consumers.parity.sampled_tokens import check_tokenizer, retokenized
 from penstock.consumers.parity.semantics import SemanticHypotheses
-from penstock.consumers.parity.verdict import Candidate, ParityMeasurements, decide, gap_of, judge, quantile
+from penstock.consumers.parity.tolerance import Gap, Yardstick, tolerance_of
+from penstock.consumers.parity.verdict import (
+    Candidate,
+    JudgedHypothesis,
+    ParityMeasurements,
+    decide,
+    gap_of,
+    judge,
+    quantile,
+)
 from penstock.consumers.parity.versions import VersionHypotheses
+from penstock.consumers.parity.yardstick import measure_yardstick
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, split_version
 from penstock.schemas.rollout import EngineFingerprint, RolloutGroup
 
-GATE_TOKENS = 20_000
-"""Sampled tokens that the trainer's gate checks: about a second of its time."""
 NUM_POINTS = 4000
 """The most tokens in the pictures."""
 
@@ -47,6 +55,8 @@ def check_parity(
     device: torch.device | str = "cpu",
     max_tokens: int | None = None,
     loaded: LoadedPolicy | None = None,
+    yardstick: Yardstick | None = None,
+    evidence: Evidence | None = None,
 ) -> ParityReport:
     """Compares the recorded logprobs of `groups` with the trainer's, and names the cause of a difference.
 
@@ -65,6 +75,8 @@ def check_parity(
         device: of the model, unless `loaded` has one.
         max_tokens: the most sampled tokens checked, in groups spread evenly.
         loaded: a model in memory, which saves a load; it is left unchanged.
+        yardstick: the model's own, which is measured here otherwise.
+        evidence: of earlier batches, which count too; this one's is added.
 
     Raises:
         ParityError: there is nothing to compare: no tokens or logprobs, weights that are gone, a model or a tokenizer
@@ -77,15 +89,21 @@ def check_parity(
     sample = read_sample(groups, policies.vocabulary, policies.has, max_tokens)
     if tokenizer is not None:
         check_tokenizer(groups, tokenizer)
-    replay = Replay(sample, policies, config.trainer.tokens_per_microbatch)
+    budget = config.trainer.tokens_per_microbatch
+    if yardstick is None:
+        yardstick = measure_yardstick(sample, policies.model(int(sample.versions[0])), budget)
+    replay = Replay(sample, policies, budget, tolerance_of(yardstick, config.model.dtype))
     baseline = replay.logprobs(as_labelled(row) for row in sample.rows)
     notes = [*sample.notes, *_recipe_notes(groups, config)]
-    found = _measure(replay, baseline, tokenizer, config.engine.args.get("block_size"), notes)
+    evidence = Evidence() if evidence is None else evidence
+    evidence.add(sample, baseline)
+    found = _measure(replay, baseline, evidence, tokenizer, config.engine.args.get("block_size"), notes, yardstick)
     lags = _lags(sample, lag_of)
     return ParityReport(
         verdict=decide(found),
         dtype=config.model.dtype,
-        tolerance=TOLERANCES[config.model.dtype],
+        tolerance=replay.tolerance,
+        yardstick=yardstick,
         num_groups=sample.num_groups,
         num_rollouts=sample.num_rollouts,
         num_tokens=sample.num_tokens,
@@ -98,24 +116,18 @@ def check_parity(
     )
 
 
-def check_loaded(groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int) -> ParityReport:
-    """Checks groups that `model` sampled as `version`, as the trainer's gate does. If several ranks share the model,
-    each of them has to call it.
-
-    Raises:
-        ParityError: as `check_parity`, on every rank.
-    """
-    loaded = LoadedPolicy(version, model)
-    return check_parity(groups, config=config, weights=lambda _: None, max_tokens=GATE_TOKENS, loaded=loaded)
-
-
 def _measure(
-    replay: Replay, baseline: Tensor, tokenizer: Any, block_size: int | None, notes: list[str]
+    replay: Replay,
+    baseline: Tensor,
+    evidence: Evidence,
+    tokenizer: Any,
+    block_size: int | None,
+    notes: list[str],
+    yardstick: Yardstick | None,
 ) -> ParityMeasurements:
     """Tries the hypotheses and adds to `notes`."""
-    sample, dtype = replay.sample, replay.policies.dtype
-    gap = gap_of(sample.engine, baseline)
-    passing = TOLERANCES[dtype].allows(gap)
+    sample, dtype, tolerance = replay.sample, replay.policies.dtype, replay.tolerance
+    passing = tolerance.allows(gap_of(sample.engine, baseline))
     semantics = SemanticHypotheses(replay, baseline, passing)
     notes += semantics.notes
 
@@ -129,13 +141,21 @@ def _measure(
             yield from AdapterHypotheses(replay, baseline, replay.policies.lora).candidates()
         yield from VersionHypotheses(replay, baseline, block_size).candidates()
 
-    judged = [judge(each, sample.engine, baseline, dtype) for each in semantics.candidates()]
+    def judged_of(candidates: Iterator[Candidate]) -> list[JudgedHypothesis]:
+        noisy = dtype != "float32"
+        return [judge(each, sample.engine, baseline, tolerance, noisy=noisy) for each in candidates]
+
+    judged = judged_of(semantics.candidates())
     if not passing and not any(each.explains for each in judged):
-        judged += [judge(each, sample.engine, baseline, dtype) for each in tokens_and_weights()]
+        judged += judged_of(tokens_and_weights())
     contexts = equal_contexts(sample)
     return ParityMeasurements(
         dtype=dtype,
-        baseline=gap,
+        baseline=gap_of(torch.zeros(1).expand_as(evidence.differences), evidence.differences),
+        lower=evidence.lower(),
+        num_rollouts=evidence.num_rollouts,
+        tolerance=tolerance,
+        yardstick=yardstick,
         trainer_head=semantics.trainer_head,
         judged=tuple(sorted(judged, key=lambda each: each.hypothesis.layer != "semantics")),
         refused=_refused(sample),

@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
 import msgspec
 
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityError, ParityReport, Verdict
+from penstock.consumers.parity.report import REPORT_FILE, ParityError, ParityReport, Verdict
+from penstock.consumers.parity.tolerance import TOLERANCES, Tolerance, Yardstick
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.process.files import write_whole
@@ -24,6 +26,9 @@ WINDOW = 8
 SPREAD = 5.0
 """The alert's band, in multiples of the gap that the gate measured; at least a tenth of the tolerance, at most all."""
 
+MAX_BATCHES = 8
+"""If so many batches leave open whether the gap is beyond the tolerance, it is close to it, and the run goes on."""
+
 LagOf = Callable[[int], int]
 
 
@@ -31,9 +36,17 @@ class ParityRefusedError(RuntimeError):
     """Engine and trainer disagree, and `parity.gate` is "refuse". Nothing was trained on the batch."""
 
 
-Check = Callable[[Sequence[RolloutGroup], RunConfig, PackedModel, int], ParityReport]
-"""Checks groups against the loaded model, whose weights are of a version, as
-`penstock.consumers.parity.check.check_loaded` does. Raises ParityError."""
+class Checks(Protocol):
+    """Checks groups against the model in memory; see `penstock.consumers.parity.loaded.LoadedChecks`."""
+
+    yardstick: Yardstick | None
+
+    @property
+    def tolerance(self) -> Tolerance: ...
+
+    def measure(self, groups: Sequence[RolloutGroup], model: PackedModel) -> None: ...
+
+    def check(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int) -> ParityReport: ...
 
 
 class Gate:
@@ -41,25 +54,33 @@ class Gate:
 
     That is the first batch of a new run. An adapter, which has no effect at first, is checked again with the first
     batch that a trained one sampled. After a resume, batches sampled by older weights come first; they pass unchecked,
-    and the gate stays pending.
+    and the gate stays pending. So it does if a batch has a gap beyond the tolerance but not the rollouts to show it:
+    that batch is trained, and the next one's evidence is added, for `MAX_BATCHES` batches.
 
-    on_checked: called with the mean gap in nats once a batch is in parity. ranks: those that share the model.
+    The model's yardstick is measured on the first batch, whoever sampled it.
+
+    on_measured: called with the run's tolerance. on_checked: called with the mean gap in nats once a batch is in
+        parity. ranks: those that share the model.
     """
 
     def __init__(
         self,
         config: RunConfig,
         run_folder: Path,
-        check: Check,
+        checks: Checks,
+        on_measured: Callable[[Tolerance], None] = lambda tolerance: None,
         on_checked: Callable[[float], None] = lambda gap: None,
         ranks: Ranks | None = None,
     ) -> None:
         self._config = config
-        self._check = check
+        self._checks = checks
+        self._on_measured = on_measured
         self._ranks = Ranks() if ranks is None else ranks
         self._on_checked = on_checked
         self._file = run_folder / REPORT_FILE
         self.is_pending = config.parity.gate != "off"
+        self._is_measured = False
+        self._num_undecided = 0
         self._last_line = ""
 
     def check(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int, lag_of: LagOf) -> None:
@@ -75,6 +96,8 @@ class Gate:
             ParityRefusedError: `parity.gate` is "refuse", and engine and trainer disagree or the records cannot be
                 compared. The report is in `<run>/parity.json`.
         """
+        if not self._is_measured:
+            self._measure(groups, model)
         fresh = [group for each in groups if (group := at_lag_0(each, version, lag_of)) is not None]
         if not fresh:
             self._log_once(
@@ -86,7 +109,7 @@ class Gate:
         if problem and self._config.parity.gate == "refuse":
             self._write(report)
             raise ParityRefusedError(f'the parity gate refuses to train (parity.gate = "refuse"): {problem}')
-        if verdict.status == "unclear":
+        if verdict.status == "unclear" and not self._is_given_up(verdict):
             self._log_once(f"parity: {verdict.sentence}")
             return
         # At the base any use of the adapter is right.
@@ -95,19 +118,60 @@ class Gate:
         if verdict.status == "parity":
             log.info("%s (%.1f s)", verdict.sentence, report.seconds)
             self._on_checked(next(each.gap.mean for each in report.hypotheses if each.name == "processed"))
+        elif verdict.status == "unclear":
+            log.warning("parity: still undecided after %d batches, the run goes on: %s", MAX_BATCHES, verdict.sentence)
         else:
             log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', problem)
+
+    def _measure(self, groups: Sequence[RolloutGroup], model: PackedModel) -> None:
+        """Measures the yardstick on every rank."""
+        self._is_measured = True
+        self._ranks.order("yardstick", lambda _: (groups,))
+        self._ranks.phase = "gate"
+        self._checks.measure(groups, model)
+        if (yardstick := self._checks.yardstick) is None:
+            return
+        tolerance = self._checks.tolerance
+        log.info(
+            "yardstick: exact computations of this model differ by %.1e nats over %d tokens; a mean of %.1e is allowed",
+            yardstick.mean,
+            yardstick.num_tokens,
+            tolerance.mean,
+        )
+        self._on_measured(tolerance)
+
+    def _is_given_up(self, verdict: Verdict) -> bool:
+        """Counts an undecided batch; returns whether it was the last one."""
+        self._num_undecided += verdict.cause == "undecided"
+        return self._num_undecided >= MAX_BATCHES
 
     def _measured(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int) -> tuple[ParityReport, str]:
         """Returns the report on some groups and the reason to refuse them, "" if there is none."""
         self._ranks.order("gate", lambda _: (groups, version))
         self._ranks.phase = "gate"
         try:
-            report = self._check(groups, self._config, model, version)
+            report = self._checks.check(groups, model, version)
         except ParityError as error:
-            return _not_comparable(groups, self._config, str(error)), f"parity cannot be checked: {error}"
+            return self._not_comparable(groups, str(error)), f"parity cannot be checked: {error}"
         report = msgspec.structs.replace(report, gate=self._config.parity.gate, points=())
         return report, report.verdict.sentence if report.verdict.status == "mismatch" else ""
+
+    def _not_comparable(self, groups: Sequence[RolloutGroup], why: str) -> ParityReport:
+        """Returns the report of a check that could not be made."""
+        return ParityReport(
+            verdict=Verdict(
+                status="unclear",
+                cause="not comparable",
+                sentence=f"could not tell: {why}",
+                advice="look at what producers record",
+            ),
+            dtype=self._config.model.dtype,
+            tolerance=self._checks.tolerance,
+            num_groups=len(groups),
+            num_rollouts=sum(len(group.rollouts) for group in groups),
+            gate="refuse",
+            yardstick=self._checks.yardstick,
+        )
 
     def _write(self, report: ParityReport) -> None:
         write_whole(self._file, msgspec.json.format(msgspec.json.encode(report), indent=1))
@@ -122,16 +186,19 @@ class Gate:
 class Alert:
     """Watches the gap at lag 0, engine mismatch without drift, as a mean over the last `WINDOW` batches that have one.
 
-    It is raised while that is outside its band: the tolerance of `model.dtype` until `narrow` gets a measurement.
+    It is raised while that is outside its band: the least tolerance until `judge_by` gets the run's, and that until
+    `narrow` gets a measurement.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._tolerance = TOLERANCES[config.model.dtype].mean
-        self.band = self._tolerance
+        self._tolerance = self.band = TOLERANCES[config.model.dtype].mean
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self.gap = math.nan
         """The mean; NaN before the first."""
         self.is_raised = False
+
+    def judge_by(self, tolerance: Tolerance) -> None:
+        self._tolerance = self.band = tolerance.mean
 
     def narrow(self, gap: float) -> None:
         """Narrows the band to a multiple of the mean gap under parity, in nats."""
@@ -149,29 +216,12 @@ class Alert:
         self.is_raised = not self.is_raised
         if self.is_raised:
             log.warning(
-                "parity alert: mean |engine - trainer| at lag 0 is %.1e nats, %.0e is allowed; ask `penstock parity`",
+                "parity alert: mean |engine - trainer| at lag 0 is %.1e nats, %.1e is allowed; ask `penstock parity`",
                 gap,
                 self.band,
             )
         else:
             log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
-
-
-def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:
-    """Returns the report of a check that could not be made."""
-    return ParityReport(
-        verdict=Verdict(
-            status="unclear",
-            cause="not comparable",
-            sentence=f"could not tell: {why}",
-            advice="look at what producers record",
-        ),
-        dtype=config.model.dtype,
-        tolerance=TOLERANCES[config.model.dtype],
-        num_groups=len(groups),
-        num_rollouts=sum(len(group.rollouts) for group in groups),
-        gate="refuse",
-    )
 
 
 def at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE, selected_logprobs
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.replay import run_sequence
-from penstock.consumers.parity.report import AS_SERVED, Gap, LayerGap, ParityError
+from penstock.consumers.parity.report import AS_SERVED, LayerGap, ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
+from penstock.consumers.parity.tolerance import Gap
 from penstock.consumers.parity.verdict import NO_GAP, gap_of
 from penstock.schemas import hidden_states as names
 

@@ -4,9 +4,10 @@ The unit of evidence is a group: siblings share a prompt, a moment and a batch o
 independent. Its gap is that of its rows in which every token has lag 0, by the trainer's own forward pass: engine
 mismatch without drift. Groups with fewer than `MIN_TOKENS` such tokens are judged together with the producer's next.
 
-The rule: a producer instance whose last `NUM_JUDGED` judgements all lie outside the gate's band is quarantined. A sound
-producer of which one group in ten lies outside, far more than was ever measured, is quarantined by chance once in 10^8
-judgements; one whose groups are all outside is at its eighth.
+The rule: a producer instance whose last `NUM_JUDGED` judgements all lie outside the band, the mean that the gate allows
+by the model's own yardstick, is quarantined. It is the strictest lower end of an interval: that of the least judgement.
+A sound producer of which one group in ten lies outside, far more than was ever measured, is quarantined by chance once
+in 10^8 judgements; one whose groups are all outside is at its eighth.
 """
 
 import logging
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from penstock.consumers.learning.learner.step_report import RowGap
-from penstock.consumers.parity.report import TOLERANCES
+from penstock.consumers.parity.tolerance import TOLERANCES, Tolerance
 from penstock.schemas.config import RunConfig
 from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import RolloutGroup
@@ -49,13 +50,19 @@ class _Instance:
 
 
 class ProducerGaps:
-    """Judges every producer instance by the gaps of its groups. With `parity.gate` = "off" it measures only."""
+    """Judges every producer instance by the gaps of its groups. With `parity.gate` = "off" it measures only.
+
+    band: the mean gap that is allowed, in nats; the least one until `judge_by` gets the run's.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._judges = config.parity.gate != "off"
-        self._band = TOLERANCES[config.model.dtype].mean
+        self.band = TOLERANCES[config.model.dtype].mean
         self._min_tokens = MIN_TOKENS[config.model.dtype]
         self._instances: dict[str, _Instance] = {}
+
+    def judge_by(self, tolerance: Tolerance) -> None:
+        self.band = tolerance.mean
 
     def observe(self, groups: Iterable[RolloutGroup], gaps: Mapping[int, RowGap]) -> dict[str, ProducerParity]:
         """Takes the gaps of settled groups, by index, each group once; returns the instances to quarantine. A group of
@@ -82,7 +89,7 @@ class ProducerGaps:
             return False
         instance.judged.append(instance.waiting)
         instance.waiting = RowGap()
-        if len(instance.judged) < NUM_JUDGED or any(judged.mean <= self._band for judged in instance.judged):
+        if len(instance.judged) < NUM_JUDGED or any(judged.mean <= self.band for judged in instance.judged):
             return False
         is_first, instance.is_reported = not instance.is_reported, True
         return is_first and self._judges
@@ -90,7 +97,7 @@ class ProducerGaps:
     def _quarantine(self, instance: _Instance) -> ProducerParity:
         finding = instance.parity
         reason = (
-            f"mean |engine - trainer| of each of its last {NUM_JUDGED} groups is above {self._band:.0e} nats, "
-            f"{finding.gap:.1e} over all of them; ask `penstock parity`"
+            f"mean |engine - trainer| of each of its last {NUM_JUDGED} groups is above {self.band:.1e} nats,"
+            f" the most that is allowed: {finding.gap:.1e} over all of them; ask `penstock parity`"
         )
         return replace(finding, quarantined_s=time.time(), reason=reason)

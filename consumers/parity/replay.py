@@ -23,6 +23,7 @@ from penstock.consumers.learning.model.lora import adapter_share
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
+from penstock.consumers.parity.tolerance import TOLERANCES, Tolerance
 from penstock.schemas.config import ConfigError, RunConfig
 
 _CONFIG = "config.json"
@@ -198,10 +199,11 @@ def as_labelled(row: SampleRow, versions: np.ndarray | None = None) -> ReplayPla
 
 
 class Replay:
-    """Runs plans over the rows of a sample. `budget`: tokens of one forward pass."""
+    """Runs plans over the rows of a sample. budget: tokens of one forward pass. tolerance: default: the least."""
 
-    def __init__(self, sample: Sample, policies: PolicyStore, budget: int) -> None:
+    def __init__(self, sample: Sample, policies: PolicyStore, budget: int, tolerance: Tolerance | None = None) -> None:
         self.sample, self.policies = sample, policies
+        self.tolerance = TOLERANCES[policies.dtype] if tolerance is None else tolerance
         self._budget, self._device = budget, policies.device
 
     @torch.no_grad()

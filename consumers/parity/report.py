@@ -1,4 +1,4 @@
-"""The result of the parity check: structs that are written as JSON, tolerances, and the causes it can name.
+"""The result of the parity check: structs that are written as JSON, and the causes it can name.
 
 Needs neither torch nor a model, so that code that prints or draws a report can import it.
 """
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+
+from penstock.consumers.parity.tolerance import Gap, Tolerance, Yardstick
 
 REPORT_FILE = "parity.json"
 """In the run's folder."""
@@ -20,45 +22,6 @@ EXIT_STATUS: dict[Status, int] = {"parity": 0, "mismatch": 1, "unclear": 2}
 
 class ParityError(ValueError):
     """The check cannot be made; the message says what is missing and what was expected."""
-
-
-class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """|engine - trainer| over some tokens, in nats; NaN over none."""
-
-    num_tokens: int
-    mean: float
-    p99: float
-    max: float
-    chi2: float
-    ess_fraction: float
-
-
-class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest gap that counts as parity; for `ess_fraction` the smallest value."""
-
-    mean: float
-    p99: float
-    max: float | None
-    chi2: float | None = None
-    ess_fraction: float | None = None
-
-    def allows(self, gap: Gap) -> bool:
-        """Returns whether `gap` counts as parity; False over no tokens."""
-        return (
-            gap.num_tokens > 0
-            and gap.mean <= self.mean
-            and gap.p99 <= self.p99
-            and (self.max is None or gap.max <= self.max)
-            and (self.chi2 is None or gap.chi2 <= self.chi2)
-            and (self.ess_fraction is None or gap.ess_fraction >= self.ess_fraction)
-        )
-
-
-TOLERANCES = {
-    "float32": Tolerance(mean=1e-5, p99=5e-5, max=1e-4),
-    "bfloat16": Tolerance(mean=5e-2, p99=0.2, max=None, chi2=5e-3, ess_fraction=0.995),
-}
-"""By `model.dtype`. In bfloat16 they find large faults only: body noise hides small ones, which float32 shows."""
 
 
 class Hypothesis(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +97,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check.
 
+    tolerance: the one that decided, with `yardstick`, the model's own; None if it could not be measured.
     versions: the replayed policy versions.
     notes: engine settings that depart from the parity recipe, rows left out and why, checks that were not made.
     gate: the setting of `parity.gate` for the trainer's own check; empty for a check on request.
@@ -153,6 +117,7 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     gate: Literal["", "refuse", "warn"] = ""
+    yardstick: Yardstick | None = None
 
 
 @dataclass(frozen=True)
@@ -315,6 +280,12 @@ INFERENCE = {
         "between it and a plain head on the same hidden states",
         "the trainer must take logprobs from penstock.consumers.learning.model.head.selected_logprobs and leave "
         'torch\'s float32 matmul precision at "highest"',
+    ),
+    "trainer-pass": Cause(
+        "the trainer's packed pass against transformers' own",
+        "the trainer's pass over packed rows does not compute this model",
+        "between it and transformers' own attention on the same rows",
+        "report it: the model cannot be trained over packed rows of this length",
     ),
     "engine-spread": Cause(
         "the engine against itself on equal contexts",

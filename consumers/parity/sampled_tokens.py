@@ -23,8 +23,9 @@ from torch import Tensor
 from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE
 from penstock.consumers.parity.conventions import chunks, plain_logits
 from penstock.consumers.parity.replay import Replay, run_sequence
-from penstock.consumers.parity.report import TOLERANCES, ParityError
+from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import SampleRow
+from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.consumers.parity.verdict import Candidate
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup

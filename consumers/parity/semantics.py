@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock.consumers.parity.conventions import CONVENTIONS, Convention, at_temperatures, under_conventions
 from penstock.consumers.parity.replay import Replay
-from penstock.consumers.parity.report import TOLERANCES, Gap
 from penstock.consumers.parity.sample import Sample, SampleRow, evenly_and_worst
 from penstock.consumers.parity.sampled_tokens import fits_better, fitted_temperatures, sampling_test
+from penstock.consumers.parity.tolerance import Gap
 from penstock.consumers.parity.verdict import Candidate, gap_of
 
 MAX_TOKENS = 8192
@@ -118,7 +118,7 @@ class SemanticHypotheses:
 
         If the sample as a whole passes, only the groups of such rows count.
         """
-        sample, tolerance = self._sample, TOLERANCES[self._replay.policies.dtype]
+        sample, tolerance = self._sample, self._replay.tolerance
         found, moved = self._baseline.clone(), []
         noisy = tolerance.max is None
         allowed = _FAR * tolerance.mean if noisy else tolerance.mean

@@ -2,24 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
-import msgspec
 import torch
 from torch import Tensor
 
 from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
-from penstock.consumers.parity.report import (
-    AS_SERVED,
-    TOLERANCES,
-    Gap,
-    Hypothesis,
-    LayerGap,
-    ParityReport,
-    Tolerance,
-    Verdict,
-    cause_of,
-    layer_of,
-)
+from penstock.consumers.parity.confidence import MIN_ROLLOUTS
+from penstock.consumers.parity.report import Hypothesis, Verdict, cause_of, layer_of
+from penstock.consumers.parity.tolerance import TOLERANCES, YARDSTICKS, Excess, Gap, Tolerance, Yardstick
 
 MIN_TOKENS = 16
 """With fewer tokens to compare the verdict is "unclear"."""
@@ -96,10 +87,13 @@ class JudgedHypothesis:
     detail: str = ""
 
 
-def judge(candidate: Candidate, engine: Tensor, baseline: Tensor, dtype: str) -> JudgedHypothesis:
+def judge(
+    candidate: Candidate, engine: Tensor, baseline: Tensor, tolerance: Tolerance, *, noisy: bool
+) -> JudgedHypothesis:
     """Measures a candidate and decides whether it explains the gap.
 
-    engine, baseline: [M] float64, the recorded logprobs and the trainer's.
+    engine, baseline: [M] float64, the recorded logprobs and the trainer's. noisy: as in bfloat16, both gaps may be
+        within the tolerance and yet tell the hypotheses apart.
     """
     meant = engine if candidate.engine is None else candidate.engine
     engine = torch.where(candidate.trainer.isnan() | meant.isnan(), torch.nan, engine)
@@ -107,8 +101,17 @@ def judge(candidate: Candidate, engine: Tensor, baseline: Tensor, dtype: str) ->
     trimmed = _without_worst(meant, candidate.trainer, candidate.flips) if candidate.flips else gap
     explains = (
         candidate.possible
-        and TOLERANCES[dtype].allows(trimmed)
-        and (candidate.certain or _is_better(trimmed, before, meant - candidate.trainer, engine - baseline, dtype))
+        and tolerance.allows(trimmed)
+        and (candidate.certain or trimmed.mean <= _BETTER * before.mean)
+        # In float32 a gap within the tolerance needs no explanation: rounding alone may make one of two the closer one.
+        and (
+            candidate.certain
+            or (
+                _z(meant - candidate.trainer, engine - baseline, _CLEARLY_OFF * tolerance.mean) >= _MIN_Z
+                if noisy
+                else not tolerance.allows(before)
+            )
+        )
     )
     hypothesis = Hypothesis(
         layer=layer_of(candidate.name),
@@ -131,19 +134,11 @@ def _without_worst(engine: Tensor, trainer: Tensor, share: float) -> Gap:
     return gap_of(torch.where(size <= limit, engine, torch.nan), trainer)
 
 
-def _is_better(gap: Gap, before: Gap, left: Tensor, removed: Tensor, dtype: str) -> bool:
-    if gap.mean > _BETTER * before.mean:
-        return False
-    # In float32 a gap within the tolerance needs no explanation: rounding alone may make one of two the closer one.
-    return not TOLERANCES[dtype].allows(before) if dtype == "float32" else _z(left, removed) >= _MIN_Z
-
-
-def _z(left: Tensor, removed: Tensor) -> float:
+def _z(left: Tensor, removed: Tensor, cut: float) -> float:
     """Returns by how many standard errors the mean size of `left` is below that of `removed`.
 
-    Sizes are clamped at a clear gap: otherwise a few far tokens decide both the mean and its error.
+    Sizes are clamped at a clear gap, `cut`: otherwise a few far tokens decide both the mean and its error.
     """
-    cut = _CLEARLY_OFF * TOLERANCES["bfloat16"].mean
     better = removed.abs().clamp(max=cut) - left.abs().clamp(max=cut)
     better = better[~better.isnan()]
     spread = float(better.std()) if len(better) > 1 else 0.0
@@ -154,7 +149,10 @@ def _z(left: Tensor, removed: Tensor) -> float:
 class ParityMeasurements:
     """The input of `decide`.
 
-    baseline: the recorded logprobs against the trainer's, all tokens.
+    baseline: the recorded logprobs against the trainer's, all tokens, with those of earlier batches.
+    lower: the lower ends of the baseline's figures; None if there are too few rollouts.
+    num_rollouts: of the baseline.
+    tolerance, yardstick: as in `ParityReport`.
     trainer_head: the trainer's logprobs against a plain head in float64 on the same hidden states.
     judged: semantics first.
     refused: the cause for which the trainer refuses such records however well they fit; empty if it accepts them.
@@ -165,7 +163,11 @@ class ParityMeasurements:
 
     dtype: str
     baseline: Gap
+    lower: Gap | None
+    num_rollouts: int
+    tolerance: Tolerance
     trainer_head: Gap
+    yardstick: Yardstick | None = None
     judged: tuple[JudgedHypothesis, ...] = ()
     refused: str = ""
     engine_head: str = ""
@@ -174,9 +176,12 @@ class ParityMeasurements:
 
 
 def decide(found: ParityMeasurements) -> Verdict:
-    """Returns the verdict by the first of these that holds: too few tokens; the trainer's own head is off; a hypothesis
-    explains the gap (semantics before inference); evidence that needs no gap; no explanation."""
-    baseline, tolerance = found.baseline, TOLERANCES[found.dtype]
+    """Returns the verdict by the first of these that holds: too few tokens; the trainer's own pass or head is off; a
+    hypothesis explains the gap (semantics before inference); evidence that needs no gap; no explanation.
+
+    A gap without explanation is a mismatch if its lower end is beyond the tolerance, and undecided if only the gap is.
+    """
+    baseline, tolerance = found.baseline, found.tolerance
     if baseline.num_tokens < MIN_TOKENS:
         return Verdict(
             status="unclear",
@@ -184,37 +189,57 @@ def decide(found: ParityMeasurements) -> Verdict:
             sentence=f"could not tell: {baseline.num_tokens} tokens to compare, at least {MIN_TOKENS} are needed",
             advice="check more rollouts",
         )
-    if not TOLERANCES["float32"].allows(found.trainer_head):
-        return _mismatch("trainer-head", baseline, found.trainer_head)
-    best = _explanation(found.judged)
+    if found.yardstick is not None and (excess := found.yardstick.packed_excess(found.dtype)) is not None:
+        return _mismatch("trainer-pass", baseline, found.yardstick.packed, excess=excess)
+    if (excess := TOLERANCES["float32"].excess(found.trainer_head)) is not None:
+        return _mismatch("trainer-head", baseline, found.trainer_head.mean, excess=excess)
+    best, excess = _explanation(found.judged), tolerance.excess(baseline)
     if best is not None:
-        return _mismatch(best.hypothesis.name, best.baseline, best.hypothesis.gap, best.detail)
-    is_within = tolerance.allows(baseline)
-    if is_within and found.refused:
+        return _mismatch(
+            best.hypothesis.name, best.baseline, best.hypothesis.gap.mean, best.detail, tolerance.excess(best.baseline)
+        )
+    if excess is None and found.refused:
         return _mismatch(found.refused, baseline)
     if found.engine_head:
-        return _mismatch("engine-head", baseline, detail=found.engine_head)
-    if is_within and found.sampling:
+        return _mismatch("engine-head", baseline, detail=found.engine_head, excess=excess)
+    if excess is None and found.sampling:
         return _mismatch("sampling", baseline, detail=found.sampling)
-    if not is_within and _is_own_noise(found.spread, baseline, tolerance):
-        return _mismatch("engine-spread", baseline, found.spread)
-    if not is_within:
-        return _mismatch("unexplained", baseline)
-    return Verdict(
-        status="parity",
-        cause="parity",
-        sentence=f"parity: mean |engine - trainer| is {baseline.mean:.1e} nats over {baseline.num_tokens:,} tokens "
-        f"(p99 {baseline.p99:.1e}, max {baseline.max:.1e}; {found.dtype} allows a mean of {tolerance.mean:.0e})",
+    if excess is None:
+        return Verdict(status="parity", cause="parity", sentence=_parity(found))
+    shown = found.lower and tolerance.excess(found.lower)
+    if shown is None:
+        return _undecided(found, excess)
+    excess = shown._replace(value=getattr(baseline, shown.figure))
+    if _is_own_noise(found.spread, baseline, tolerance):
+        return _mismatch("engine-spread", baseline, found.spread.mean, excess=excess)
+    return _mismatch("unexplained", baseline, excess=excess, lower=shown.value)
+
+
+def _parity(found: ParityMeasurements) -> str:
+    baseline, allowed = found.baseline, f"{found.tolerance.mean:.1e} is allowed in the mean"
+    if found.tolerance != TOLERANCES[found.dtype] and found.yardstick is not None:
+        times = YARDSTICKS[found.dtype]
+        allowed += f", {times:.0f} times what exact computations of this model differ by in {found.dtype}"
+    return (
+        f"parity: mean |engine - trainer| is {baseline.mean:.1e} nats over {baseline.num_tokens:,} tokens "
+        f"(p99 {baseline.p99:.1e}, max {baseline.max:.1e}; {allowed})"
     )
 
 
-def with_layers(report: ParityReport, layers: tuple[LayerGap, ...]) -> ParityReport:
-    """Returns the report with a comparison layer by layer. Its verdict names the first layer that is off unless a
-    hypothesis explains the gap."""
-    verdict, worst = report.verdict, next((layer for layer in layers if layer.is_off), None)
-    if verdict.cause in ("parity", "unexplained") and worst is not None:
-        verdict = _of_layer(worst, next(each.gap for each in report.hypotheses if each.name == "processed"))
-    return msgspec.structs.replace(report, layers=layers, verdict=verdict)
+def _undecided(found: ParityMeasurements, excess: Excess) -> Verdict:
+    if found.lower is None:
+        why = f"{found.num_rollouts} rollouts, at least {MIN_ROLLOUTS} are needed"
+    else:
+        why = (
+            f"{found.baseline.num_tokens:,} tokens of {found.num_rollouts} rollouts, by which it may be as small as "
+            f"{getattr(found.lower, excess.figure):.1e}"
+        )
+    return Verdict(
+        status="unclear",
+        cause="undecided",
+        sentence=f"could not tell: |engine - trainer| has a {excess}, but over {why}",
+        advice="check more rollouts",
+    )
 
 
 def _explanation(judged: tuple[JudgedHypothesis, ...]) -> JudgedHypothesis | None:
@@ -227,56 +252,30 @@ def _explanation(judged: tuple[JudgedHypothesis, ...]) -> JudgedHypothesis | Non
     return next(each for each in same if each.hypothesis.gap.mean <= _DISTINCT * best)
 
 
-def _is_own_noise(spread: Gap | None, baseline: Gap, tolerance: Tolerance) -> bool:
+def _is_own_noise(spread: Gap | None, baseline: Gap, tolerance: Tolerance) -> TypeGuard[Gap]:
     """Returns whether the engine's disagreement with itself is too large, and a large part of the gap."""
     if spread is None or not spread.num_tokens or tolerance.allows(spread):
         return False
     return spread.mean >= _OWN_NOISE * baseline.mean
 
 
-_LAYER_SAYS = {
-    "embedding": (
-        "the embedding is another one in the engine",
-        "compare the weights of embed_tokens in engine and trainer, and how the model scales them",
-    ),
-    "head": (
-        "the head computes something else in the engine; the whole body agrees",
-        'set engine.head_dtype = "float32" (vLLM: hf_overrides={"head_dtype": "float32"}), then compare the weights of '
-        "lm_head, or of embed_tokens where they are tied",
-    ),
-    AS_SERVED: (
-        "the engine serves another hidden state than it computes step by step; each part of it agrees with the trainer",
-        "the compiled model differs from the eager one: look at what it fuses (vLLM: compilation_config), or set "
-        "engine.args = {enforce_eager = true}",
-    ),
-}
-"""What is wrong and what to do, for the parts that are not layers of the body."""
-
-
-def _of_layer(layer: LayerGap, baseline: Gap) -> Verdict:
-    opening, advice = _LAYER_SAYS.get(
-        layer.name,
-        (
-            f"{layer.name} computes something else in the engine",
-            f"compare the engine's implementation and settings of {layer.name} with the model's config.json "
-            "(rope_parameters, norm epsilon, activation); every layer before it agrees",
-        ),
-    )
-    under = "against the one it recorded" if layer.name == AS_SERVED else "on equal input"
-    return Verdict(
-        status="mismatch",
-        cause="layer",
-        sentence=f"{opening}: relative error {layer.error:.1e} {under}, {layer.allowed:.1e} is allowed; residual "
-        f"{baseline.mean:.1e} as processed",
-        advice=advice,
-    )
-
-
-def _mismatch(name: str, baseline: Gap, gap: Gap | None = None, detail: str = "") -> Verdict:
+def _mismatch(
+    name: str,
+    baseline: Gap,
+    mean: float | None = None,
+    detail: str = "",
+    excess: Excess | None = None,
+    lower: float | None = None,
+) -> Verdict:
+    """Returns a mismatch. mean: the gap under the cause. excess: the figure and the bound that decided, with its lower
+    end."""
     cause = cause_of(name)
     residuals = f"residual {baseline.mean:.1e} as processed"
-    if gap is not None:
-        residuals += f", {gap.mean:.1e} {cause.residual}"
+    if mean is not None:
+        residuals += f", {mean:.1e} {cause.residual}"
+    if excess is not None:
+        least = "" if lower is None else f", at least {lower:.1e}"
+        residuals += f" ({excess.figure} {excess.value:.1e}{least}; {excess.bound:.1e} is allowed)"
     return Verdict(
         status="mismatch",
         cause=name,

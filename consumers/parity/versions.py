@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled, whole
-from penstock.consumers.parity.report import TOLERANCES, Gap
 from penstock.consumers.parity.sample import SampleRow, evenly, evenly_and_worst
+from penstock.consumers.parity.tolerance import Gap
 from penstock.consumers.parity.verdict import Candidate, gap_of
 
 TOKENS_PER_VERSION = 512
@@ -36,7 +36,7 @@ class VersionHypotheses:
     def __init__(self, replay: Replay, baseline: Tensor, block_size: int | None) -> None:
         self._replay, self._sample, self._baseline = replay, replay.sample, baseline
         self._blocks = (block_size,) if block_size else _BLOCKS
-        self._tolerance = TOLERANCES[replay.policies.dtype]
+        self._tolerance = replay.tolerance
         self._near: dict[int, list[tuple[int, int]]] = {}
 
     def candidates(self) -> Iterator[Candidate]:

@@ -225,8 +225,8 @@ def _check(opened: _Opened, options: ParityOptions, say: "Say") -> int:
 
 def _with_layers(report: "ParityReport", found: "ParityInput", capture: Path, device: object) -> "ParityReport":
     from penstock.consumers.parity.inference import captured_version, compare_layers
+    from penstock.consumers.parity.layer_verdict import with_layers
     from penstock.consumers.parity.replay import PolicyStore
-    from penstock.consumers.parity.verdict import with_layers
 
     try:
         model = PolicyStore(found.config, found.weights, device).model(captured_version(capture))  # type: ignore[arg-type]

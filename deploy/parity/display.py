@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.consumers.parity.report import Gap, ParityReport, Status, Verdict
+from penstock.consumers.parity.report import ParityReport, Status, Verdict
+from penstock.consumers.parity.tolerance import Gap
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
 from penstock.schemas.metrics import LAG_LABELS, lag_label

@@ -11,7 +11,8 @@ import msgspec
 import redis
 
 from penstock.consumers.parity.logged_versions import LoggedVersions, WeightVersions
-from penstock.consumers.parity.report import TOLERANCES, ParityError
+from penstock.consumers.parity.report import ParityError
+from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.consumers.stream.scripts import announced_of, forks_of
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.parity.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file

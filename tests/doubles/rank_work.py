@@ -22,8 +22,8 @@ from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.observe.record import Taken, records_of
-from penstock.consumers.parity.check import check_loaded
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
+from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
@@ -161,17 +161,23 @@ def check_gate(
     """Returns the gate's refusal of each batch, or an empty text; writes its reports to folders of their names."""
     learner = Learner(config, ranks)
     if not ranks.is_lead:
+        checks = LoadedChecks(config)
+
+        def yardstick(groups: list[RolloutGroup]) -> None:
+            checks.measure(groups, learner.model)
 
         def gate(groups: list[RolloutGroup], version: int) -> None:
             with suppress(ParityError):
-                check_loaded(groups, config, learner.model, version)
+                checks.check(groups, learner.model, version)
 
-        follow_to_the_end(ranks, {"gate": gate})
+        follow_to_the_end(ranks, {"yardstick": yardstick, "gate": gate})
         return None
     said = {}
     for name, groups in batches.items():
         try:
-            Gate(config, folder / name, check_loaded, ranks=ranks).check(groups, learner.model, 0, LagTable(0, {}, {}))
+            Gate(config, folder / name, LoadedChecks(config), ranks=ranks).check(
+                groups, learner.model, 0, LagTable(0, {}, {})
+            )
             said[name] = ""
         except ParityRefusedError as error:
             said[name] = str(error)

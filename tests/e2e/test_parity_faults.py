@@ -9,8 +9,8 @@ import pytest_asyncio
 
 import probed_engine
 from parity_faults import LabelsOnly, bfloat16_head
-from penstock.consumers.parity.report import TOLERANCES
-from penstock.consumers.parity.verdict import with_layers
+from penstock.consumers.parity.layer_verdict import with_layers
+from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.producers.rollout.probe import batch_dependence
 from penstock.schemas.rollout import (
     Rollout,

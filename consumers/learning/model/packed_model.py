@@ -164,12 +164,12 @@ class PackedModel:
         return self.scaled(hidden), head
 
     def run(
-        self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention
+        self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention | None
     ) -> tuple[Tensor, Tensor]:
-        """Runs the body over [N] tokens in any layout; returns the hidden states before `scaled`, and the head.
+        """Runs the body over [N] tokens; returns the hidden states before `scaled`, and the head.
 
         If several ranks share the model, every rank must run it, on any tokens, and the head is valid until the next
-        run.
+        run. layout: None while the model attends by transformers' own attention.
         """
         arguments = {
             "input_ids": token_ids[None],

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from parity_bench import COLD, ParityBench, groups_of, prompts
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.model.packed_model import PackedModel
-from penstock.consumers.parity.check import check_loaded, check_parity
+from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
+from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.consumers.parity.report import ParityReport
 from penstock.schemas.adapter import adapter_shapes, parse_name, tensor_name
 from penstock.schemas.config import LoraConfig
@@ -98,7 +99,7 @@ def test_a_fault_of_an_adapter_is_named(adapters: AdapterBench, cause: str, serv
 def test_the_gate_looks_again_once_the_adapter_is_something(adapters: AdapterBench, tmp_path: Path) -> None:
     config = configuration(adapters.bench.folder, lora=LORA)
     model = PackedModel(str(adapters.bench.folder), "float32", torch.device("cpu"), lora=LORA)
-    gate = Gate(config, tmp_path, check_loaded)
+    gate = Gate(config, tmp_path, LoadedChecks(config))
 
     def sampled(engine: TransformersEngine, version: int) -> list:
         return groups_of(engine.generate(prompts(3, 6), 4, 12, version=version, sampling=COLD, seed=1))

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import torch
 from parity_bench import ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.model.packed_model import PackedModel
-from penstock.consumers.parity.check import check_loaded
-from penstock.consumers.parity.gate import Alert, Gate, ParityRefusedError
+from penstock.consumers.parity.gate import MAX_BATCHES, Alert, Gate, ParityRefusedError
+from penstock.consumers.parity.loaded import LoadedChecks
+from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.schemas.config import ModelConfig, ParityConfig, RunConfig
 from penstock.schemas.policy import make_version
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
@@ -72,8 +74,12 @@ def report_in(folder: Path) -> dict:
 AT_0 = LagTable(0, {}, {})
 
 
+def open_gate(config: RunConfig, folder: Path, **calls) -> Gate:
+    return Gate(config, folder, LoadedChecks(config), **calls)
+
+
 def test_a_sound_batch_opens_the_gate_and_leaves_a_report(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench), tmp_path, check_loaded)
+    gate = open_gate(config_of(bench), tmp_path)
     assert gate.is_pending
     gate.check(sound, model, 0, AT_0)
     assert not gate.is_pending
@@ -86,7 +92,7 @@ def test_a_mismatch_is_refused_with_what_is_wrong_and_the_model_is_left_as_it_is
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     modes = [module.training for module in model.module.modules()]
     with pytest.raises(ParityRefusedError, match=r'parity.gate = "refuse"\): these are logarithms to base 2'):
-        Gate(config_of(bench), tmp_path, check_loaded).check(in_base_2(sound), model, 0, AT_0)
+        open_gate(config_of(bench), tmp_path).check(in_base_2(sound), model, 0, AT_0)
     assert report_in(tmp_path)["verdict"]["cause"] == "log2"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
     assert [module.training for module in model.module.modules()] == modes
@@ -94,21 +100,62 @@ def test_a_mismatch_is_refused_with_what_is_wrong_and_the_model_is_left_as_it_is
 
 
 def test_a_warning_lets_the_run_go_on(bench, model, sound, tmp_path, caplog):
-    gate = Gate(config_of(bench, "warn"), tmp_path, check_loaded)
+    gate = open_gate(config_of(bench, "warn"), tmp_path)
     gate.check(in_base_2(sound), model, 0, AT_0)
     assert not gate.is_pending
     assert "engine and trainer disagree, trained all the same" in caplog.text and "base 2" in caplog.text
     assert report_in(tmp_path)["gate"] == "warn"
 
 
+def one_off(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Returns the groups with one rollout of the first far off."""
+    first = with_logprobs(groups[:1], lambda siblings: [[b - 1.0 for b in siblings[0]], *siblings[1:]])
+    return [*first, *groups[1:]]
+
+
+def test_an_undecided_batch_is_trained_and_the_next_ones_add_their_evidence(bench, model, sound, tmp_path, caplog):
+    """One rollout of 16 shows nothing, four of 64 do."""
+    gate = open_gate(config_of(bench), tmp_path, on_checked=pytest.fail)
+    for _ in range(3):
+        gate.check(one_off(sound), model, 0, AT_0)
+        assert gate.is_pending
+    assert re.search(
+        r"could not tell: .* has a mean 6\.\de-02, 1\.0e-05 is allowed, but over 160 tokens of 16 ro", caplog.text
+    )
+    with pytest.raises(ParityRefusedError, match=r"no hypothesis explains it: .*1\.0e-0\d is allowed"):
+        for _ in range(MAX_BATCHES):
+            gate.check(one_off(sound), model, 0, AT_0)
+    assert report_in(tmp_path)["verdict"]["cause"] == "unexplained"
+
+
+def test_a_gate_that_stays_undecided_lets_the_run_go_on_with_a_warning(bench, model, sound, tmp_path, caplog):
+    gate = open_gate(config_of(bench), tmp_path, on_checked=pytest.fail)
+    for batch in range(MAX_BATCHES):
+        assert gate.is_pending
+        gate.check(sound if batch else one_off(sound), model, 0, AT_0)
+    assert not gate.is_pending and report_in(tmp_path)["verdict"]["cause"] == "undecided"
+    assert f"parity: still undecided after {MAX_BATCHES} batches, the run goes on: could not tell" in caplog.text
+
+
+def test_the_yardstick_is_measured_on_the_first_rows_whoever_sampled_them(bench, model, sound, tmp_path):
+    measured = []
+    gate = open_gate(config_of(bench), tmp_path, on_measured=measured.append)
+    gate.check(labelled(sound, 1), model, 2, LagTable(2, {}, {}))
+    gate.check(labelled(sound, 2), model, 2, LagTable(2, {}, {}))
+    assert measured == [TOLERANCES["float32"]], "a small model's is far below the least tolerance"
+    yardstick = report_in(tmp_path)["yardstick"]
+    assert 0 < yardstick["transformers"] < 1e-6 and 0 < yardstick["packed"] < 1e-6
+    assert yardstick["num_tokens"] == 4 * 4 * 10
+
+
 def test_a_gate_that_is_off_is_not_pending(bench, tmp_path):
-    assert not Gate(config_of(bench, "off"), tmp_path, check_loaded).is_pending
+    assert not open_gate(config_of(bench, "off"), tmp_path).is_pending
 
 
 def test_the_gate_waits_for_tokens_of_the_trainer_s_present_weights(bench, model, sound, tmp_path, caplog):
     """Older ones say nothing of the present weights: the model in memory is the only one that it has."""
     caplog.set_level(logging.INFO)
-    gate = Gate(config_of(bench), tmp_path, check_loaded)
+    gate = open_gate(config_of(bench), tmp_path)
     at_2 = LagTable(2, {}, {})
     for _ in range(3):
         gate.check(in_base_2(labelled(sound, 1)), model, 2, at_2)
@@ -118,21 +165,21 @@ def test_the_gate_waits_for_tokens_of_the_trainer_s_present_weights(bench, model
 
 
 def test_after_a_resume_the_checkpoint_s_policy_stands_for_the_same_weights(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench), tmp_path, check_loaded)
+    gate = open_gate(config_of(bench), tmp_path)
     resumed = make_version(1, 0)
     gate.check(labelled(sound, 7), model, resumed, LagTable(resumed, {1: 7}, {0: 9}))
     assert not gate.is_pending and report_in(tmp_path)["versions"] == [resumed]
 
 
 def test_tokens_of_no_known_policy_are_left_aside(bench, model, sound, tmp_path):
-    gate = Gate(config_of(bench), tmp_path, check_loaded)
+    gate = open_gate(config_of(bench), tmp_path)
     gate.check([*labelled(in_base_2(sound[:1]), -1), *labelled(in_base_2(sound[1:2]), 5), *sound[2:]], model, 0, AT_0)
     assert not gate.is_pending and report_in(tmp_path)["num_groups"] == 2
 
 
 def test_a_batch_too_small_to_tell_leaves_the_gate_shut_but_not_the_run(bench, model, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    gate = Gate(config_of(bench), tmp_path, check_loaded)
+    gate = open_gate(config_of(bench), tmp_path)
     gate.check(in_base_2(groups_of(bench.engine().generate(prompts(1, 5), 2, 3), WARM)), model, 0, AT_0)
     assert gate.is_pending and "could not tell" in caplog.text
 
@@ -140,14 +187,14 @@ def test_a_batch_too_small_to_tell_leaves_the_gate_shut_but_not_the_run(bench, m
 def test_records_that_cannot_be_compared_are_refused(bench, model, sound, tmp_path):
     wordless = with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings])
     with pytest.raises(ParityRefusedError, match="parity cannot be checked: every behavior_logprob is 0"):
-        Gate(config_of(bench), tmp_path, check_loaded).check(wordless, model, 0, AT_0)
+        open_gate(config_of(bench), tmp_path).check(wordless, model, 0, AT_0)
     report = report_in(tmp_path)
     assert (report["verdict"]["status"], report["gate"], report["num_rollouts"]) == ("unclear", "refuse", 16)
     assert "every behavior_logprob is 0" in report["verdict"]["sentence"]
 
 
 def test_records_that_cannot_be_compared_are_warned_of_and_the_gate_waits(bench, model, sound, tmp_path, caplog):
-    gate = Gate(config_of(bench, "warn"), tmp_path, check_loaded)
+    gate = open_gate(config_of(bench, "warn"), tmp_path)
     for _ in range(2):
         gate.check(with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings]), model, 0, AT_0)
     assert gate.is_pending
@@ -166,7 +213,7 @@ def test_the_alert_warns_once_each_time_the_gap_leaves_its_band(bench, caplog):
     alert.watch({"reward": 1.0})
     assert alert.is_raised and [state for state, _ in itertools.groupby(states)] == [False, True, False, True]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert "mean |engine - trainer| at lag 0 is 1.0e-03 nats, 1e-05 is allowed" in caplog.records[0].getMessage()
+    assert "mean |engine - trainer| at lag 0 is 1.0e-03 nats, 1.0e-05 is allowed" in caplog.records[0].getMessage()
 
 
 def test_a_small_batch_that_is_a_little_off_is_no_alert(bench):
@@ -193,7 +240,7 @@ def test_the_alert_s_band_narrows_to_what_the_gate_measured(bench, measured, ban
 
 def test_the_gate_tells_what_it_measured(bench, model, sound, tmp_path):
     measured: list[float] = []
-    Gate(config_of(bench), tmp_path, check_loaded, measured.append).check(sound, model, 0, AT_0)
+    open_gate(config_of(bench), tmp_path, on_checked=measured.append).check(sound, model, 0, AT_0)
     (gap,) = measured
     assert 0 < gap < 1e-5
 

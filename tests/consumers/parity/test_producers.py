@@ -59,8 +59,8 @@ def test_the_reason_names_the_figure_and_the_bound(tmp_path):
     (finding,) = own.observe(groups, {n: RowGap(100, 0.31 * 100) for n in range(NUM_JUDGED)}).values()
     assert finding.producer_id == "p1" and finding.quarantined_s > 0
     assert finding.reason == (
-        f"mean |engine - trainer| of each of its last {NUM_JUDGED} groups is above 1e-05 nats, 3.1e-01 over all of "
-        "them; ask `penstock parity`"
+        f"mean |engine - trainer| of each of its last {NUM_JUDGED} groups is above 1.0e-05 nats, the most that is "
+        "allowed: 3.1e-01 over all of them; ask `penstock parity`"
     )
 
 

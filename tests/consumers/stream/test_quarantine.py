@@ -93,7 +93,7 @@ def test_of_a_bad_producer_nothing_is_trained_from_its_last_judged_group_on_and_
     assert sum(each["num"] for each in outcomes["quarantined"].values()) == 2 * again > 0
     told = {name.decode(): decode_parity(value) for name, value in redis_client.hgetall(gated.keys.parity).items()}
     assert told["bad-1"].quarantined_s and told["bad-1"].producer_id == "bad"
-    assert "is above 1e-05 nats, 1.0e+00 over all of them" in told["bad-1"].reason
+    assert "is above 1.0e-05 nats, the most that is allowed: 1.0e+00 over all of them" in told["bad-1"].reason
 
 
 def test_the_trainer_that_goes_on_keeps_the_quarantine_and_a_restart_of_the_producer_ends_it(gated, redis_client):

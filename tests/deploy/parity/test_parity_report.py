@@ -9,16 +9,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from penstock.consumers.parity.report import (
-    TOLERANCES,
-    Gap,
-    GapPoint,
-    Hypothesis,
-    LagRow,
-    LayerGap,
-    ParityReport,
-    Verdict,
-)
+from penstock.consumers.parity.report import GapPoint, Hypothesis, LagRow, LayerGap, ParityReport, Verdict
+from penstock.consumers.parity.tolerance import TOLERANCES, Gap
 from penstock.deploy.parity.command import GateRefusedError, gate_refusal, raise_gate_refusal
 from penstock.deploy.parity.display import draw, print_report, write_pictures
 from penstock.schemas.policy import make_version

@@ -5,8 +5,8 @@ import torch
 from prometheus_client import REGISTRY
 
 from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
-from penstock.consumers.parity.report import TOLERANCES
 from penstock.consumers.parity.sample import read_sample
+from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.consumers.parity.verdict import gap_of
 from probed_engine import start
 
