@@ -55,7 +55,7 @@ from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.run_record import RunRecord
-from penstock.consumers.parity.gate import Gate
+from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.producers import ProducerGaps
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.evaluation import Evaluator
@@ -148,7 +148,7 @@ class Trainer:
                 self.publisher.wait()
                 return False
             if self.gate.is_pending:
-                self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
+                self._check_parity(groups)
             took_s = time.monotonic()
             batch = self.learner.pack(groups, lag_of)
             report = self.learner.step(batch)
@@ -205,6 +205,15 @@ class Trainer:
                 return groups
             self._collect_evaluations()
         return None
+
+    def _check_parity(self, groups: list[RolloutGroup]) -> None:
+        """Opens the gate. Raises ParityRefusedError; a trainer that resumes has what these producers sampled, and what
+        is on the stream, sampled again by others or by their next start."""
+        try:
+            self.gate.check(groups, self.learner.model, self.policy.version, self.intake.lag_of)
+        except ParityRefusedError as error:
+            self.intake.quarantine.hold(groups, str(error))
+            raise
 
     def _judge_producers(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Quarantines the producers that this batch shows to be bad. Raises RunFailedError for the last one alive."""

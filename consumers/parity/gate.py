@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.parity.report import REPORT_FILE, ParityError, ParityReport, Verdict
+from penstock.consumers.parity.report import NOT_COMPARABLE, REPORT_FILE, ParityError, ParityReport, Verdict
 from penstock.consumers.parity.tolerance import TOLERANCES, Tolerance, Yardstick
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
@@ -161,7 +161,7 @@ class Gate:
         return ParityReport(
             verdict=Verdict(
                 status="unclear",
-                cause="not comparable",
+                cause=NOT_COMPARABLE,
                 sentence=f"could not tell: {why}",
                 advice="look at what producers record",
             ),

@@ -12,6 +12,8 @@ from penstock.consumers.parity.tolerance import Gap, Tolerance, Yardstick
 
 REPORT_FILE = "parity.json"
 """In the run's folder."""
+NOT_COMPARABLE = "not comparable"
+"""The `Verdict.cause` of records that the gate cannot check at all, and refuses."""
 AS_SERVED = "as served"
 """The `LayerGap` of the engine's whole body against itself."""
 Layer = Literal["semantics", "inference", "objective"]

@@ -11,7 +11,7 @@ from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.producer_parity import ProducerParity, encode_parity, quarantine_in
-from penstock.schemas.rollout import one_line
+from penstock.schemas.rollout import RolloutGroup, one_line
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,15 @@ class Quarantine:
             finding.reason,
         )
         self._write(alive)
+
+    def hold(self, groups: Iterable[RolloutGroup], reason: str) -> None:
+        """Quarantines whoever sampled these groups, the last producer that is alive too: the run ends."""
+        for group in groups:
+            for instance in group.sampled_by:
+                self._quarantined[instance] = ProducerParity(
+                    producer_id=group.producer_id, quarantined_s=time.time(), reason=reason
+                )
+        self._write(self._everyone())
 
     def note(self, measured: Mapping[str, ProducerParity]) -> None:
         """Writes the findings to Redis, at most every `NOTE_S`. measured: by instance, quarantined or not."""

@@ -13,7 +13,7 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from penstock.consumers.parity.report import REPORT_FILE, Verdict
+from penstock.consumers.parity.report import NOT_COMPARABLE, REPORT_FILE, Verdict
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, Json, Runs, Set, find_run_file, shipped_run_files
 from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.deploy.parity.rollout_file import RolloutFileError, is_rollout_file
@@ -267,7 +267,8 @@ def gate_refusal(run_folder: Path, since_s: float) -> Verdict | None:
         report = msgspec.json.decode(file.read_bytes(), type=_GateReport)
     except (OSError, msgspec.DecodeError):
         return None  # the trainer's log, which is shown anyway, says why it ended
-    return report.verdict if report.gate == "refuse" and report.verdict.status != "parity" else None
+    is_refused = report.verdict.status == "mismatch" or report.verdict.cause == NOT_COMPARABLE
+    return report.verdict if report.gate == "refuse" and is_refused else None
 
 
 class GateRefusedError(RuntimeError):
@@ -284,6 +285,6 @@ def raise_gate_refusal(run_folder: Path, since_s: float) -> None:
     print_verdict(verdict)
     print(f"report    {run_folder / REPORT_FILE}")
     raise GateRefusedError(
-        "the parity gate refuses to train. Fix it, then start under another name "
-        f"(--name). `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same"
+        "the parity gate refuses to train. Fix it, then continue with --resume, which samples anew what these engines "
+        f"sampled. `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same"
     )

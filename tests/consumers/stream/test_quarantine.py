@@ -9,11 +9,12 @@ import pytest
 
 from mini_producer import make_group
 from penstock.consumers.learning.learner.step_report import RowGap
+from penstock.consumers.parity.gate import ParityRefusedError
 from penstock.consumers.parity.producers import NUM_JUDGED
 from penstock.consumers.stream import quarantine
 from penstock.consumers.stream.ledger import RunFailedError
 from penstock.schemas.keys import Field, Kind
-from penstock.schemas.producer_parity import ProducerParity, decode_parity
+from penstock.schemas.producer_parity import ProducerParity, decode_parity, quarantine_in
 from penstock.schemas.rollout import encode_group, pack_floats
 from scripted_learner import KilledError
 from trainer_bench import assert_balanced, assert_settled_once
@@ -119,6 +120,29 @@ def test_what_another_went_on_with_from_it_is_not_trained_either(gated):
     trainer.intake.quarantine.add("bad-1", ProducerParity(producer_id="bad", quarantined_s=1.0), refuses=True)
     assert trainer.intake.quarantine.holds(("bad-1", "good-1"))
     assert not trainer.intake.quarantine.holds(("bad-2", "good-1"))
+
+
+def test_what_a_refused_batch_s_producers_sampled_is_sampled_again_once_the_run_is_resumed(gated, redis_client):
+    own = ProducerInstances("bad-1")
+    gated.producer(own.answer)
+    trainer = own.watched(gated.trainer())
+    trainer.gate.is_pending = True
+
+    def refuse(*arguments):
+        raise ParityRefusedError("raw logprobs")
+
+    trainer.gate.check, trainer.learner.model = refuse, None
+    with pytest.raises(ParityRefusedError):
+        trainer.run()
+    trainer.close()
+    own.instances = ("bad-2",)
+    second = own.watched(gated.trainer(resume=True))
+    second.producers.observe = lambda groups, gaps: {}
+    assert second.run()
+    assert_settled_once(gated, redis_client)
+    assert {name for batch in own.batches for name in batch} == {"bad-2"}
+    told = quarantine_in(redis_client.hget(gated.keys.parity, "bad-1"))
+    assert told is not None and told.reason == "raw logprobs"
 
 
 def test_evaluations_go_by_what_others_answer_once_a_producer_is_quarantined(gated, caplog):

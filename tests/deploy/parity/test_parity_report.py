@@ -122,7 +122,9 @@ def test_pictures_show_each_token_and_each_lag_under_the_verdict(tmp_path):
 def test_a_refusal_of_the_gate_is_found_in_the_run_s_folder_and_shown(tmp_path, capsys):
     assert gate_refusal(tmp_path, 0.0) is None
     file = tmp_path / "parity.json"
-    wordless = msgspec.structs.replace(RAW, status="unclear", sentence="could not tell: every behavior_logprob is 0")
+    wordless = msgspec.structs.replace(
+        RAW, status="unclear", cause="not comparable", sentence="could not tell: every behavior_logprob is 0"
+    )
     for verdict, opening in (
         (RAW, "MISMATCH  these are raw logprobs"),
         (wordless, "COULD NOT TELL  every behavior"),
@@ -135,10 +137,11 @@ def test_a_refusal_of_the_gate_is_found_in_the_run_s_folder_and_shown(tmp_path, 
         assert f"penstock parity {tmp_path / 'run.toml'}" in str(refused.value) and err == ""
     os.utime(file, (1000.0, 1000.0))
     assert gate_refusal(tmp_path, 999.0) == wordless and gate_refusal(tmp_path, 1001.0) is None, "of an earlier start"
+    trained = (("parity", "parity"), ("unclear", "undecided"))
     for changes in (
         {"gate": "warn"},
         {"gate": ""},
-        {"gate": "refuse", "verdict": Verdict(status="parity", cause="parity", sentence="x")},
+        *({"gate": "refuse", "verdict": Verdict(status=s, cause=cause, sentence="x")} for s, cause in trained),
     ):
         file.write_bytes(msgspec.json.encode(msgspec.structs.replace(REPORT, **changes)))
         raise_gate_refusal(tmp_path, since_s=0.0)
