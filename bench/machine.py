@@ -7,7 +7,7 @@ from pathlib import Path
 def first_value(file: str, key: str) -> str | None:
     """Returns the value of the first `key: value` line in a file of `/proc`; None if there is none."""
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = Path(file).read_text("utf-8").splitlines()
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
@@ -27,20 +27,20 @@ def status_bytes(field: str) -> int:
 
 def reset_peak() -> None:
     """Starts `VmHWM` again from the memory in use."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def children_of(pid: int) -> list[int]:
     """Returns the running processes that a process has started; none if the system does not say."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    return [int(child) for task in tasks for child in task.read_text("utf-8").split()]
 
 
 def processor_s(pid: int) -> float:
     """Returns the processor seconds of a process and its running descendants; 0 if it has ended or the system does not
     say."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
         children = children_of(pid)
     except OSError:
         return 0.0

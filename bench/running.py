@@ -59,7 +59,7 @@ def demo_config(name: str, model: Path, *overrides: str) -> RunConfig:
 def save_config(bench: Bench, config: RunConfig) -> str:
     """Writes a run file and returns its path."""
     file = bench.folder / f"{config.name}.toml"
-    file.write_text(resolved_toml(config))
+    file.write_text(resolved_toml(config), encoding="utf-8")
     return str(file)
 
 
@@ -67,7 +67,7 @@ def start_feeder(config: RunConfig, folder: Path, updates_per_s: float) -> Child
     """Starts `bench.feeder` at `REDIS_URL` with the model's own weights; it must be ended."""
     folder.mkdir(parents=True, exist_ok=True)
     run_file, weights = folder / "run.toml", Path(config.model.path) / "model.safetensors"
-    run_file.write_text(resolved_toml(config))
+    run_file.write_text(resolved_toml(config), encoding="utf-8")
     command = [sys.executable, "-m", "bench.feeder", str(run_file), "--weights", str(weights)]
     return Child("feeder", [*command, "--updates-per-s", str(updates_per_s)], log=folder / "feeder.log")
 

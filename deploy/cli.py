@@ -1,5 +1,6 @@
 """The `penstock` command: each of its commands is a typed function, whose signature and docstring are its help."""
 
+import io
 import os
 import shlex
 import signal
@@ -38,6 +39,7 @@ from penstock.deploy.results import print_result, report
 from penstock.deploy.running import RunInterrupted, check, load_config, run, trial_config, try_environment
 from penstock.deploy.watch import command as watch
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.keys import check_name
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
 
@@ -65,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     sys.path += [path for path in os.environ.get(MODULES_PATH, "").split(os.pathsep) if path not in ("", *sys.path)]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale without umlauts shows them escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = app(sys.argv[1:] if argv is None else argv, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -178,6 +183,11 @@ def _producer(
         model: with --join: path or Hugging Face name of the run's base model; by default the run's path if it is there,
             else from Redis
     """
+    if id is not None:
+        try:
+            check_name("--id", id)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     if join is None:
         if run_file is None or run or model:
             raise ConfigError("producer: expected RUN.toml, or --join REDIS_URL --run NAME [--model PATH_OR_HF_NAME]")

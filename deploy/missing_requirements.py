@@ -20,7 +20,7 @@ def missing_requirements(pyproject: Path, extras: list[str]) -> list[str]:
 
     Only direct ones: the engine's CPU build requires packages that are removed after its installation.
     """
-    project = tomllib.loads(pyproject.read_text())["project"]
+    project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
     wanted = list(project["dependencies"])
     for extra in extras:
         wanted += project["optional-dependencies"][extra]
@@ -29,7 +29,7 @@ def missing_requirements(pyproject: Path, extras: list[str]) -> list[str]:
 
 def missing_from_file(file: Path) -> list[str]:
     """Returns the same for a requirements file: requirements and comments, one per line."""
-    lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+    lines = (line.partition("#")[0].strip() for line in file.read_text("utf-8").splitlines())
     return _missing([line for line in lines if line])
 
 

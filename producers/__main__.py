@@ -29,6 +29,7 @@ from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
+from penstock.schemas.process.ports import authority
 from penstock.schemas.process.redis_url import redis_url
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ async def _build(
     engine = await engine_factory(config, seed=_seed(config, producer_id))
     closing.push_async_callback(engine.close)
     logs.bind(policy_version=lambda: engine.policy_version)
-    log.info("producer %s: engine ready, metrics on %s:%d", producer_id, config.metrics.host, port)
+    log.info("producer %s: engine ready, metrics on %s", producer_id, authority(config.metrics.host, port))
     context = ProducerContext(
         config,
         runs=runs,

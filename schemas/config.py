@@ -775,13 +775,15 @@ def read_document(file: Path) -> dict[str, Any]:
     """Reads the tables of a run file without checking their content.
 
     Raises:
-        ConfigError: no such file, or not TOML.
+        ConfigError: no such file, not UTF-8, or not TOML.
     """
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8, which TOML is written in: {error}") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
 
 
@@ -809,7 +811,8 @@ def overridden(overrides: Overrides) -> dict[str, Any]:
         return dict(overrides)
     found = {}
     for text in overrides:
-        path, separator, value = text.partition("=")
+        # Python decodes a command line by the locale; bytes that this has no letters for are surrogates.
+        path, separator, value = text.encode("utf-8", "surrogateescape").decode(errors="replace").partition("=")
         if not separator or not path.strip():
             raise ConfigError(f"override {text!r}: expected dotted.path=value")
         try:

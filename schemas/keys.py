@@ -8,21 +8,27 @@ PRODUCERS_GROUP = "producers"
 DEAD_ROLLOUTS_KEPT = 1000
 """Bounds the stream of dead rollouts: agents may fail by the million."""
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_MAX_NAME = 128
+"""A run's and a producer's name are part of file names with up to 255 bytes."""
 _MAX_DIGITS = 18
 """Most digits of a number in a field: it fits in a record's 64 bits."""
 
 
-class Keys:
-    """The keys of run `run`.
+def check_name(kind: str, name: str) -> None:
+    """Checks a name that becomes a folder or a file, of the run or the producer that `kind` says. Raises ValueError for
+    other characters than letters, digits, `.`, `_` and `-`, for `.` and `..`, and for more than 128 characters."""
+    if not _NAME.fullmatch(name) or name in (".", ".."):
+        raise ValueError(f"{kind} {name!r}: expected letters, digits, '.', '_' and '-' only, and neither '.' nor '..'")
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"{kind} {name[:32]!r}... of {len(name)} characters: expected at most {_MAX_NAME}")
 
-    Raises:
-        ValueError: the name holds a character other than letters, digits, `.`, `_` and `-`.
-    """
+
+class Keys:
+    """The keys of run `run`. Raises ValueError unless that may be a run's name, see `check_name`."""
 
     def __init__(self, run: str) -> None:
-        if not _RUN_NAME.fullmatch(run):
-            raise ValueError(f"run name {run!r}: expected letters, digits, '.', '_' and '-' only")
+        check_name("run name", run)
         self.run = run
         tag = "{" + run + "}"
         self.prompts = f"{tag}:prompts"

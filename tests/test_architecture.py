@@ -298,6 +298,33 @@ def test_the_trainer_stays_readable_in_one_go():
     assert (trainer.end_lineno or 0) - trainer.lineno + 1 <= 260
 
 
+def text_in_the_locales_encoding(file: Path) -> set[str]:
+    """Returns the calls that read or write text without saying UTF-8, each with its line."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    found = set()
+    for call in calls:
+        function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        names = {keyword.arg for keyword in call.keywords}
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        constants = {value.value for value in values if isinstance(value, ast.Constant)}
+        # A mode, if it says text. Without one only `open(file)` and `file.open()` of a path would be text.
+        modes = [
+            mode for mode in constants if isinstance(mode, str) and re.fullmatch("[rwax]t?[+]?|[+]?t?[rwax]", mode)
+        ]
+        is_piped = function in ("run", "Popen", "check_output") and {"text", "universal_newlines"} & names
+        opens_text = function in ("open", "fdopen", "NamedTemporaryFile", "TextIOWrapper") and modes
+        is_open = isinstance(call.func, ast.Name) and function == "open" and len(values) == 1
+        is_file = function in ("read_text", "write_text") or opens_text or is_open
+        if (is_file or is_piped) and "encoding" not in names and not {"utf-8", "utf-8-sig"} & constants:
+            found.add(f"{function} in line {call.lineno}")
+    return found
+
+
+def test_text_is_utf_8_whatever_the_locale():
+    """In Latin-1 a run file's `Réponds` would silently become two letters each, in C it could not be read."""
+    assert offenders([*FILES, *LABORATORY], text_in_the_locales_encoding) == {}
+
+
 def test_no_module_is_named_after_nothing_or_like_a_test():
     assert not [name(file) for file in FILES if file.stem in ("utils", "util", "helpers", "common")]
     sources = [*FILES, *LABORATORY, *SUPPORT]

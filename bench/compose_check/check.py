@@ -131,8 +131,8 @@ class Check:
         wait_for(what, are_up, self._signs("producer", "prometheus"))
 
     def _plan(self, num_updates: int) -> None:
-        demo = (DEPLOY / "runs" / "demo.toml").read_text()
-        self._run_file.write_text(demo.replace("num_updates = 200", f"num_updates = {num_updates}"))
+        demo = (DEPLOY / "runs" / "demo.toml").read_text("utf-8")
+        self._run_file.write_text(demo.replace("num_updates = 200", f"num_updates = {num_updates}"), encoding="utf-8")
 
     def _end(self) -> None:
         """Stops the trainer, and lets it continue to an end that is near."""

@@ -31,7 +31,7 @@ STAND_INS = {
 
 
 def services() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
+    found: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE_FILE.read_text("utf-8"))["services"]
     return found
 
 

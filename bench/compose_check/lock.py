@@ -69,7 +69,7 @@ def main() -> int:
     report = json.load(sys.stdin)
     found = report.get("installed") or report["install"]
     packages: dict[str, Any] = {canonicalize_name(each["metadata"]["name"]): each["metadata"] for each in found}
-    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    project = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]
     roots = [
         *project["dependencies"],
         *(each for name in (extra, "s3") for each in project["optional-dependencies"][name]),

@@ -129,7 +129,7 @@ class Podman:
 
     def logs(self, container: str) -> str:
         done = subprocess.run(
-            [self._podman, "logs", container], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [self._podman, "logs", container], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
         )
         return done.stdout
 
@@ -139,7 +139,7 @@ class Podman:
 
     def _ask(self, command: Sequence[str], stderr: int = subprocess.PIPE) -> str:
         """Returns the output."""
-        done = subprocess.run(command, env=self._environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        done = subprocess.run(command, env=self._environment, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8")
         if done.returncode != 0:
             said = done.stdout if stderr == subprocess.STDOUT else done.stderr
             raise CommandError(f"{shlex.join(command)}: status {done.returncode}: {said[-4000:]}")

@@ -116,7 +116,7 @@ def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]
     """
     folder.mkdir()
     run_file, weights = folder / "run.toml", Path(config.model.path) / "model.safetensors"
-    run_file.write_text(resolved_toml(config))
+    run_file.write_text(resolved_toml(config), encoding="utf-8")
     commands = {
         "feeder": ["bench.feeder", str(run_file), "--weights", str(weights), "--updates-per-s", str(NEVER_PER_S)],
         "penstock": ["penstock.deploy.cli", "producer", str(run_file), "--runs", str(folder), "--id", PRODUCER_ID],

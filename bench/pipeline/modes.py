@@ -94,7 +94,7 @@ def run_mode(
 def read_run(folder: Path) -> ModeRun:
     telemetry = read_telemetry(folder)
     lines = (folder / "updates.jsonl").read_bytes().splitlines()
-    log = (folder / "logs" / "trainer.log").read_text(errors="replace")
+    log = (folder / "logs" / "trainer.log").read_text("utf-8", errors="replace")
     reached = (point.time_s for point in telemetry.evaluations if point.reward >= ACCURACY)
     return ModeRun(
         telemetry=telemetry,

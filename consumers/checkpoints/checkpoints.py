@@ -114,7 +114,7 @@ class Checkpoints:
             for file in (partial / _STATE, *(partial / MODEL_FOLDER).iterdir()):
                 sums[str(file.relative_to(partial))] = digest(file)
                 fsync(file)
-            (partial / _SUMS).write_text(json.dumps(sums))
+            (partial / _SUMS).write_text(json.dumps(sums), encoding="utf-8")
             for path in (partial / _SUMS, *(path for path in partial.iterdir() if path.is_dir()), partial):
                 fsync(path)
             if self._abandoned.is_set():
@@ -233,7 +233,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 def _problem(folder: Path) -> str | None:
     """Returns the reason why a checkpoint cannot be used, or None."""
     try:
-        sums = json.loads((folder / _SUMS).read_text())
+        sums = json.loads((folder / _SUMS).read_text("utf-8"))
     except (OSError, ValueError) as error:
         return f"{_SUMS}: {error}"
     for name, expected in sums.items():

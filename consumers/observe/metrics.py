@@ -23,6 +23,7 @@ from penstock.schemas.metrics import (
     parts_of,
 )
 from penstock.schemas.metrics import TrainerMetric as M
+from penstock.schemas.process.ports import authority
 from penstock.schemas.process.prometheus import LabelledRegistry
 from penstock.schemas.producer_parity import ProducerParity
 
@@ -187,7 +188,7 @@ class TrainerMetrics:
     def serve(self, config: MetricsConfig, run_folder: Path) -> int:
         """Serves `/metrics` until `close`; returns the port. See `LabelledRegistry.serve`."""
         port = self.registry.serve(config, run_folder, "trainer")
-        log.info("metrics at http://%s:%d/metrics", config.host, port)
+        log.info("metrics at http://%s/metrics", authority(config.host, port))
         return port
 
     def close(self) -> None:

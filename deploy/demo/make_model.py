@@ -158,7 +158,7 @@ def _save(folder: Path, made: MadeModel, model: Qwen3ForCausalLM, tokenizer: Pre
         GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
         ).save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(_model_card(made))
+        (unfinished / "README.md").write_text(_model_card(made), encoding="utf-8")
         (unfinished / RECIPE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2))
         # Temporary folders and weight files are private; an engine in a container may run as another user.
         unfinished.chmod(0o755)

@@ -61,7 +61,7 @@ def _write(file: Path, text: str, mode: int) -> None:
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w") as opened:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
         opened.write(text)
     partial.replace(file)
 

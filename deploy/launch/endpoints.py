@@ -40,7 +40,7 @@ def scrape(run_folder: Path, role: str) -> Samples | None:
     """Reads the endpoint whose `host:port` is in the run's `metrics/<role>.json`; None if there is none, or it does not
     answer in Prometheus' format within `_TIMEOUT_S`."""
     try:
-        targets = json.loads((run_folder / "metrics" / f"{role}.json").read_text())
+        targets = json.loads((run_folder / "metrics" / f"{role}.json").read_text("utf-8"))
         with _OPENER.open(f"http://{targets[0]['targets'][0]}/metrics", timeout=_TIMEOUT_S) as answer:
             text = answer.read(_MAX_BYTES).decode()
             return None if answer.length else Samples(text)  # `length`: bytes announced and not sent

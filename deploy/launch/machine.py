@@ -60,7 +60,7 @@ def _cuda_of_torch() -> str | None:
 def _read_gpus() -> list[Gpu]:
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=_TIMEOUT_S)
     except FileNotFoundError:
         return []
     except (OSError, subprocess.TimeoutExpired) as error:

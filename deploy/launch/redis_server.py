@@ -109,7 +109,7 @@ class RedisServer:
 
     def _remove_predecessor_files(self) -> None:
         try:
-            socket = Path(json.loads(self._connection_file.read_text())["socket"])
+            socket = Path(json.loads(self._connection_file.read_text("utf-8"))["socket"])
         except (FileNotFoundError, KeyError, ValueError):
             return
         _remove_socket(socket, self.folder)

@@ -137,7 +137,7 @@ def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tupl
 def own_url(folder: Path) -> str | None:
     """Reads the URL of the run's own server from its connection file; None without one."""
     try:
-        return str(json.loads(connection_file(folder).read_text())["url"])
+        return str(json.loads(connection_file(folder).read_text("utf-8"))["url"])
     except (FileNotFoundError, KeyError, ValueError):
         return None
 

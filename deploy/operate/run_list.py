@@ -39,7 +39,7 @@ def _listed(folder: Path) -> ListedRun | None:
         file = folder / RUN_FILE
         if not file.is_file():
             return None
-        settings = tomllib.loads(file.read_text())
+        settings = tomllib.loads(file.read_text("utf-8"))
         last = _last_line(folder / "updates.jsonl")
         return ListedRun(
             name=folder.name,

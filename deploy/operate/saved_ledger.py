@@ -64,7 +64,7 @@ def read_saved_ledger(run_folder: Path, pointer: str | None) -> FoundLedger:
 
 def _read(checkpoint: Path) -> SavedLedger:
     """Reads and checks a checkpoint's state. Raises OSError or ValueError (as msgspec's errors are) if it fails."""
-    sums = json.loads((checkpoint / SUMS).read_text())
+    sums = json.loads((checkpoint / SUMS).read_text("utf-8"))
     data = (checkpoint / STATE).read_bytes()
     if not isinstance(sums, dict) or STATE not in sums:
         raise ValueError(f"{SUMS} does not list {STATE}")

@@ -33,13 +33,13 @@ def write_prometheus_config(run_folder: Path, redis_exporter: str | None = None)
     folder = run_folder.resolve()
     if "*" in str(folder):
         raise ConfigError(f"{folder}: Prometheus takes * for a pattern; expected a path without it")
-    text = TEMPLATE.read_text()
+    text = TEMPLATE.read_text("utf-8")
     for name, path in (("RULES", RULES), ("RUN", folder)):
         text = text.replace(f'"{name}/', json.dumps(f"{path}/")[:-1])
     if redis_exporter is not None:
         text += REDIS_JOB % json.dumps(redis_exporter)
     file = folder / "prometheus.yml"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return file
 
 
@@ -50,7 +50,7 @@ def exporter_command(run_folder: Path, address: str) -> str | None:
     """
     file = connection_file(run_folder.resolve())
     try:
-        socket = json.loads(file.read_text())["socket"]
+        socket = json.loads(file.read_text("utf-8"))["socket"]
     except FileNotFoundError:
         return None
     password = f"$(sed 's|.*://:\\([^@]*\\)@.*|\\1|' {shlex.quote(str(file))})"

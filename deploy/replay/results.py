@@ -53,7 +53,7 @@ def append_lines(folder: Path, played: Iterable[Played]) -> None:
 def write_comparison(folder: Path, about: dict[str, Any], played: Sequence[Played]) -> None:
     """Writes `replay.json` (what was replayed), `table.md` and `replay.svg`."""
     (folder / "replay.json").write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=1))
-    (folder / "table.md").write_text(table_by_update(played))
+    (folder / "table.md").write_text(table_by_update(played), encoding="utf-8")
     with matplotlib.rc_context(STYLE):
         figure(played).savefig(folder / "replay.svg", format="svg", metadata={"Date": None})
 

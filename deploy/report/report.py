@@ -31,7 +31,7 @@ def write_report(run_folder: Path) -> tuple[dict[str, Any], Path]:
     summary = summarize(telemetry)
     write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     run_file = run_folder / "run.toml"
-    configuration = run_file.read_text() if run_file.is_file() else "run.toml is missing"
+    configuration = run_file.read_text("utf-8") if run_file.is_file() else "run.toml is missing"
     page = run_folder / "report.html"
     write_whole(page, render(telemetry, summary, configuration))
     return summary, page

@@ -326,7 +326,7 @@ def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
     """
     records: list[Line] = []
     num_torn = 0
-    rows = file.read_text(errors="replace").split("\n")
+    rows = file.read_text("utf-8", errors="replace").split("\n")
     for number, row in enumerate(rows, start=1):
         if not row.strip():
             continue
@@ -485,7 +485,7 @@ def _finite(text: str) -> float | None:
 def read_ledger(file: Path) -> TrainerLedger | None:
     """Reads a run's ledger file; None if it does not exist yet. Raises TelemetryError if it is no ledger."""
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8")
     except FileNotFoundError:
         return None
     try:

@@ -118,12 +118,12 @@ def password_in(file: Path) -> str:
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        password = file.read_text().rstrip("\r\n")
+        password = file.read_text("utf-8").rstrip("\r\n")
         if not password:
             raise ValueError(f"{file}: the file is empty, expected a password") from None
         return password
     password = secrets.token_urlsafe(32)
-    with os.fdopen(descriptor, "w") as opened:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
         opened.write(password)
     return password
 

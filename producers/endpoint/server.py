@@ -36,7 +36,7 @@ from penstock.producers.stream.progress_store import ProgressStore
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.process.cancellation import cancel_and_wait
-from penstock.schemas.process.ports import EVERYWHERE, on_free_port
+from penstock.schemas.process.ports import EVERYWHERE, authority, on_free_port
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class AgentEndpoint:
         self._accepting = asyncio.create_task(connections.accept())
         self._closing.push_async_callback(cancel_and_wait, [self._accepting])
         host = socket.gethostname() if host in EVERYWHERE else host
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://{authority(host, port)}"
         log.info("agents are served at %s", self.url)
 
     async def run(self) -> None:

@@ -70,7 +70,7 @@ class BaseModel:
         if not os.path.isdir(folder):
             raise EngineError(f"{where}: no such folder; expected one with a transformers model")
         try:
-            config = json.loads(Path(folder, "config.json").read_text())
+            config = json.loads(Path(folder, "config.json").read_text("utf-8"))
             self.files = _checkpoint_files(Path(folder))
             tensors = [tensor for file in self.files for tensor in read_header(file).values()]
         except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -88,7 +88,7 @@ def _checkpoint_files(folder: Path) -> list[str]:
     """Returns a sharded checkpoint's files by its index, else the single file, else every safetensors file."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return sorted({str(folder / name) for name in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({str(folder / name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
     single = folder / "model.safetensors"
     return [str(single)] if single.exists() else sorted(map(str, folder.glob("*.safetensors")))
 

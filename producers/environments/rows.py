@@ -1,5 +1,6 @@
 """Rows of a data set on disk, read one at a time: JSON lines, Parquet files, Hugging Face datasets."""
 
+import codecs
 import functools
 import itertools
 import os
@@ -107,6 +108,7 @@ class _JsonLines:
     def __getitem__(self, number: int) -> Row:
         start, end = self._bounds[self._lines[number]] + 1, self._bounds[self._lines[number] + 1]
         line = os.pread(self._file, int(end - start), int(start))
+        line = line.removeprefix(codecs.BOM_UTF8) if start == 0 else line
         try:
             row = msgspec.json.decode(line)
         except msgspec.DecodeError as error:

@@ -62,7 +62,7 @@ def read_secret(file: Path, variable: str, kind: str) -> str:
         ConfigError: it cannot be read or is empty; the message quotes nothing of it.
     """
     try:
-        secret = file.read_text().rstrip("\r\n")
+        secret = file.read_text("utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"{variable} = {str(file)!r}: cannot be read: {reason}") from None

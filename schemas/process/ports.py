@@ -15,6 +15,11 @@ EVERYWHERE = ("", "0.0.0.0", "::")
 """Hosts that mean every address of this machine."""
 
 
+def authority(host: str, port: int) -> str:
+    """Returns `host:port` as URLs and Prometheus write it: an IPv6 address is in brackets (RFC 3986, section 3.2.2)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def on_free_port(section: str, host: str, first: int, listen: Callable[[int], T]) -> T:
     """Calls `listen(port)` for each port from `first` until one is free; 0 lets the system choose.
 

@@ -14,7 +14,7 @@ from prometheus_client import Metric as Family
 from penstock.schemas.config import MetricsConfig
 from penstock.schemas.metrics import Metric
 from penstock.schemas.process.files import write_whole
-from penstock.schemas.process.ports import EVERYWHERE, on_free_port
+from penstock.schemas.process.ports import EVERYWHERE, authority, on_free_port
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -
     """Deletes the file, so that no alert fires for a process that has shut down. A successor's file is kept."""
     file = _target_file(run_folder, role)
     with contextlib.suppress(OSError):
-        if file.read_text() == _target(run_folder, role, host, port):
+        if file.read_text("utf-8") == _target(run_folder, role, host, port):
             file.unlink()
 
 
@@ -96,4 +96,4 @@ def _target_file(run_folder: Path, role: str) -> Path:
 def _target(run_folder: Path, role: str, host: str, port: int) -> str:
     if host in EVERYWHERE:
         host = socket.gethostname()  # where others find it, in a container's network too
-    return json.dumps([{"targets": [f"{host}:{port}"], "labels": {"run": run_folder.name, "role": role}}])
+    return json.dumps([{"targets": [authority(host, port)], "labels": {"run": run_folder.name, "role": role}}])

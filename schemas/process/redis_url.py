@@ -30,7 +30,7 @@ def redis_url(config: RunConfig, runs: Path) -> str:
         return url
     file = connection_file(config.folder(runs))
     try:
-        return str(json.loads(file.read_text())["url"])
+        return str(json.loads(file.read_text("utf-8"))["url"])
     except FileNotFoundError:
         raise ConfigError(
             f"no Redis: REDIS_URL and redis.url are not set and {file} does not exist; "

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -420,9 +422,25 @@ def test_a_missing_required_field_is_named(run_file):
 def test_a_file_that_is_not_there_or_not_toml_is_named(run_file, tmp_path):
     with pytest.raises(ConfigError, match=r"absent.toml: no such file"):
         load_config(tmp_path / "absent.toml")
-    run_file.write_text("name = ")
-    with pytest.raises(ConfigError, match="not TOML"):
-        load_config(run_file)
+    for written, said in ((b"name = ", "not TOML"), ("name = 'Grüße'".encode("latin-1"), "not UTF-8, which TOML")):
+        run_file.write_bytes(written)
+        with pytest.raises(ConfigError, match=said):
+            load_config(run_file)
+
+
+def test_a_run_file_is_read_as_utf_8_with_or_without_a_mark_in_any_locale(tmp_path):
+    asked = MINIMAL + "[environment.kwargs]\nsystem = 'Réponds, bitte größer'\n"
+    (tmp_path / "marked.toml").write_text(asked, encoding="utf-8-sig")
+    (tmp_path / "plain.toml").write_text(asked, encoding="utf-8")
+    program = (
+        "import sys; from pathlib import Path; from penstock.schemas.config import load_config\n"
+        "for file in sys.argv[2:]: print(ascii(load_config(Path(file), sys.argv[1:2]).environment.kwargs))"
+    )
+    variables = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program, "environment.kwargs.user=Ä", "marked.toml", "plain.toml"]
+    shown = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    seen = ascii({"system": "Réponds, bitte größer", "user": "Ä"})
+    assert shown.stdout.splitlines() == [seen, seen], shown.stderr
 
 
 class Greeter:

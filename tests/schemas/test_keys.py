@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock.schemas.heartbeat import decode_heartbeat
-from penstock.schemas.keys import number_in
+from penstock.schemas.keys import Keys, check_name, number_in
 
 
 @pytest.mark.parametrize("field", [b"0", b"7", b"007", b"9" * 18])
@@ -23,3 +23,13 @@ def test_anything_else_is_none(field: bytes | None) -> None:
 def test_a_heartbeat_nested_too_deep_is_refused_like_any_that_cannot_be_read() -> None:
     with pytest.raises(msgspec.DecodeError, match="nested too deep"):
         decode_heartbeat(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
+def test_a_name_is_one_folder_of_its_own() -> None:
+    for name in ("demo", "...", ".hidden", "a.b_C-9", "n" * 128):
+        Keys(name)
+    for name in ("", ".", "..", "../x", "a/b", "a b", "ü", "a\n", "n" * 129, "n" * 250):
+        with pytest.raises(ValueError, match=r"run name .* expected"):
+            Keys(name)
+    with pytest.raises(ValueError, match=r"--id '\.\.': expected letters"):
+        check_name("--id", "..")

@@ -89,9 +89,9 @@ def describe_weights(base: Path, folder: Path, dtype: str, adapter: AdapterIdent
     """Writes the description of the weights into `folder`: config.json of the model in `base` with their type, or
     peft's file for an adapter. Returns the path for the weights."""
     if adapter is None:
-        described = json.loads((base / "config.json").read_text())
+        described = json.loads((base / "config.json").read_text("utf-8"))
         described.pop("torch_dtype", None)
-        (folder / "config.json").write_text(json.dumps(described | {"dtype": dtype}, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(described | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
         return folder / "model.safetensors"
     settings = {
         "peft_type": "LORA",
@@ -104,7 +104,7 @@ def describe_weights(base: Path, folder: Path, dtype: str, adapter: AdapterIdent
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return folder / ADAPTER_WEIGHTS
 
 

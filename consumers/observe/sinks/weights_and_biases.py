@@ -77,7 +77,7 @@ class WeightsAndBiases:
 
 def _run_id(file: Path) -> str:
     try:
-        return str(json.loads(file.read_text())["id"])
+        return str(json.loads(file.read_text("utf-8"))["id"])
     except (FileNotFoundError, ValueError, KeyError):
         new = uuid.uuid4().hex[:8]
         write_whole(file, json.dumps({"id": new}))

@@ -1,12 +1,15 @@
 """The endpoint of a trainer's metrics, as the live view reads it: whatever else answers there ends no view."""
 
+import json
 import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.deploy.launch.endpoints import scrape
-from penstock.schemas.process.prometheus import register_metrics_port
+from penstock.schemas.config import MetricsConfig
+from penstock.schemas.metrics import Metric
+from penstock.schemas.process.prometheus import LabelledRegistry, register_metrics_port
 
 ANSWERS = (
     b"SSH-2.0-OpenSSH_9.6\r\n",
@@ -52,6 +55,13 @@ def test_metrics_are_read_and_anything_else_is_none(tmp_path):
         with answering(answer) as port:
             register_metrics_port(tmp_path, "trainer", "127.0.0.1", port)
             assert scrape(tmp_path, "trainer") is None, answer
+    registry = LabelledRegistry({})
+    registry.make(Metric("n", "A number."))
+    port = registry.serve(MetricsConfig(host="::1", port=0), tmp_path, "producer-0")
+    (target,) = json.loads((tmp_path / "metrics" / "producer-0.json").read_text())[0]["targets"]
+    assert target == f"[::1]:{port}", "as Prometheus reads it"
+    assert (samples := scrape(tmp_path, "producer-0")) is not None and samples.get("n") == 0.0
+    registry.close()
     for host in ("no-such-host.invalid", "a b", "a\x00b", "a\r\nHost: c", "ü" * 70, "[::1", "a:b", "", "."):
         register_metrics_port(tmp_path, "trainer", host, 1)
         assert scrape(tmp_path, "trainer") is None, host
