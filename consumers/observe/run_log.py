@@ -146,6 +146,7 @@ class RunLog:
             "phase_s": report.phase_s,
             "publish_s": publish_s,
             "publish_blocked_s": publish_blocked_s,
+            "mismatch_lag0_band": self.alert.band,
             **self._published,
         }
         self._updates.write(**line)

@@ -4,7 +4,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.deploy.report.telemetry import MASKED, masked_lag_frac, mean_by_lag, metric_values, tokens_by_lag
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import bar, count, joined, number, percent, sparkline
@@ -53,11 +52,11 @@ def _cell_style(key: str, value: float | None) -> str:
 
 
 def _mismatch(seen: RunSnapshot, width: int) -> Text:
-    """Shows the mismatch at lag 0 beside the band of the run file's dtype."""
+    """Shows the mismatch at lag 0 beside the alert's band."""
     gaps = metric_values(seen.updates, "mismatch_lag0")
     if not gaps:
         return Text("mismatch at lag 0: no row of lag 0 yet")
-    band = TOLERANCES[seen.config.model.dtype].mean
+    band = metric_values(seen.updates, "mismatch_lag0_band")[-1]
     is_out = gaps[-1] > band
     verdict = Text("ABOVE ITS BAND", style="bold red") if is_out else Text("within", style="green")
     return joined(

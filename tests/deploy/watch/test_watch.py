@@ -62,7 +62,8 @@ def line(update: int, *, wait_s: float = 0.1, time_s: float | None = None, **cha
         "num_tokens_trained": 440, "num_tokens_masked_lag": 10, "num_groups_trained": 6, "num_groups_skipped": 2,
         "credit": 24, "queue_depth": 5, "wait_s": wait_s, "step_s": 0.6, "publish_s": 0.1,
         "reward": update / 100, "grad_norm": 0.5, "learning_rate": 2e-4, "entropy": 0.7,
-        "rollout_correction/k3_kl": 1e-3, "policy_clipped_frac": 0.01, "mismatch_lag0": 2e-6, "ess_fraction": 0.97,
+        "rollout_correction/k3_kl": 1e-3, "policy_clipped_frac": 0.01,
+        "mismatch_lag0": 2e-6, "mismatch_lag0_band": 1e-5, "ess_fraction": 0.97,
         "weight_changed_frac": 0.08, "weight_chunk_bytes": 118_204, "publish_blocked_s": 0.004, "weight_chain": 9,
         "weight_redis_bytes": 3_170_240,
     }  # fmt: skip
