@@ -3,6 +3,7 @@
 Needs neither torch nor a model.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -98,11 +99,10 @@ class Yardstick(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the tolerance for engines of this model."""
         floor = TOLERANCES[dtype]
         mean = YARDSTICKS[dtype] * (self.mean if self.packed_excess(dtype) is None else self.transformers)
-        mean = max(floor.mean, mean)  # the floor if it is NaN
-        if mean == floor.mean:
+        if math.isnan(mean):
             return floor
         return Tolerance(
-            mean=mean,
+            mean=max(floor.mean, mean),
             p99=max(floor.p99, _TAIL["p99"] * mean),
             max=None if floor.max is None else max(floor.max, _TAIL["max"] * mean),
             chi2=None if floor.chi2 is None else max(floor.chi2, _TAIL["chi2"] * mean**2),
