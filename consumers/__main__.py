@@ -41,7 +41,7 @@ from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.consumers.weights.publisher import Publisher
-from penstock.consumers.weights.shard import PolicyShard
+from penstock.consumers.weights.shard import open_shard
 from penstock.consumers.weights.writer import WeightPlaces
 from penstock.schemas.best import BEST_FOLDER
 from penstock.schemas.config import ConfigError, RunConfig
@@ -251,7 +251,7 @@ def _assemble(
     record = RunRecord(recorder, intake, progress, keeps_batches=config.record)
     run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection))
     best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, keys), epoch)
-    shard = PolicyShard(learner.ranks, keys, connection.call, learner.published_parts)
+    shard = open_shard(config, learner.ranks, connection.call, learner)
     publisher = Publisher(
         scripts,
         shard,

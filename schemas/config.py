@@ -475,12 +475,22 @@ class CorrectionConfig(Section, frozen=True):
     """Mask rows of negative advantage whose mean of behavior - current is above this (DeepSeek-V3.2)."""
     bypass: bool = False
     """The objective's ratio is current / behavior and the weight 1: the two ratios in one. Needs mode "none"."""
+    proximal: Literal["consumed", "sampled_version"] = "consumed"
+    """The proximal policy. `consumed`: the one before the first step on the batch, so that the weight corrects engine
+    and lag, and the policy ratio is that of the batch's own steps. `sampled_version`: the version that sampled each
+    token, recomputed (arXiv 2605.12070): the weight corrects the engine alone, and the policy ratio is all of the lag.
+    The policies within the lag bound stay in host memory, and each version in a batch costs a forward pass of its rows.
+    """
 
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.bypass and self.mode != "none":
             raise ValueError(
                 f"bypass = True with mode = {self.mode!r}: the gap would count twice, expected mode = 'none'"
+            )
+        if self.bypass and self.proximal != "consumed":
+            raise ValueError(
+                f"proximal = {self.proximal!r} with bypass = True, which reads no proximal policy: expected 'consumed'"
             )
         if self.mode.startswith("token") and self.sequence_ratio != "geometric":
             raise ValueError(
@@ -723,6 +733,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return 0 if self.mode == "synchronous" else self.max_lag
 
     @property
+    def num_sampling_versions(self) -> int:
+        """Published policies that may have sampled a token within the lag bound, the newest included."""
+        return self.lag_bound // self.steps_per_batch + 1
+
+    @property
     def steps_per_batch(self) -> int:
         """Optimizer steps taken on one batch."""
         return self.trainer.num_epochs * self.trainer.num_minibatches
@@ -740,7 +755,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def credit(self) -> int:
         """The most groups that may be released and not settled."""
-        return (self.lag_bound // self.steps_per_batch + 1) * self.groups_per_batch
+        return self.num_sampling_versions * self.groups_per_batch
 
     @property
     def max_skipped(self) -> int:

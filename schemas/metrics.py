@@ -419,6 +419,10 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
         "Effective sample size over tokens, from ratios before truncation", "", BOTH, "ESS", bad_below=limits.LOW_ESS
     ),
     "applied_ess_fraction": _M("Effective sample size over tokens, from the weights applied", "", BOTH, "ESS applied"),
+    "policy_chi2": _M("Chi-square of the tokens' ratios of current to proximal policy", "none", (LAG,), "policy χ²"),
+    "policy_ess_fraction": _M(
+        "Effective sample size over tokens, from the ratios of current to proximal policy", "", (LAG,), "policy ESS"
+    ),
     "weight_mean": _M("Mean importance weight applied", "none", (LAG,), "weight"),
     "corrected_frac": _M(
         "Share of tokens within the lag bound that the correction rejected or bounded", "", BOTH, "corrected",

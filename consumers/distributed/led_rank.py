@@ -11,9 +11,8 @@ from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.weights.shard import PolicyShard, ShardPublisher
+from penstock.consumers.weights.shard import ShardPublisher, open_shard
 from penstock.schemas.config import ConfigError, RunConfig
-from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup
 
 
@@ -39,7 +38,7 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch, url: Callable[[], str]
         if url is not None:
             connection = functools.cache(lambda: TrainerConnection(url(), config.redis.outage_s))
             call = lambda command: connection().call(command)  # noqa: E731 - not needed without chunks in Redis
-            shard = PolicyShard(ranks, Keys(config.name), call, learner.published_parts)
+            shard = open_shard(config, ranks, call, learner)
             learner.before_update = shard.snapshots.wait
             orders["publish"] = ShardPublisher(shard, ranks).begin
 

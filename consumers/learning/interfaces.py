@@ -19,7 +19,8 @@ class LossInputs:
     current_logprobs: Tensor
     """[M], the policy under gradient."""
     proximal_logprobs: Tensor
-    """[M], the trainer's recomputation before the first update on the batch."""
+    """[M], the trainer's recomputation: the policy before the first update on the batch, or the version that sampled
+    the token (`correction.proximal`)."""
     behavior_logprobs: Tensor
     """[M], the policies that sampled the tokens."""
     importance_weights: Tensor
@@ -81,6 +82,11 @@ def check_objective(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             f"objective.path = {config.objective.path!r} with {setting}: this objective forms current / behavior "
             "itself, and the gap would be counted twice; expected correction.mode = 'none' without bypass"
+        )
+    if getattr(objective, "reads_behavior", False) and correction.proximal != "consumed":
+        raise ConfigError(
+            f"correction.proximal = {correction.proximal!r} with objective.path = {config.objective.path!r}: this "
+            "objective forms current / behavior itself; expected 'consumed'"
         )
     reads_reference = getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient > 0
     if config.model.reference is not None and not reads_reference:

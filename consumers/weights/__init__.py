@@ -2,5 +2,6 @@
 
 Imported through `published_policy.PublishedPolicy`, which numbers the versions; `publisher.Publisher`, which has them
 written and announces them; `writer.WeightPlaces`, where chunks are put; `best.BestPolicy`, which keeps the best
-evaluated one; `shard.PolicyShard`, one rank's part; and `shard.ShardPublisher`, for the ranks other than the lead.
+evaluated one; `shard.open_shard`, which opens one rank's part, from which the learner reads older policies; and
+`shard.ShardPublisher`, for the ranks other than the lead.
 """

@@ -1,18 +1,30 @@
 """The part of a policy that one rank publishes: its changes, encoded and put into a chunk store."""
 
 import functools
+import logging
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.weights.snapshots import Snapshots
+from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import Chunk, TensorSpec
-from penstock.schemas.weights.codec import Slice, encode_chunk
+from penstock.schemas.weights.codec import ChunkError, Slice, encode_chunk
 from penstock.schemas.weights.layout import Array
+from penstock.schemas.weights.log import VersionGoneError
+from penstock.schemas.weights.reading import WeightReader
 from penstock.schemas.weights.stores import Call, open_store
+
+log = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 32 << 20
@@ -61,16 +73,24 @@ class _Extent(NamedTuple):
 class PolicyShard:
     """One rank's shards of the policy.
 
-    call: of a Redis client of this rank. collect: see `Snapshots`.
+    call: of a Redis client of this rank. collect, num_kept: see `Snapshots`.
     """
 
     def __init__(
-        self, ranks: Ranks, keys: Keys, call: Call[Any], collect: Callable[[], Callable[[], list[PublishedPart]]]
+        self,
+        ranks: Ranks,
+        keys: Keys,
+        call: Call[Any],
+        collect: Callable[[], Callable[[], list[PublishedPart]]],
+        num_kept: int = 2,
     ) -> None:
         self._rank = ranks.rank
         self.store = functools.cache(lambda place: open_store(place, keys, call))
         """Returns the store at a place. Raises ConfigError: see `open_store`."""
-        self.snapshots = Snapshots(collect)
+        self.snapshots = Snapshots(collect, num_kept)
+        self._reader = WeightReader(call, keys)
+        self._asked: set[int] = set()
+        """The versions that the weight log was asked for."""
         self._whole_bytes = 0
         """Bytes of this rank's chunks when the policy was last written whole."""
         self._last: Task | None = None
@@ -88,6 +108,22 @@ class PolicyShard:
             f"of policy {self._last.version} {len(written)} of {self._num_groups} chunks ({num_bytes:,} bytes) are in "
             f"{place}"
         )
+
+    def policy(self, version: int) -> list[Tensor] | None:
+        """Returns this rank's elements of each tensor of a published policy, [count]: those in memory, or, as after a
+        resume, those of the weight log; None if it is gone from there too."""
+        values = self.snapshots.values(version)
+        if values is not None or version in self._asked:
+            return values
+        self._asked.add(version)
+        try:
+            with tempfile.TemporaryDirectory(prefix="penstock-policy-") as folder:
+                file = Path(folder) / "model.safetensors"
+                self._reader.write(self._reader.log().chain(version), file)
+                return self.snapshots.add(version, load_file(file))
+        except (VersionGoneError, ChunkError, OSError) as error:
+            log.warning("policy %d cannot be read from the weight log: %s", version, error)
+            return None
 
     def write(self, task: Task) -> Written:
         """Writes this rank's chunks; the answer holds an error that prevented it. Waits for the snapshot."""
@@ -128,6 +164,14 @@ class PolicyShard:
         tensor, begin, end = extent
         before = None if old is None else old[tensor][begin:end]
         return Slice(tensor, self.snapshots.starts[tensor] + begin, before, new[tensor][begin:end])
+
+
+def open_shard(config: RunConfig, ranks: Ranks, call: Call[Any], learner: Learner) -> PolicyShard:
+    """Returns the shard that this rank publishes, from which the learner also reads older policies, if it does."""
+    num_kept = max(2, config.num_sampling_versions) if config.correction.proximal == "sampled_version" else 2
+    shard = PolicyShard(ranks, Keys(config.name), call, learner.published_parts, num_kept)
+    learner.follow_versions(shard.policy)
+    return shard
 
 
 class ShardPublisher:

@@ -1,6 +1,6 @@
-"""Copies of the published policy in host memory: the newest one, and the one before."""
+"""Copies of the published policy in host memory: the newest one, the one before, and older ones if they are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import torch
@@ -15,12 +15,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Snapshots:
-    """Rounds the masters to the published type in a thread; the buffers of the version before the last are reused.
+    """Rounds the masters to the published type in a thread; the buffers of versions that are no longer kept are reused.
 
-    collect: called in the main thread; see `PackedModel.published_parts`.
+    collect: called in the main thread; see `PackedModel.published_parts`. num_kept: the number of versions, 2 or more.
     """
 
-    def __init__(self, collect: Callable[[], Callable[[], list[PublishedPart]]]) -> None:
+    def __init__(self, collect: Callable[[], Callable[[], list[PublishedPart]]], num_kept: int = 2) -> None:
+        self._num_kept = num_kept
         self._collect = collect
         self._buffers: dict[int, list[Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -35,10 +36,10 @@ class Snapshots:
 
     def begin(self, version: int) -> None:
         """Begins to copy the masters as policy `version`; they must not change until `wait` has returned. Keeps the
-        newest of the versions before it."""
+        newest of the versions before it, `num_kept` in all."""
         parts = self._collect()
         spare: list[Tensor] = []
-        if len(self._buffers) > 1:
+        if len(self._buffers) >= self._num_kept:
             oldest = min(self._buffers)
             del self._taken[oldest]
             spare = self._buffers.pop(oldest)
@@ -61,10 +62,25 @@ class Snapshots:
         self._worker.end()
 
     def bits(self, version: int) -> list[Array]:
-        """Returns this rank's elements of each tensor as unsigned integers, [count], of the last version or the one
-        before. Waits for the snapshot."""
+        """Returns this rank's elements of each tensor as unsigned integers, [count], of a version that is kept. Waits
+        for the snapshot."""
         self._future(version).result()
         return [as_bits(buffer.view(_INTEGERS[buffer.element_size()]).numpy()) for buffer in self._buffers[version]]
+
+    def values(self, version: int) -> list[Tensor] | None:
+        """Returns this rank's elements of each tensor, [count], if the version is kept. Waits for its snapshot."""
+        if version not in self._taken:
+            return None
+        self._future(version).result()
+        return self._buffers[version]
+
+    def add(self, version: int, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Keeps a policy, whole by name, that was published before; returns this rank's elements of it."""
+        held = zip(self.tensors, self.starts, self._buffers[self._newest], strict=True)
+        values = [tensors[of.name].flatten()[start : start + len(like)].clone() for of, start, like in held]
+        self._buffers[version] = values
+        self._future(version).set_result(None)
+        return values
 
     def _future(self, version: int) -> Future[None]:
         return self._taken.setdefault(version, Future())

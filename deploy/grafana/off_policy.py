@@ -68,8 +68,13 @@ WHOLE = [
     timeseries(
         "Effective sample size",
         "Share of the tokens that still count, by the ratios as they are and by the weights applied. What lies "
-        "between the two is what truncation hides. A slide comes before a collapse.",
-        {"before truncation": last("penstock_ess_fraction"), "applied": last("penstock_applied_ess_fraction")},
+        "between the two is what truncation hides. A slide comes before a collapse. Of the policy ratio too: the steps "
+        'on the batch, or all of the lag with proximal = "sampled_version".',
+        {
+            "before truncation": last("penstock_ess_fraction"),
+            "applied": last("penstock_applied_ess_fraction"),
+            "policy ratio": last("penstock_policy_ess_fraction"),
+        },
         maximum=1,
         **limits_of("ess_fraction"),
     ),
@@ -77,7 +82,11 @@ WHOLE = [
         "χ²",
         "Variance that the importance ratios bring into the gradient; above 1 there is more noise than signal. "
         f"There is an alert for a jump to above {limits.CHI2_JUMP:g}.",
-        {"tokens": last("penstock_chi2"), "rows": last("penstock_rollout_correction_chi2_seq")},
+        {
+            "tokens": last("penstock_chi2"),
+            "rows": last("penstock_rollout_correction_chi2_seq"),
+            "policy ratio": last("penstock_policy_chi2"),
+        },
         unit="short",
         minimum=None,
         **limits_of("chi2"),

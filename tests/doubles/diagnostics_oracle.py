@@ -17,6 +17,8 @@ class MismatchToken(NamedTuple):
     weight: float
     lag: int
     advantage: float
+    moved: float = 0.0
+    """current - train."""
 
     @property
     def l(self) -> float:  # noqa: E743  the definitions' letter
@@ -25,6 +27,15 @@ class MismatchToken(NamedTuple):
     @property
     def rho(self) -> float:
         return math.exp(_clamp(self.l, 20))
+
+    @property
+    def policy_ratio(self) -> float:
+        return math.exp(_clamp(self.moved, 20))
+
+    @property
+    def new_old(self) -> float:
+        x = _clamp(self.l + self.moved, 20)
+        return math.exp(x) - x - 1
 
     @property
     def corrected(self) -> bool:
@@ -44,7 +55,7 @@ def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "toke
     found["k3_kl_unclamped"] = fmean(math.exp(min(t.l, 100)) - t.l - 1 for t in tokens)
     found["chi2_seq_product"] = fmean(math.exp(2 * _clamp(sum(t.l for t in row), 20)) for row in valid) - 1
     filled = [row for row in valid if row]
-    found["kl_new_old"] = fmean(fmean(t.rho - _clamp(t.l, 20) - 1 for t in row) for row in filled)
+    found["kl_new_old"] = fmean(fmean(t.new_old for t in row) for row in filled)
     found["clamp_log_ratio_new_old_indicator"] = fmean(fmean(t.rho > threshold for t in row) for row in filled)
     pure = [t for row in rows if max((t.lag for t in row), default=0) == 0 for t in row if t.mask]
     mixed = [t for row in rows if max((t.lag for t in row), default=0) > 0 for t in row if t.mask and t.lag == 0]
@@ -102,6 +113,8 @@ def of_tokens(tokens: list[MismatchToken]) -> dict[str, float]:
         "chi2": fmean(t.rho**2 for t in tokens) - 1,
         "ess_fraction": _ess([t.rho for t in tokens]),
         "applied_ess_fraction": _ess([t.weight for t in tokens]),
+        "policy_chi2": fmean(t.policy_ratio**2 for t in tokens) - 1,
+        "policy_ess_fraction": _ess([t.policy_ratio for t in tokens]),
         "weight_mean": fmean(t.weight for t in tokens),
         "corrected_frac": fmean(t.corrected for t in tokens),
         "masked_frac": fmean(t.weight == 0 for t in tokens),

@@ -67,6 +67,7 @@ class PublishingTrainer:
         keep: int = 8,
         after: "PublishingTrainer | None" = None,
         pinned: Callable[[], Collection[int]] = frozenset,
+        num_kept: int = 2,
     ) -> None:
         self.keys = Keys("test")
         self.connection = TrainerConnection(url, outage_s=5)
@@ -77,7 +78,7 @@ class PublishingTrainer:
         self.version = make_version(epoch, 0)
         self.expected: dict[int, Weights] = {} if after is None else after.expected
         self.publications: list[Publication] = []
-        self.shard = PolicyShard(Ranks(), self.keys, self.connection.call, lambda: masters.parts())
+        self.shard = PolicyShard(Ranks(), self.keys, self.connection.call, lambda: masters.parts(), num_kept)
         self.publisher = Publisher(
             self.scripts,
             self.shard,

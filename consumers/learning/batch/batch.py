@@ -1,7 +1,7 @@
 """A batch as the learner takes it: mini-batches of one optimizer step, micro-batches of one forward pass."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -29,9 +29,12 @@ class MicroBatch:
     loss_mask: [M] bool, the tokens that are trained on: within the lag bound, and not of a rollout that is left out
         because it is truncated. The correction may mask more of them.
     row_ids: [M] int64, ascending.
+    versions: [M] int64, the older policy under which a token's proximal logprob is recomputed, -1 for none.
+    is_pure: [M] bool, True in rows that one policy sampled: of lag 0 throughout, or of one version in `versions`.
     rollouts: [rows] int64, the place of each row's rollout among all of the batch.
     support: the tokens that the sampler chose from; None if it excluded none (top-k, top-p).
     teacher_logprobs: [M] float32, from a teacher's server; None without one.
+    older: by version in `versions`, the rows with its tokens, in the same order; its values stay on the host.
     """
 
     token_ids: Tensor
@@ -46,9 +49,12 @@ class MicroBatch:
     lag: Tensor
     loss_mask: Tensor
     row_ids: Tensor
+    versions: Tensor
+    is_pure: Tensor
     rollouts: Tensor
     support: "Support | None" = None
     teacher_logprobs: Tensor | None = None
+    older: Mapping[int, "MicroBatch"] = field(default_factory=dict)
 
     @property
     def is_idle(self) -> bool:
@@ -62,7 +68,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
             return self
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "older"}
         # A copy from memory that is not pinned has left it when the call returns.
         moved = {name: part.to(device, non_blocking=True) for name, part in parts.items() if part is not None}
         return replace(self, **moved)
@@ -85,6 +91,8 @@ def idle_microbatch() -> MicroBatch:
         lag=no_ids,
         loss_mask=torch.empty(0, dtype=torch.bool),
         row_ids=no_ids,
+        versions=no_ids,
+        is_pure=torch.empty(0, dtype=torch.bool),
         rollouts=no_ids,
     )
 

@@ -17,6 +17,7 @@ from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatche
 from penstock.consumers.learning.batch.trainable import check_taught
 from penstock.consumers.learning.outcome import outcome
 from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment
 
 
@@ -50,17 +51,26 @@ class _Row:
         return self.segment.loss_mask[-1][1] - 1
 
     @property
+    def is_pure(self) -> bool:
+        """See `MicroBatch.is_pure`."""
+        return all(span.lag == 0 for span in self.spans) or (
+            self.spans[0].older >= 0 and len({span.older for span in self.spans}) == 1
+        )
+
+    @property
     def num_unmasked(self) -> int:
         """Sampled tokens in the loss mask."""
         return sum(span.num_tokens for span in self.spans if span.is_trained)
 
 
 class _Span(NamedTuple):
-    """Consecutive sampled tokens of one version. is_trained: whether they are in the loss mask."""
+    """Consecutive sampled tokens of one version. is_trained: whether they are in the loss mask. older: the version, if
+    their proximal logprobs are recomputed under it, else -1."""
 
     num_tokens: int
     lag: int
     is_trained: bool = True
+    older: int = UNKNOWN_VERSION
 
 
 def pack(
@@ -238,20 +248,23 @@ def _rows(
                 raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
             if config.teacher_url is not None:
                 check_taught(group, segment)
-            lags = span_lags(segment, lag, config.lag_bound)
-            spans = (
-                _Span(span.end - span.start, d, not is_left_out and d <= config.lag_bound)
-                for d, span in zip(lags, segment.version_spans, strict=True)
-            )
             yield _Row(
                 segment=segment,
                 place=Place(group.index, r, s),
                 rollout=first + r,
-                spans=tuple(spans),
+                spans=tuple(_spans(segment, lag, config, is_left_out=is_left_out)),
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
                 advantage=advantage,
             )
+
+
+def _spans(segment: Segment, lag: KnownLags, config: RunConfig, *, is_left_out: bool) -> Iterator[_Span]:
+    recomputes = config.correction.proximal == "sampled_version"
+    for d, span in zip(span_lags(segment, lag, config.lag_bound), segment.version_spans, strict=True):
+        is_trained = not is_left_out and d <= config.lag_bound
+        is_older = recomputes and is_trained and d > 0 and lag(span.version) is not None
+        yield _Span(span.end - span.start, d, is_trained, span.version if is_older else UNKNOWN_VERSION)
 
 
 def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
@@ -291,6 +304,13 @@ def _longest_first(rows: list[_Row]) -> list[_Row]:
 
 
 def _pack_rows(rows: list[_Row]) -> MicroBatch:
+    """Packs the rows of one forward pass, and again those of each older policy under which tokens are recomputed."""
+    older = sorted({span.older for row in rows for span in row.spans} - {UNKNOWN_VERSION})
+    of_version = {version: [row for row in rows if version in {span.older for span in row.spans}] for version in older}
+    return replace(_packed(rows), older={version: _packed(some) for version, some in of_version.items()})
+
+
+def _packed(rows: list[_Row]) -> MicroBatch:
     if not rows:
         return idle_microbatch()
     token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
@@ -318,7 +338,7 @@ def _pack_rows(rows: list[_Row]) -> MicroBatch:
     row_ids = run_rows.repeat(run_lengths)
     before = sampled_at - 1
     own = before - prefix_lengths[row_ids]
-    span_tokens, span_lag, is_trained = np.array([span for row in rows for span in row.spans]).T
+    span_tokens, span_lag, is_trained, span_older = np.array([span for row in rows for span in row.spans]).T
     per_row = np.array([(row.advantage, row.temperature, row.rollout_tokens) for row in rows], dtype=np.float32)
     advantages, temperature, rollout_tokens = np.ascontiguousarray(per_row[row_ids].T)
     behavior = np.frombuffer(b"".join(row.segment.behavior_logprobs for row in rows), dtype=np.float32)
@@ -335,6 +355,8 @@ def _pack_rows(rows: list[_Row]) -> MicroBatch:
         lag=torch.from_numpy(span_lag.repeat(span_tokens)),
         loss_mask=torch.from_numpy(is_trained.astype(bool).repeat(span_tokens)),
         row_ids=torch.from_numpy(row_ids),
+        versions=torch.from_numpy(span_older.repeat(span_tokens)),
+        is_pure=torch.tensor([row.is_pure for row in rows])[row_ids],
         rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),
         teacher_logprobs=_teacher_logprobs([row.segment for row in rows]),

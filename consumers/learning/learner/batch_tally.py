@@ -69,7 +69,10 @@ class BatchTally:
         """Adds a micro-batch of the first epoch to the diagnostics. Waits for no device. scale: as in `metric_sums`."""
         correction, rollouts = scored.correction, microbatch.rollouts[microbatch.row_ids]
         tokens = scored.proximal_logprobs, microbatch.behavior_logprobs, microbatch.loss_mask, microbatch.row_ids
-        self._gaps += gap_sums(*tokens, microbatch.lag, self._groups[rollouts], len(self._indexes))
+        lag = microbatch.lag
+        if scored.recomputed is not None:
+            lag = torch.where(scored.recomputed & microbatch.is_pure, 0, lag)  # no drift is left in their gap
+        self._gaps += gap_sums(*tokens, lag, self._groups[rollouts], len(self._indexes))
         found = MismatchSums.of_packed(
             *tokens,
             microbatch.lag,
@@ -245,8 +248,8 @@ def gap_sums(
     group: Tensor,
     num_groups: int,
 ) -> Tensor:
-    """Returns [num_groups, 2] float64, the `RowGap` of each group's rows in which every token has lag 0: recomputed
-    under the policy that sampled them, so that no drift is in it.
+    """Returns [num_groups, 2] float64, the `RowGap` of each group's rows in which every token has lag 0, as one has
+    that is recomputed under the policy that sampled its whole row: no drift is in it.
 
     All but the last are [M]: logprobs, the loss mask, ascending rows, lags, and the place of each token's group, below
     `num_groups`. Waits for no device.

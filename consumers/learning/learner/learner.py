@@ -21,6 +21,7 @@ from penstock.consumers.learning.batch.sharing import Sharing
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.learner.batch_tally import BatchTally, metric_sums
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.loss.sampled_version import Policies
 from penstock.consumers.learning.loss.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
 from penstock.consumers.learning.model.export import export_adapter, export_model
@@ -60,7 +61,7 @@ class Learner:
         self.num_steps = 0
         """Optimizer steps taken, which determine the learning rate."""
         self.before_update: Callable[[], object] = lambda: None
-        """Called on every rank before each optimizer step, during which nobody may read the masters."""
+        """Called on every rank before the masters change, during which nobody may read them."""
         self._warned = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
@@ -89,6 +90,8 @@ class Learner:
         check_advantage(config.advantage)
         check_siblings(config)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
+        if self.scorer.sampled is not None:
+            self.scorer.sampled.before_change = lambda: self.before_update()
         self.optimizer = make_optimizer(trainer, self.model.parameters())
         self._saved = LearnerState(self.model, self.optimizer, self.ranks)
 
@@ -204,6 +207,12 @@ class Learner:
         if self.device.type == "cuda":
             state["rng_cuda"] = torch.cuda.get_rng_state(self.device).tolist()
         return state
+
+    def follow_versions(self, policies: Policies) -> None:
+        """Names what keeps the published policies of older versions, on every rank; used with `correction.proximal =
+        "sampled_version"` alone."""
+        if self.scorer.sampled is not None:
+            self.scorer.sampled.policies = policies
 
     @property
     def trains_every_row(self) -> bool:

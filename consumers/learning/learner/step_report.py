@@ -64,7 +64,8 @@ class StepReport:
     findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
     environments: by environment the number and the mean lag of its sampled tokens, `num_tokens_sampled` and `lag_mean`,
         masked ones included, and `MismatchSums.by_environment`.
-    gaps: by group index, the gap of the group's rows in which every token has lag 0; of groups with such rows.
+    gaps: by group index, the gap of the group's rows in which every token has lag 0, and with `correction.proximal =
+        "sampled_version"` of all that one version sampled; of groups with such rows.
     """
 
     metrics: dict[str, float]

@@ -31,7 +31,7 @@ Level = Literal["token", "geometric", "product"]
 
 TOKEN_TERMS = (
     *("num_tokens", "minus_l", "abs_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
-    *("weight", "weight_squared", "bounded", "bounded_squared"),
+    *("weight", "weight_squared", "bounded", "bounded_squared", "policy_ratio", "policy_ratio_squared"),
     *("corrected", "rejected", "num_positive", "rejected_positive", "num_negative", "rejected_negative"),
 )
 _BUCKET_TERMS = (*TOKEN_TERMS, "masked_lag")
@@ -60,6 +60,7 @@ _OF_BUCKETS = {"kl": _Mean("minus_l"), "k3_kl": _Mean("k3")}
 """Of a lag bucket or an environment alone: the whole batch has them under the peers' names."""
 _OF_TOKENS = {
     "chi2": _Mean("rho_squared", of_none=1.0, less=1.0),
+    "policy_chi2": _Mean("policy_ratio_squared", of_none=1.0, less=1.0),
     "weight_mean": _Mean("weight", of_none=1.0),
     "corrected_frac": _Mean("corrected"),
 }
@@ -131,13 +132,14 @@ class MismatchSums:
             advantages: [M].
             level: what `clipped_frac` compares with the threshold: each token's rho, or each row's geometric mean or
                 product of them.
-            current_logprobs: [M], the policy under update if it has left the proximal one; for kl_new_old alone.
+            current_logprobs: [M], the policy under update if it has left the proximal one; for kl_new_old, policy_chi2
+                and policy_ess_fraction.
             environments: [M] int64, the number of each token's environment, below `num_environments`; 0 if left out.
         """
         train, rollout = _where(loss_mask, train_logprobs), _where(loss_mask, rollout_logprobs)
         current = train if current_logprobs is None else _where(loss_mask, current_logprobs)
         row = row_numbers(row_ids)
-        terms = token_terms(train - rollout, loss_mask, correction, advantages, threshold)
+        terms = token_terms(train - rollout, current - train, loss_mask, correction, advantages, threshold)
         rows = row_terms(loss_mask, row, train, rollout, current, terms["above"], threshold, level)
         buckets = lag_buckets(lag, row)
         if environments is not None:
@@ -223,6 +225,7 @@ def _token_metrics(sums: dict[str, float]) -> dict[str, float]:
     found = {name: mean.of(sums) for name, mean in _OF_TOKENS.items()}
     found["ess_fraction"] = _ess_fraction(sums, "rho")
     found["applied_ess_fraction"] = _ess_fraction(sums, "weight")
+    found["policy_ess_fraction"] = _ess_fraction(sums, "policy_ratio")
     num_sampled = sums["num_tokens"] + sums["masked_lag"]
     found["masked_frac"] = (sums["rejected"] + sums["masked_lag"]) / num_sampled if num_sampled else 0.0
     for sign in ("positive", "negative"):
@@ -240,9 +243,19 @@ def _ess_fraction(sums: dict[str, float], name: str) -> float:
 
 
 def token_terms(
-    log_ratios: Tensor, mask: Tensor, correction: Correction, advantages: Tensor, threshold: float
+    log_ratios: Tensor,
+    policy_log_ratios: Tensor,
+    mask: Tensor,
+    correction: Correction,
+    advantages: Tensor,
+    threshold: float,
 ) -> dict[str, Tensor]:
-    """Returns [M] for each of TOKEN_TERMS, 0 under the mask. log_ratios: [M] float64, l, 0 under the mask."""
+    """Returns [M] for each of TOKEN_TERMS, 0 under the mask.
+
+    Args:
+        log_ratios, policy_log_ratios: [M] float64, l and current - proximal, 0 under the mask.
+    """
+    policy_ratio = _where(mask, clamped(policy_log_ratios).exp())
     rho, weight = _where(mask, clamped(log_ratios).exp()), _where(mask, correction.weights)
     bounded = _where(mask, weight.clamp(1 / threshold, threshold))
     rejected, positive, negative = mask & ~correction.keep_mask, mask & (advantages > 0), mask & (advantages < 0)
@@ -260,6 +273,8 @@ def token_terms(
         "weight_squared": weight.square(),
         "bounded": bounded,
         "bounded_squared": bounded.square(),
+        "policy_ratio": policy_ratio,
+        "policy_ratio_squared": policy_ratio.square(),
         "corrected": mask & correction.corrected_mask,
         "rejected": rejected,
         "num_positive": positive,

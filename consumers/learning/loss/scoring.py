@@ -13,6 +13,7 @@ from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.loss.importance import Correction, correct_packed
 from penstock.consumers.learning.loss.reward_kl import penalized
+from penstock.consumers.learning.loss.sampled_version import Recomputed, SampledVersions
 from penstock.consumers.learning.loss.teacher import open_teacher, teacher_advantages
 from penstock.consumers.learning.model.head import selected_logprobs
 from penstock.consumers.learning.model.head_kernels import TokenGrads
@@ -30,11 +31,14 @@ class StepConstants:
     proximal_logprobs: None if the batch makes one optimizer step: the current policy is the proximal one then.
     reference_logprobs: None for an objective without a KL term.
     teacher_logprobs: None without a teacher.
+    sampled: with `correction.proximal = "sampled_version"`, the logprobs that the objective and the correction get as
+        proximal ones instead. KL in the reward and a teacher's advantages stay those of the policy before the step.
     """
 
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    sampled: Recomputed | None = None
 
     @property
     def divergence(self) -> Tensor:
@@ -47,7 +51,9 @@ class StepConstants:
 class Scored:
     """The detached results of a micro-batch with M sampled tokens.
 
-    proximal_logprobs: of the trainer's policy before the first step on the batch, in bypass mode too.
+    proximal_logprobs: of the trainer's policy before the first step on the batch, in bypass mode too; with
+        `correction.proximal = "sampled_version"` of the version that sampled each token.
+    recomputed: [M] bool, the tokens of older versions that those are recomputed under; None without that setting.
     advantages: including the teacher's part, if there is a teacher.
     teacher_divergence: proximal - teacher logprobs; None without a teacher.
     """
@@ -60,6 +66,7 @@ class Scored:
     metrics: dict[str, Tensor]
     advantages: Tensor
     teacher_divergence: Tensor | None = None
+    recomputed: Tensor | None = None
 
 
 class TokenScorer:
@@ -86,6 +93,10 @@ class TokenScorer:
         self._advantage = config.advantage
         self._teaching = config.teacher
         self._teacher = open_teacher(config, model, device, ranks)
+        self.sampled: SampledVersions | None = None
+        """Recomputes proximal logprobs under the versions that sampled the tokens, if the run says so."""
+        if config.correction.proximal == "sampled_version":
+            self.sampled = SampledVersions(model, ranks, device, lambda microbatch: self.logprobs(microbatch)[0])
         self.reference: PackedModel | BaseOfAdapter | None = None
         """The model of the KL term, frozen; None without one."""
         if not (getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient):
@@ -127,16 +138,18 @@ class TokenScorer:
     def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
         """Computes the logprobs of the proximal policy, the reference and the teacher, as far as they are needed."""
         needs_proximal = self._steps_per_batch > 1 or self._advantage.kl_coefficient > 0
-        if not (needs_proximal or self.reference or self._teaching):
+        if not (needs_proximal or self.reference or self._teaching or self.sampled):
             return [StepConstants()] * len(microbatches)
         constants = []
-        for cpu_microbatch in microbatches:
+        sampled = self.sampled.recompute(microbatches) if self.sampled else [None] * len(microbatches)
+        for cpu_microbatch, recomputed in zip(microbatches, sampled, strict=True):
             microbatch = cpu_microbatch.to(self._device)
             constants.append(
                 StepConstants(
                     self.logprobs(microbatch)[0] if needs_proximal else None,
                     self.logprobs(microbatch, self.reference)[0] if self.reference else None,
                     self._teacher_logprobs(microbatch),
+                    recomputed,
                 )
             )
         return constants
@@ -152,13 +165,13 @@ class TokenScorer:
             hidden, head = self._model.forward(microbatch)
             return (hidden.sum() + head.sum()) * 0.0, None
 
-        def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Correction]:
+        def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
             return self._outputs(microbatch, minibatch, constants, part, current, entropy)
 
         token_level = getattr(self.objective, "token_level", False) and self._correction.is_token_level
         token_grads = _token_grads(outputs) if token_level and torch.is_grad_enabled() else None
         current, entropy = self.logprobs(microbatch, token_grads=token_grads)
-        result, proximal, correction = outputs(_ALL, current, entropy)
+        result, before, proximal, correction = outputs(_ALL, current, entropy)
         scored = Scored(
             result.loss.detach(),
             proximal,
@@ -166,8 +179,9 @@ class TokenScorer:
             entropy.detach(),
             correction,
             result.metrics,
-            self._advantages(microbatch, constants, _ALL, proximal),
-            None if constants.teacher_logprobs is None else proximal - constants.teacher_logprobs,
+            self._advantages(microbatch, constants, _ALL, before),
+            None if constants.teacher_logprobs is None else before - constants.teacher_logprobs,
+            None if constants.sampled is None else constants.sampled.known,
         )
         return result.loss, scored
 
@@ -192,10 +206,12 @@ class TokenScorer:
         part: slice,
         current: Tensor,
         entropy: Tensor,
-    ) -> tuple[LossOutputs, Tensor, Correction]:
-        """Applies the objective to the tokens of `part`; `current` and `entropy` are those tokens'."""
-        proximal = current.detach() if constants.proximal_logprobs is None else constants.proximal_logprobs[part]
-        advantages = self._advantages(microbatch, constants, part, proximal)
+    ) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
+        """Applies the objective to the tokens of `part`, whose `current` and `entropy` are given; returns also the
+        logprobs of the policy before the first step and the proximal ones."""
+        before = current.detach() if constants.proximal_logprobs is None else constants.proximal_logprobs[part]
+        proximal = before if constants.sampled is None else constants.sampled.instead_of(before, part)
+        advantages = self._advantages(microbatch, constants, part, before)
         behavior, row_ids, lag = microbatch.behavior_logprobs[part], microbatch.row_ids[part], microbatch.lag[part]
         correction = correct_packed(
             proximal,
@@ -222,18 +238,18 @@ class TokenScorer:
             reference_logprobs=None if constants.reference_logprobs is None else constants.reference_logprobs[part],
             lag=lag,
         )
-        return self.objective(inputs), proximal, correction
+        return self.objective(inputs), before, proximal, correction
 
     def _teacher_logprobs(self, microbatch: MicroBatch) -> Tensor | None:
         if self._teacher is not None:
             return self.logprobs(microbatch, self._teacher)[0]
         return None if self._teaching is None else microbatch.teacher_logprobs
 
-    def _advantages(self, microbatch: MicroBatch, constants: StepConstants, part: slice, proximal: Tensor) -> Tensor:
+    def _advantages(self, microbatch: MicroBatch, constants: StepConstants, part: slice, before: Tensor) -> Tensor:
         if self._teaching is None or constants.teacher_logprobs is None:
             return microbatch.advantages[part]
         teacher = constants.teacher_logprobs[part]
-        return teacher_advantages(microbatch.advantages[part], teacher, proximal, self._teaching)
+        return teacher_advantages(microbatch.advantages[part], teacher, before, self._teaching)
 
 
 class SampledTokens(Protocol):

@@ -1,8 +1,8 @@
 """The trained model: a transformers model run over packed rows, on the values that are published."""
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,35 @@ class PackedModel:
             return lambda: self._parts(self._published(state))
         weights = self.published_weights()
         return lambda: self._parts(weights)
+
+    def check_replaceable(self) -> None:
+        """Raises ConfigError if `replaced` cannot write published values into the masters, because names or shapes of
+        this architecture's published tensors are not theirs."""
+        masters = {held(each.detach(), self._ranks)[1].untyped_storage().data_ptr() for each in self.state().values()}
+        for part in self.published_parts()():
+            if len(part.values) and part.values.untyped_storage().data_ptr() not in masters:
+                raise ConfigError(
+                    f"correction.proximal = 'sampled_version' with {self._named}: {part.name} is published as a copy "
+                    "of parts of other tensors, into which older versions cannot be loaded; expected 'consumed'"
+                )
+
+    @contextmanager
+    def replaced(self) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+        """Yields a function that replaces the masters by published values of another policy, this rank's elements of
+        each of `published_parts`; afterwards the masters are what they were. They take their memory twice until then.
+        """
+        own = [part.values for part in self.published_parts()()]
+        masters = [values.clone() for values in own]
+
+        @torch.no_grad()
+        def replace(values: Sequence[Tensor]) -> None:
+            for master, value in zip(own, values, strict=True):
+                master.copy_(value)
+
+        try:
+            yield replace
+        finally:
+            replace(masters)
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> list[PublishedPart]:
         """Returns this rank's part of each published tensor."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import penstock.consumers.weights.publisher as publisher_module
 import penstock.consumers.weights.shard as shard_module
@@ -444,3 +445,31 @@ def test_anchors_that_redis_has_lost_are_made_again_in_the_end(start, redis_clie
         one.settle()
     assert redis_client.hlen(one.keys.anchors) and len(one.versions()) < 20
     one.check(one.version)
+
+
+def test_the_policies_that_may_have_sampled_a_token_are_in_memory_and_after_a_resume_read_from_the_log(start, caplog):
+    def assert_held(trainer: PublishingTrainer, *versions: int) -> None:
+        for version in versions:
+            found, expected = trainer.shard.policy(version), trainer.expected[version]
+            assert found is not None, version
+            for values, (name, tensor) in zip(found, expected.items(), strict=True):
+                assert values.dtype == tensor.dtype and torch.equal(values, tensor.flatten()), (version, name)
+
+    one = start(keep=3, num_kept=4)
+    for _ in range(7):
+        one.publish()
+        one.settle()
+        one.masters.walk(0.02)
+    assert_held(one, 3, 4, 5, 6)
+    assert sorted(one.shard.snapshots._buffers) == [3, 4, 5, 6]
+    two = start(one.masters, 1, after=one, keep=3, num_kept=4)
+    two.publish()
+    two.settle()
+    assert_held(two, make_version(1, 0), 5, 6, 5)
+    assert not caplog.text
+    two.masters.walk(0.02)
+    two.publish()
+    two.settle()
+    assert_held(two, 6, make_version(1, 0), make_version(1, 1))
+    assert two.shard.policy(77) is None is two.shard.policy(77)
+    assert caplog.text.count("policy 77 cannot be read from the weight log") == 1
