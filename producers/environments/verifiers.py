@@ -1,61 +1,81 @@
 """Any environment of the library verifiers, unchanged: its tasks, turns, tools, stop conditions and rewards."""
 
-import json
 import signal
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
 
 from penstock.producers.environments.dataset import task_of
 from penstock.producers.interfaces import Conversation, RolloutFacts
 from penstock.schemas.prompt import Message, Prompt, Reward
 
-try:
-    import verifiers as vf
-    from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient, OpenAIChatResponse
-except ImportError as error:
-    raise ImportError(f"{error}: pip install 'penstock[verifiers]'") from error
-
 Json = dict[str, Any]
 
-TOO_LONG = ("context_length_exceeded", "rollout_too_large")
-"""Codes of calls for which no room is left."""
+
+class Library(Protocol):
+    """An environment as one of the library's interfaces has it."""
+
+    @property
+    def training(self) -> Sequence[Any]:
+        """Its tasks."""
+        ...
+
+    @property
+    def evaluation(self) -> Sequence[Any]:
+        """Those that are held out."""
+        ...
+
+    def pose(self, task: Any) -> tuple[tuple[Message, ...], str]:
+        """Returns the messages that a task begins with, and its answer."""
+        ...
+
+    async def run(self, task: Any, conversation: Conversation) -> Reward:
+        """Holds one conversation. Raises RuntimeError if the library records an error of it."""
+        ...
 
 
 class VerifiersEnvironment:
-    """`verifiers.load_environment(id, **args)`. Rows of its data set are shuffled per epoch; those of its evaluation
-    set, if it has one, are held out.
+    """An environment that `verifiers.load_environment` loads, with release 0.4 the one of a taskset.
 
-    A rollout in which verifiers records an error dies of it. Other rollouts get its reward, with its metrics as parts.
+    Tasks are shuffled per epoch. Held out are those of the evaluation set, with 0.4 the first `num_evaluation_prompts`
+    of all. A rollout in which verifiers records an error dies of it. Other rollouts get its reward, with its metrics as
+    parts.
 
-    id: of an installed environment, or of a module in the working directory.
-    args: of its `load_environment`.
-    num_evaluation_prompts: how many rows of its evaluation set to use, from the first on; None means all.
+    id: of an installed environment or taskset, or of a module in the working directory.
+    args: of its `load_environment`, with 0.4 the taskset's settings.
+    env: with 0.4, further settings of the environment, such as `agent.harness` and `agent.runtime`.
+    num_evaluation_prompts: how many held-out tasks to use, from the first on; None means the whole evaluation set.
 
     Raises:
         ValueError: it cannot be loaded, has no tasks, or scores the rollouts of a group together (their rewards or
             their advantages).
+        ImportError: verifiers is not installed, or in another release.
     """
 
     def __init__(
-        self, *, seed: int, id: str, args: Mapping[str, Any] | None = None, num_evaluation_prompts: int | None = None
+        self,
+        *,
+        seed: int,
+        id: str,
+        args: Mapping[str, Any] | None = None,
+        env: Mapping[str, Any] | None = None,
+        num_evaluation_prompts: int | None = None,
     ) -> None:
-        handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._environment = vf.load_environment(id, **(args or {}))
+            self._library = _library(id, args or {}, env or {}, num_evaluation_prompts)
+        except ImportError:
+            raise
         except Exception as error:  # the environment is the user's
             raise ValueError(f"VerifiersEnvironment: id = {id!r}: {type(error).__name__}: {error}") from error
         finally:
-            for each, handler in handlers.items():
-                signal.signal(each, handler)  # it installs its own, which exit at once
-        if self._environment.requires_group_rollouts or self._environment.provides_advantages:
-            raise ValueError(f"VerifiersEnvironment: {id!r} scores whole groups; expected rewards of one rollout each")
-        training, evaluation = self._environment.build_dataset(), self._environment.build_eval_dataset()
-        if not training:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # it installs its own, which exit at once
+        if not self._library.training:
             raise ValueError(f"VerifiersEnvironment: {id!r} has no training rows")
-        self._rows = {"training": training, "evaluation": evaluation or ()}
         self._seed = seed
-        self.num_tasks = len(training)
-        available = len(self._rows["evaluation"])
+        self.num_tasks = len(self._library.training)
+        available = len(self._library.evaluation)
         wanted = available if num_evaluation_prompts is None else num_evaluation_prompts
         if not 0 <= wanted <= available:
             raise ValueError(f"VerifiersEnvironment: num_evaluation_prompts is {wanted}, expected 0 to {available}")
@@ -72,17 +92,18 @@ class VerifiersEnvironment:
         return await self.converse(prompt, _OneAnswer(completion))
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
-        row = self._rows[prompt.metadata["set"]][int(prompt.metadata["row"])]
-        done = await self._environment.run_rollout(row, _Policy(conversation), "policy", {})
-        if done.get("error") is not None:
-            raise RuntimeError(f"verifiers: {done['error_chain']}")
-        return Reward(value=float(done["reward"]), parts={name: float(v) for name, v in done["metrics"].items()})
+        tasks = getattr(self._library, prompt.metadata["set"])
+        return await self._library.run(tasks[int(prompt.metadata["row"])], conversation)
 
     def _pose(self, name: str, number: int) -> Prompt:
-        row = self._rows[name][number]
-        messages = tuple(Message(role=each["role"], content=_text(each["content"])) for each in row["prompt"])
-        asked = {"set": name, "row": str(number)}
-        return Prompt(messages=messages, answer=_text(row.get("answer") or ""), metadata=asked)
+        messages, answer = self._library.pose(getattr(self._library, name)[number])
+        return Prompt(messages=messages, answer=answer, metadata={"set": name, "row": str(number)})
+
+
+class ContextFullError(Exception):
+    """There is no room for another turn."""
+
+    code = "context_length_exceeded"
 
 
 class _OneAnswer:
@@ -95,38 +116,25 @@ class _OneAnswer:
 
     async def chat(self, messages: list[Json], **fields: Any) -> Json:
         if not self._left:
-            raise vf.OverlongPromptError("there is one answer")
+            raise ContextFullError("there is one answer; this model's maximum context length is reached")
         return {"role": "assistant", "content": self._left.pop()}
 
 
-class _Policy(OpenAIChatCompletionsClient):
-    """The model as verifiers calls it."""
+def _library(id: str, args: Mapping[str, Any], env: Mapping[str, Any], num_evaluation_prompts: int | None) -> Library:
+    """Returns the environment by the interface that the installed release has."""
+    try:
+        release = version("verifiers")
+    except PackageNotFoundError as error:
+        raise ImportError("verifiers is not installed: pip install 'penstock[verifiers]'") from error
+    series = release.split(".")[:2]
+    if series in (["0", "2"], ["0", "3"]):
+        from penstock.producers.environments.verifiers_rows import RowsLibrary
 
-    def __init__(self, conversation: Conversation) -> None:
-        super().__init__(conversation)
-        self._conversation = conversation
+        if env:
+            raise ValueError(f"env = {env}: release {release} has none; expected it with 0.4 alone")
+        return RowsLibrary(id, args)
+    if series == ["0", "4"]:
+        from penstock.producers.environments.verifiers_tasksets import TasksetLibrary
 
-    async def close(self) -> None:
-        pass
-
-    async def get_native_response(
-        self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
-    ) -> OpenAIChatResponse:
-        fields = {"tools": tools} if tools else {}
-        try:
-            message = await self._conversation.chat(prompt, **sampling_args, **fields)
-        except Exception as error:
-            if getattr(error, "code", None) in TOO_LONG:
-                raise vf.OverlongPromptError from error
-            raise
-        choice = {"index": 0, "finish_reason": self._conversation.facts.finish_reason, "message": message}
-        return OpenAIChatResponse.model_validate(
-            {"id": "", "created": 0, "model": model, "object": "chat.completion", "choices": [choice]}
-        )
-
-    async def raise_from_native_response(self, response: Any) -> None:
-        """Accepts an empty answer: the policy has given it, and it is scored like others."""
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content)
+        return TasksetLibrary(id, args, env, num_evaluation_prompts or 0)
+    raise ImportError(f"verifiers {release} is installed, expected 0.2, 0.3 or 0.4: pip install 'penstock[verifiers]'")

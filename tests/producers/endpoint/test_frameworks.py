@@ -1,6 +1,7 @@
 """The recipes of docs/agents.md with the real frameworks, each in a process of its own as its user would run it."""
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -8,9 +9,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from aiohttp import web
 
-from agent_client import ANSWER, CALL, spelled, tool_user
+from agent_client import ADD, ANSWER, CALL, spelled, tool_user
 from chat_templates import decode
 from penstock.schemas.rollout import unpack_ids
 from scripted_engine import ScriptedEngine
@@ -107,6 +110,48 @@ async def test_the_agent_of_the_tutorial_makes_one_exact_segment(rollout_of) -> 
     (_, agent) = tutorial_blocks("agent")
     out, rollout = await rollout_of(agent.replace("while True:", "for _ in range(1):"))
     assert out == f"{ANSWER} 0.0\n" and rollout.reward.value == 0.0
+
+
+async def test_nemo_gym_s_agents_name_the_rollout_in_each_call(serve, tmp_path: Path, monkeypatch) -> None:
+    """A stand-in for its servers: the agent's loop over a model server that passes a row's metadata on."""
+    monkeypatch.setenv("PENSTOCK_API_KEY", KEY)
+    one = await serve(group_size=1, key=KEY)
+    one.trainer.release(1, 1)
+
+    async def run(request: web.Request) -> web.Response:
+        row = await request.json()
+        asked = row["responses_create_params"]
+        messages = list(asked["input"])
+        async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key=KEY) as client:
+            for _ in range(2):
+                reply = await client.chat.completions.create(
+                    model="policy", messages=messages, tools=[ADD], metadata=asked["metadata"]
+                )
+                messages.append(reply.choices[0].message)
+                calls = reply.choices[0].message.tool_calls or ()
+                messages += [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in calls]
+        return web.json_response({"reward": float(row["worth"]), "response": {}})
+
+    app = web.Application()
+    app.router.add_post("/run", run)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    (recipe,) = blocks("NeMo Gym")
+    rows = [{"responses_create_params": {"input": [{"role": "user", "content": f"x{n}"}]}, "worth": n} for n in (0, 1)]
+    (tmp_path / "example.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe.replace("http://127.0.0.1:8001", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    scope: dict[str, Any] = {"KEY": KEY}
+    try:
+        exec(recipe.replace("http://127.0.0.1:9500", one.url), scope)
+        await asyncio.to_thread(scope["episode"])
+    finally:
+        await runner.cleanup()
+    ((rollout,),) = [group.rollouts for group in await one.groups(1)]
+    (segment,) = rollout.segments
+    assert rollout.reward.value == 1.0 and len(segment.loss_mask) == 2
+    assert "user\nx1" in decode("chatml", unpack_ids(segment.token_ids).tolist())
 
 
 @pytest.mark.parametrize("model", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])

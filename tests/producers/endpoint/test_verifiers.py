@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,19 @@ def test_what_cannot_be_used_is_an_error_of_the_run_file(kwargs: dict, message: 
     plug = EnvironmentConfig(path="penstock.producers.environments.verifiers:VerifiersEnvironment", kwargs=kwargs)
     with pytest.raises(ValueError, match=re.escape(message)):
         construct(plug, "environment", Environment, seed=0)
+
+
+@pytest.mark.parametrize("release", ["0.1.14", "0.5.0", None])
+def test_another_release_is_named_with_those_that_serve(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:
+    def installed(name: str) -> str:
+        if release is None:
+            raise PackageNotFoundError(name)
+        return release
+
+    monkeypatch.setattr("penstock.producers.environments.verifiers.version", installed)
+    message = f"verifiers {release} is installed, expected 0.2, 0.3 or 0.4" if release else "verifiers is not installed"
+    with pytest.raises(ImportError, match=f"{message}: pip install 'penstock\\[verifiers\\]'"):
+        opened()
 
 
 class Scripted:
