@@ -96,7 +96,7 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
     from penstock.deploy.launch.producer_pool import PartDied
     from penstock.deploy.launch.redis_server import ServerError
-    from penstock.deploy.report.telemetry import TelemetryError
+    from penstock.deploy.report.lines import TelemetryError
     from penstock.producers.interfaces import EngineError
 
     refused = parity.GateRefusedError

@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import DEFAULT_RUNS, print_table
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.launch.run_folder import find_run_folder
-from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
+from penstock.deploy.operate.printing import print_table
+from penstock.deploy.report.lines import TelemetryError
+from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.best import BEST_FOLDER, read_best
 
 
@@ -83,7 +85,7 @@ def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> lis
 
 def print_result(result: RunResult) -> None:
     """Prints the figures of a run, warnings, and the places of its files."""
-    from penstock.deploy.report.summary import summary_table, warnings_of
+    from penstock.deploy.report.summary_table import summary_table, warnings_of
 
     print_table(summary_table(result.summary), at_most=80)
     for warning in warnings_of(result.summary):

@@ -92,7 +92,7 @@ def _importable(given: Any, field: str) -> Any:
     if isinstance(given, str | Path):
         return str(given)
     if isinstance(given, Real | Decimal):
-        return int(given) if float(given).is_integer() else float(given)
+        return int(number) if (number := float(given)).is_integer() else number
     is_plug = names_plug(field.removeprefix("set."))
     if not callable(given):
         kind = type(given).__name__
@@ -185,7 +185,7 @@ def run(
     runs = Path(runs)
     asked = load_config(config, set=set, name=name, runs=runs, resume=resume)
     if resume:
-        from penstock.deploy.report.telemetry import read_ledger
+        from penstock.deploy.report.lines import read_ledger
 
         ledger = read_ledger(asked.folder(runs) / "trainer.json")
         if ledger is not None and ledger.finished and ledger.num_updates >= asked.num_updates:

@@ -12,8 +12,9 @@ from bench.machine import usable_cores
 from bench.result import BenchError, Figure, Goal, absent
 from bench.running import DeathsView, demo_config, demo_model, launch
 from bench.section import Bench
+from penstock.deploy.report.lines import WeightsLoaded
 from penstock.deploy.report.summary import summarize
-from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded, read_telemetry
+from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
 from penstock.schemas.config import RunConfig
 
 ACCURACY = 0.9

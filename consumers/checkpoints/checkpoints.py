@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -28,9 +29,11 @@ from penstock.schemas.process.files import digest, fsync, make_private
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Their folder in a run's."""
+STATE = "state.json"
 _SUMS = "checksums.json"
 _NAME = re.compile(r"\d+-[0-9a-f]+")
-_STATE = "state.json"
 
 
 class CheckpointError(RuntimeError):
@@ -107,11 +110,11 @@ class Checkpoints:
         partial = self._folder / f"partial-{name}"
         try:
             sums = {f"{TENSORS_FOLDER}/{file}": found for file, found in tensors.result().items()}
-            (partial / _STATE).write_bytes(content)
+            (partial / STATE).write_bytes(content)
             (partial / MODEL_FOLDER).mkdir()
             if self._base_model is not None:
                 copy_model_files(self._base_model, partial / MODEL_FOLDER)
-            for file in (partial / _STATE, *(partial / MODEL_FOLDER).iterdir()):
+            for file in (partial / STATE, *(partial / MODEL_FOLDER).iterdir()):
                 sums[str(file.relative_to(partial))] = digest(file)
                 fsync(file)
             (partial / _SUMS).write_text(json.dumps(sums), encoding="utf-8")
@@ -158,11 +161,7 @@ class Checkpoints:
         Raises:
             CheckpointError: a checkpoint was committed, and neither it nor a predecessor is present and whole.
         """
-        names = sorted(
-            (folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)),
-            key=lambda name: (name == pointer, int(name.partition("-")[0])),
-            reverse=True,
-        )
+        names = names_from(self._folder, pointer)
         if pointer is not None and pointer not in names:
             if not names:
                 # Another machine, or the wrong folder: starting over would silently lose the run.
@@ -171,13 +170,10 @@ class Checkpoints:
                     "run's trainers share"
                 )
             log.warning("checkpoint %s was committed and is missing", self._folder / pointer)
-        elif pointer is not None:
-            newest = int(pointer.partition("-")[0])
-            names = [name for name in names if int(name.partition("-")[0]) <= newest]
         problems = []
         for name in names:
             folder = self._folder / name
-            problem = _problem(folder)
+            problem = problem_of(folder)
             if problem:
                 log.warning("checkpoint %s cannot be used: %s", folder, problem)
                 problems.append(f"{name}: {problem}")
@@ -205,14 +201,28 @@ def load_checkpoint(folder: Path, learner: Any) -> CheckpointState:
 
 def read_state(folder: Path) -> CheckpointState:
     """Reads a checkpoint's state without its model. Raises CheckpointError as `load_checkpoint` does."""
-    problem = _problem(folder)
+    problem = problem_of(folder)
     if problem:
         raise CheckpointError(f"{folder}: no whole checkpoint: {problem}")
     return _state(folder)
 
 
+def names_from(folder: Path, pointer: str | None = None) -> list[str]:
+    """Returns the names of a folder's checkpoints, the newest first: `pointer`, and its predecessors by their version
+    (one of a higher version was never committed). All if it is None or missing."""
+    names = [path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    newest = version_of(pointer) if pointer is not None and pointer in names else math.inf
+    kept = (name for name in names if version_of(name) <= newest)
+    return sorted(kept, key=lambda name: (name == pointer, version_of(name)), reverse=True)
+
+
+def version_of(name: str) -> int:
+    """Returns the policy version in a checkpoint's name."""
+    return int(name.partition("-")[0])
+
+
 def _state(folder: Path) -> CheckpointState:
-    return msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
+    return msgspec.json.decode((folder / STATE).read_bytes(), type=CheckpointState)
 
 
 def rng_state() -> dict[str, Any]:
@@ -230,23 +240,25 @@ def restore_rng(state: dict[str, Any]) -> None:
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def _problem(folder: Path) -> str | None:
-    """Returns the reason why a checkpoint cannot be used, or None."""
+def problem_of(folder: Path, *, state_only: bool = False) -> str | None:
+    """Returns the reason why a checkpoint cannot be used, or None. state_only: other files need only be there."""
     try:
-        sums = json.loads((folder / _SUMS).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        sums = dict(json.loads((folder / _SUMS).read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         return f"{_SUMS}: {error}"
     for name, expected in sums.items():
         file = folder / name
         try:
-            if digest(file) != expected:
+            if state_only and name != STATE:
+                file.stat()
+            elif digest(file) != expected:
                 return f"{name}: checksum differs"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
             return f"{name}: {error}"
-    if _STATE not in sums:
-        return f"{_STATE} is not listed"
+    if STATE not in sums:
+        return f"{STATE} is not listed"
     if not any(name.startswith(f"{TENSORS_FOLDER}/") for name in sums):
         return f"it has no {TENSORS_FOLDER}/: another version of penstock wrote it, in a form that is not read any more"
     return None

@@ -15,9 +15,9 @@ from penstock.deploy.launch.command_line import (
     find_run_file,
     limit_threads,
     print_result,
-    print_table,
 )
 from penstock.deploy.launch.engine_output import output_in, progress
+from penstock.deploy.operate.printing import print_table
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.metrics import REWARD, error_key, pass_key

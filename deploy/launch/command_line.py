@@ -15,7 +15,6 @@ from penstock.schemas.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 T = TypeVar("T")
 DEFAULT_RUNS = Path("runs")
@@ -66,18 +65,6 @@ def standard_output() -> "Console":
 
     console = Console(highlight=False)
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_UNBOUNDED)
-
-
-def print_table(table: "Table", at_most: int | None = None) -> None:
-    """Prints a table to standard output: on a terminal `at_most` columns wide, elsewhere without the spaces that pad
-    its lines."""
-    console = standard_output()
-    if console.is_terminal:
-        console.print(table, width=min(at_most or console.width, console.width))
-        return
-    with console.capture() as printed:
-        console.print(table)
-    print("\n".join(map(str.rstrip, printed.get().splitlines())))
 
 
 def limit_threads(count: int) -> None:

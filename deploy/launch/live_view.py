@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.deploy.launch.progress import Progress
-from penstock.deploy.report.summary import NOTHING_LEARNED
-from penstock.deploy.report.telemetry import MASKED, EvaluationPoint
+from penstock.deploy.report.lines import EvaluationPoint
+from penstock.deploy.report.means import MASKED
+from penstock.deploy.report.summary_table import NOTHING_LEARNED
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 from penstock.schemas.metrics import figure_name

@@ -8,17 +8,9 @@ from typing import Any
 import msgspec
 
 from penstock.deploy.launch.endpoints import Samples, scrape
-from penstock.deploy.report.summary import masked_advice
-from penstock.deploy.report.telemetry import (
-    EvaluationPoint,
-    ProducerEvent,
-    Update,
-    WeightsLoaded,
-    masked_lag_frac,
-    mean_lag,
-    phase_seconds,
-    to_record,
-)
+from penstock.deploy.report.lines import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
+from penstock.deploy.report.means import masked_lag_frac, mean_lag, phase_seconds
+from penstock.deploy.report.summary_table import masked_advice
 from penstock.schemas import limits
 from penstock.schemas.metrics import TrainerMetric as M
 

@@ -18,9 +18,10 @@ from penstock.deploy.operate.ledger_check import (
     check_ledger,
 )
 from penstock.deploy.operate.run_access import OpenRun, open_run
-from penstock.deploy.operate.saved_ledger import FoundLedger, UnreadableError, read_saved_ledger
+from penstock.deploy.operate.saved_ledger import SavedLedger, UnreadableError, read_saved_ledger
 from penstock.deploy.report.attrition import AttritionWindow, windows_of
-from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, read_end, read_lines
+from penstock.deploy.report.lines import EvaluationPoint, Update, read_end, read_lines
+from penstock.deploy.report.telemetry import current_line
 from penstock.schemas.attrition import Attrition
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
@@ -62,7 +63,7 @@ class ObservedRun(NamedTuple):
     """One reading with its checkpoint. moved: anything changed in Redis meanwhile."""
 
     reading: Reading
-    found: FoundLedger
+    saved: SavedLedger
     moved: bool
 
 
@@ -94,12 +95,12 @@ def _audit(run: OpenRun) -> Audit:
         checked = check_ledger(observed.reading)
         seen = {(problem.what, index) for problem in checked.problems for index in problem.indexes or (0,)}
         persistent = seen if persistent is None else persistent & seen
-        undisturbed = not observed.moved and not observed.found.warnings
+        undisturbed = not observed.moved and not observed.saved.warnings
         if not persistent or undisturbed or number == MAX_READINGS:
             break
         time.sleep(_PAUSE_S)
     checked = msgspec.structs.replace(checked, problems=_kept(checked.problems, persistent or set()))
-    return _result(run, run.folder, observed.found, observed.reading.finished, checked, number)
+    return _result(run, run.folder, observed.saved, observed.reading.finished, checked, number)
 
 
 def _kept(problems: tuple[LedgerProblem, ...], persistent: set[tuple[str, int]]) -> tuple[LedgerProblem, ...]:
@@ -122,11 +123,11 @@ def read_ledger(client: redis.Redis, keys: Keys, folder: Path) -> ObservedRun:
     letters: Any = client.hkeys(keys.dead_index)
     committed: Any = client.hgetall(keys.commit)
     pointer = committed.get(Commit.CHECKPOINT)
-    found = read_saved_ledger(folder, pointer.decode() if pointer is not None else None)
-    if not committed and found.name is not None:
-        found = found._replace(warnings=(*found.warnings, "Redis holds nothing of this run"))
+    saved = read_saved_ledger(folder, pointer.decode() if pointer is not None else None)
+    if not committed and saved.name is not None:
+        saved = saved._replace(warnings=(*saved.warnings, "Redis holds nothing of this run"))
     reading = Reading(
-        saved=found.saved,
+        saved=saved.state,
         released=_released(commit),
         prompts=prompts,
         stream=stream,
@@ -134,7 +135,7 @@ def read_ledger(client: redis.Redis, keys: Keys, folder: Path) -> ObservedRun:
         letters={_number(index) for index in letters},
         finished=commit.get(Commit.FINISHED) == b"1" if commit else read_end(folder).finished,
     )
-    return ObservedRun(reading, found, moved=_moment(client, keys) != before)
+    return ObservedRun(reading, saved, moved=_moment(client, keys) != before)
 
 
 def _moment(client: redis.Redis, keys: Keys) -> list[Any]:
@@ -214,16 +215,16 @@ def _audit_without_redis(run: OpenRun, folder: Path) -> Audit:
         raise UnreadableError(
             f"{run.name}: not finished, and only Redis knows where its open indexes are; {run.without_redis}"
         )
-    found = read_saved_ledger(folder, None)
-    dead = {index for start, end in found.saved.ledger.dead for index in range(start, end)}
-    reading = Reading(found.saved, 0, [], [], {}, dead, finished=True)
-    found = found._replace(warnings=(*found.warnings, f"by its newest checkpoint alone: {run.without_redis}"))
+    saved = read_saved_ledger(folder, None)
+    dead = {index for start, end in saved.state.ledger.dead for index in range(start, end)}
+    reading = Reading(saved.state, 0, [], [], {}, dead, finished=True)
+    saved = saved._replace(warnings=(*saved.warnings, f"by its newest checkpoint alone: {run.without_redis}"))
     unknown: dict[str, Any] = dict.fromkeys(("settled_on_stream", "settled_prompts", "never_released"))
-    return _result(run, folder, found, True, msgspec.structs.replace(check_ledger(reading), **unknown), 1)
+    return _result(run, folder, saved, True, msgspec.structs.replace(check_ledger(reading), **unknown), 1)
 
 
 def _result(
-    run: OpenRun, folder: Path, found: FoundLedger, finished: bool, ledger: LedgerCheck, num_readings: int
+    run: OpenRun, folder: Path, saved: SavedLedger, finished: bool, ledger: LedgerCheck, num_readings: int
 ) -> Audit:
     lines, of_updates = folder / "evaluations.jsonl", folder / "updates.jsonl"
     updates = current_line(read_lines(of_updates, Update)[0]) if of_updates.is_file() else []
@@ -231,15 +232,15 @@ def _result(
     return Audit(
         run=run.name,
         finished=finished,
-        checkpoint=found.name,
-        update=found.saved.num_batches,
-        policy_version=found.saved.policy_version,
+        checkpoint=saved.name,
+        update=saved.state.num_batches,
+        policy_version=saved.state.policy_version,
         ledger=ledger,
         num_evaluations=len(read_lines(lines, EvaluationPoint)[0]) if lines.is_file() else 0,
         num_evaluation_prompts_open=int(client.xlen(run.keys.evaluations)) if client is not None else None,
         num_letters=int(client.xlen(run.keys.dead)) if client is not None else None,
         num_readings=num_readings,
-        warnings=found.warnings,
-        attrition=found.saved.ledger.attrition,
-        windows=tuple(windows_of([line for line in updates if line.update <= found.saved.num_batches])),
+        warnings=saved.warnings,
+        attrition=saved.state.ledger.attrition,
+        windows=tuple(windows_of([line for line in updates if line.update <= saved.state.num_batches])),
     )

@@ -237,7 +237,7 @@ def _saved_ledger(run: OpenRun) -> LedgerState:
         return LedgerState()
     pointer: Any = run.redis.hget(run.keys.commit, Commit.CHECKPOINT)
     try:
-        return read_saved_ledger(run.folder, pointer.decode() if pointer is not None else None).saved.ledger
+        return read_saved_ledger(run.folder, pointer.decode() if pointer is not None else None).state.ledger
     except UnreadableError:
         return LedgerState()  # the audit says what is wrong with the checkpoints
 

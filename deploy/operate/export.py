@@ -5,12 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.consumers.checkpoints.checkpoints import CheckpointError, read_state
+from penstock.consumers.checkpoints.checkpoints import (
+    CHECKPOINTS,
+    CheckpointError,
+    names_from,
+    read_state,
+    version_of,
+)
 from penstock.consumers.checkpoints.model_folder import Export, export_checkpoint
 from penstock.consumers.learning.model.export import export_adapter, export_kept, export_merged, export_model
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.operate.run_access import OpenRun, open_run
-from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger
+from penstock.deploy.operate.saved_ledger import UnreadableError, read_saved_ledger
 from penstock.schemas.adapter import saved_identity
 from penstock.schemas.best import BEST_FOLDER, read_best
 from penstock.schemas.config import ConfigError
@@ -98,7 +104,7 @@ def _find(run: OpenRun, run_folder: Path, wanted: str | None) -> Path:
         if name is None:
             raise ConfigError(f"{checkpoints}: run {run.name} has no checkpoint yet")
         return checkpoints / name
-    names = [name for name in _names(run_folder) if wanted in (name, name.partition("-")[0])]
+    names = [name for name in names_from(checkpoints) if wanted in (name, str(version_of(name)))]
     if committed in names:
         return checkpoints / committed
     if len(names) != 1:
@@ -107,11 +113,5 @@ def _find(run: OpenRun, run_folder: Path, wanted: str | None) -> Path:
     return checkpoints / names[0]
 
 
-def _names(run_folder: Path) -> list[str]:
-    """Returns the names of the run's checkpoints, oldest first."""
-    names = [file.parent.name for file in run_folder.glob(f"{CHECKPOINTS}/[0-9]*/{STATE}")]
-    return sorted(names, key=lambda name: int(name.partition("-")[0]))
-
-
 def _there(run_folder: Path) -> str:
-    return ", ".join(_names(run_folder)) or "there is none"
+    return ", ".join(reversed(names_from(run_folder / CHECKPOINTS))) or "there is none"

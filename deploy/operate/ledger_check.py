@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.consumers.checkpoints.state import LedgerState, Range
+from penstock.consumers.checkpoints.state import CheckpointState, LedgerState, Range
 from penstock.consumers.stream.ledger import IndexRanges
-from penstock.deploy.operate.saved_ledger import SavedLedger
 
 _NAMED = 20
 """Most ranges of indexes that a line spells out."""
@@ -36,7 +35,7 @@ class StreamEntry:
 class Reading(NamedTuple):
     """A run at one moment, read in this order: `released`, the prompts, the stream, `saved`."""
 
-    saved: SavedLedger
+    saved: CheckpointState
     released: int
     prompts: list[OpenPrompt]
     stream: list[StreamEntry]

@@ -1,13 +1,13 @@
 """Checks a run that is resumed, before an engine boots. Imports no torch."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.consumers.checkpoints.checkpoints import CHECKPOINTS
 from penstock.consumers.learning.model.schedule import learning_rate
 from penstock.deploy.launch.run_folder import RUN_FILE
-from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger
+from penstock.deploy.operate.saved_ledger import UnreadableError, read_saved_ledger
 from penstock.schemas.adapter import check_identity, identity_of, saved_identity
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 
@@ -23,15 +23,14 @@ def check_resumed(config: RunConfig, runs: Path) -> list[str]:
     before = load_config(run_file) if run_file.is_file() else config
     _check_teacher(config, before)
     try:
-        name = read_saved_ledger(config.folder(runs), None).name
-        if name is None:
-            return []
-        checkpoint = config.folder(runs) / CHECKPOINTS / name
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (UnreadableError, OSError):
+        saved = read_saved_ledger(config.folder(runs), None)
+    except UnreadableError:
         return []  # the trainer reports what is wrong with the checkpoints
-    check_identity(saved_identity(state["learner"]), identity_of(config), str(checkpoint))
-    return list(_rate_changes(before, config, state["learner"]["num_steps"]))
+    if saved.name is None:
+        return []
+    learner = saved.state.learner
+    check_identity(saved_identity(learner), identity_of(config), str(config.folder(runs) / CHECKPOINTS / saved.name))
+    return list(_rate_changes(before, config, learner["num_steps"]))
 
 
 def _rate_changes(before: RunConfig, after: RunConfig, step: int) -> Iterator[str]:

@@ -3,17 +3,12 @@
 Reasons, prompts and names come from producers: control characters in them are shown escaped.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
-
-from penstock.deploy.launch.command_line import print_table
 from penstock.deploy.operate.audit import Audit
-from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
+from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult, Sibling
 from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
+from penstock.deploy.operate.printing import Columns, moment, print_block, print_columns, print_counts, print_rows, safe
 from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
 from penstock.deploy.operate.run_list import ListedRun
 from penstock.deploy.operate.weight_list import LogContent, LoggedPolicy, PolicyHolders, StoreContent
@@ -32,13 +27,13 @@ def print_audit(audit: Audit) -> None:
     saved = f"checkpoint {audit.checkpoint}" if audit.checkpoint else "no checkpoint yet"
     state = "finished" if audit.finished else "not finished"
     print(f"Run {audit.run}: {state}, {audit.update} updates saved ({saved})")
-    _print_counts(_ledger_rows(ledger))
+    print_counts(_ledger_rows(ledger))
     print("Beside the ledger")
-    _print_counts(_other_rows(audit))
+    print_counts(_other_rows(audit))
     if tables := attrition_tables(audit.attrition, audit.windows):
         print("What was sampled and what was trained")
     for _, (header, *rows) in tables:
-        _print_table(header, rows)
+        print_rows(header, rows)
     for line in attrition_lines(audit.attrition, ledger.num_open):
         print(line)
     for warning in audit.warnings:
@@ -49,16 +44,6 @@ def print_audit(audit: Audit) -> None:
         print(f"The ledger balances: each of {ledger.released:,} released indexes is in exactly one place.")
     else:
         print("The ledger does NOT balance.")
-
-
-def _print_counts(rows: Iterable[tuple[str, int | None, str]]) -> None:
-    table = _bare_table(show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(justify="right")
-    table.add_column(overflow="fold")
-    for label, count, remark in rows:
-        table.add_row(label, "unknown" if count is None else f"{count:,}", escape(remark))
-    print_table(table)
 
 
 def _ledger_rows(ledger: LedgerCheck) -> list[tuple[str, int | None, str]]:
@@ -107,34 +92,27 @@ def print_letters(letters: Iterable[Letter]) -> None:
     of_rollouts = [letter for letter in letters if letter.rollout is not None]
     print(f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
     if of_indexes:
-        header = ("index", "environment", "state", "reason", "time", "producer", "payload")
-        _print_table(header, map(_letter_cells, of_indexes))
+        print_columns(_LETTER_COLUMNS, of_indexes)
     if of_rollouts:
         print(f"{len(of_rollouts)} rollouts of agents ended without a reward")
-        rows = []
-        for letter in of_rollouts:
-            index, environment, _, reason, moment, *_ = _letter_cells(letter)
-            rows.append((index, environment, letter.rollout or "", reason, moment))
-        _print_table(("index", "environment", "rollout", "reason", "time"), rows)
+        columns = {name: _LETTER_COLUMNS[name] for name in ("index", "environment")}
+        columns["rollout"] = lambda letter: letter.rollout or ""
+        print_columns(columns | {name: _LETTER_COLUMNS[name] for name in ("reason", "time")}, of_rollouts)
 
 
-def _letter_cells(letter: Letter) -> tuple[str, ...]:
-    return (
-        str(letter.index) if letter.index is not None else "-",
-        letter.environment or "-",
-        letter.state,
-        safe(letter.reason),
-        _moment(letter.time_s),
-        safe(letter.producer) if letter.producer is not None else "-",
-        f"{letter.payload_bytes:,} B",
-    )
+_LETTER_COLUMNS: Columns[Letter] = {
+    "index": lambda letter: _known(letter.index),
+    "environment": lambda letter: _known(letter.environment),
+    "state": lambda letter: letter.state,
+    "reason": lambda letter: letter.reason,
+    "time": lambda letter: moment(letter.time_s),
+    "producer": lambda letter: _known(letter.producer),
+    "payload": lambda letter: f"{letter.payload_bytes:,} B",
+}
 
 
-def _moment(time_s: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
-    except (OverflowError, OSError):  # an entry id may be any number of 64 bits
-        return f"{time_s:.0f} s"
+def _known(value: object) -> str:
+    return "-" if value is None else str(value)
 
 
 def print_contents(contents: Iterable[Content]) -> None:
@@ -153,63 +131,58 @@ def print_requeued(done: RequeueResult) -> None:
 
 def _print_content(content: Content) -> None:
     """Prints one letter with its content."""
-    index, environment, state, reason, moment, producer, size = _letter_cells(content.letter)
-    task = index if content.letter.environment is None else f"{index} of {safe(environment)}"
-    print(f"letter {content.letter.entry_id}: index {task}, {state}, {moment}, producer {producer}, {size}")
-    if content.letter.rollout is not None:
-        print(f"rollout  {safe(content.letter.rollout)}")
-    print(f"reason   {reason}")
-    _print_block("raised", content.traceback)
+    letter = content.letter
+    task = _known(letter.index) + (f" of {safe(letter.environment)}" if letter.environment is not None else "")
+    print(
+        f"letter {letter.entry_id}: index {task}, {letter.state}, {moment(letter.time_s)}, "
+        f"producer {safe(_known(letter.producer))}, {letter.payload_bytes:,} B"
+    )
+    if letter.rollout is not None:
+        print(f"rollout  {safe(letter.rollout)}")
+    print(f"reason   {safe(letter.reason)}")
+    print_block("raised", content.traceback)
     if content.problem is not None:
         print(f"payload  {safe(content.problem)}")
     if content.hex_preview is not None:
         print(f"begins   {content.hex_preview}")
     if content.siblings is None:
         return
-    _print_block("prompt", content.prompt or "")
-    _print_block("answer", content.answer or "")
+    print_block("prompt", content.prompt or "")
+    print_block("answer", content.answer or "")
     for number, sibling in enumerate(content.siblings):
-        _print_block(f"says {number}", sibling.completion or "")
-    if not content.siblings:
-        return
-    rows = [
-        (
-            str(number),
-            "none" if sibling.reward is None else f"{sibling.reward:g}",
-            ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items()),
-            f"{sibling.num_tokens:,}",
-            f"{sibling.num_sampled_tokens:,}",
-            ", ".join(map(str, sibling.versions)),
-            ", ".join(sibling.finish_reasons),
-        )
-        for number, sibling in enumerate(content.siblings)
-    ]
-    _print_table(("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish"), rows)
+        print_block(f"says {number}", sibling.completion or "")
+    if content.siblings:
+        print_columns(_SIBLING_COLUMNS, list(enumerate(content.siblings)))
+
+
+_SIBLING_COLUMNS: Columns[tuple[int, Sibling]] = {
+    "sibling": lambda numbered: str(numbered[0]),
+    "reward": lambda numbered: "none" if numbered[1].reward is None else f"{numbered[1].reward:g}",
+    "parts": lambda numbered: ", ".join(f"{name} {value:g}" for name, value in numbered[1].reward_parts.items()),
+    "tokens": lambda numbered: f"{numbered[1].num_tokens:,}",
+    "sampled": lambda numbered: f"{numbered[1].num_sampled_tokens:,}",
+    "policies": lambda numbered: ", ".join(map(str, numbered[1].versions)),
+    "finish": lambda numbered: ", ".join(numbered[1].finish_reasons),
+}
 
 
 def print_runs(runs: Iterable[ListedRun]) -> None:
-    rows = [
-        (
-            run.name,
-            run.state,
-            run.model,
-            f"{run.num_updates}/{run.num_updates_wanted}" if run.model else "",
-            "" if run.reward is None else f"{run.reward:.3f}",
-            "" if run.time_s is None else _moment(run.time_s),
-        )
-        for run in runs
-    ]
-    if rows:
-        _print_table(("run", "state", "model", "updates", "reward", "when"), rows)
+    columns: Columns[ListedRun] = {
+        "run": lambda run: run.name,
+        "state": lambda run: run.state,
+        "model": lambda run: run.model,
+        "updates": lambda run: f"{run.num_updates}/{run.num_updates_wanted}" if run.model else "",
+        "reward": lambda run: "" if run.reward is None else f"{run.reward:.3f}",
+        "when": lambda run: "" if run.time_s is None else moment(run.time_s),
+    }
+    print_columns(columns, list(runs))
 
 
 def print_producers(producers: Producers) -> None:
     newest = f"newest policy {producers.newest_version}" if producers.newest_version is not None else "no policy yet"
     state = ", finished" if producers.finished else ""
     print(f"Run {producers.run}{state}: {newest}, {len(producers.alive)} producers alive")
-    if producers.alive:
-        header = ("producer", "policy", "lag", "in flight", "tokens/s", "mismatch", "bad loads", "seen", "host:pid")
-        _print_table(header, map(_alive_cells, producers.alive))
+    print_columns(_ALIVE_COLUMNS, producers.alive)
     for alive in producers.alive:
         if alive.endpoint:
             print(f"{safe(alive.producer_id)}: agents are served at {safe(alive.endpoint)}")
@@ -223,19 +196,24 @@ def print_producers(producers: Producers) -> None:
         print(_orphaned_line(orphaned))
 
 
-def _alive_cells(alive: Alive) -> tuple[str, ...]:
-    oldest_s = alive.oldest_in_flight_s
-    return (
-        alive.producer_id,
-        str(alive.policy_version),
-        str(alive.lag) if alive.lag is not None else "unknown",
-        str(alive.num_in_flight) + (f" ({oldest_s:.1f} s)" if oldest_s is not None else ""),
-        f"{alive.tokens_per_s:,.0f}",
-        "-" if alive.mismatch is None else f"{alive.mismatch:.1e}",
-        str(alive.num_weight_loads_failed),
-        f"{alive.last_seen_s:.1f} s",
-        f"{alive.host}:{alive.pid}",
-    )
+_ALIVE_COLUMNS: Columns[Alive] = {
+    "producer": lambda alive: alive.producer_id,
+    "policy": lambda alive: str(alive.policy_version),
+    "lag": lambda alive: _lag(alive.lag),
+    "in flight": lambda alive: (
+        f"{alive.num_in_flight}"
+        + (f" ({alive.oldest_in_flight_s:.1f} s)" if alive.oldest_in_flight_s is not None else "")
+    ),
+    "tokens/s": lambda alive: f"{alive.tokens_per_s:,.0f}",
+    "mismatch": lambda alive: "-" if alive.mismatch is None else f"{alive.mismatch:.1e}",
+    "bad loads": lambda alive: str(alive.num_weight_loads_failed),
+    "seen": lambda alive: f"{alive.last_seen_s:.1f} s",
+    "host:pid": lambda alive: f"{alive.host}:{alive.pid}",
+}
+
+
+def _lag(lag: int | None) -> str:
+    return "unknown" if lag is None else str(lag)
 
 
 def _orphaned_line(orphaned: Orphaned) -> str:
@@ -248,7 +226,7 @@ def _orphaned_line(orphaned: Orphaned) -> str:
 
 
 def print_weights(content: LogContent) -> None:
-    when = f" of {_moment(content.newest_time_s)}" if content.newest_time_s is not None else ""
+    when = f" of {moment(content.newest_time_s)}" if content.newest_time_s is not None else ""
     state = ", finished" if content.finished else ""
     kept = len({policy.version for policy in content.policies})
     print(f"Run {content.run}{state}: newest policy {content.newest_version}{when}, {kept} versions kept")
@@ -260,8 +238,7 @@ def print_weights(content: LogContent) -> None:
     print(f"joining  {joining}")
     newest_first = content.policies[::-1]
     shown = [policy for n, policy in enumerate(newest_first) if n < _POLICIES_SHOWN or policy.anchor]
-    header = ("policy", "kind", "changed", "bytes", "of dense", "steps", "store", "parent", "when")
-    _print_table(header, map(_policy_cells, shown))
+    print_columns(_POLICY_COLUMNS, shown)
     if len(shown) < len(newest_first):
         print(f"and {len(newest_first) - len(shown):,} deltas before them; --json has all")
     for problem in content.unreadable:
@@ -271,19 +248,19 @@ def print_weights(content: LogContent) -> None:
     _print_holders(content)
 
 
-def _policy_cells(policy: LoggedPolicy) -> tuple[str, ...]:
-    whole = "anchor" if policy.anchor else "whole"
-    return (
-        str(policy.version),
-        whole if policy.delta_of is None else f"delta of {policy.delta_of}",
-        "" if policy.num_changed is None else _share(policy.num_changed, policy.num_elements),
-        f"{policy.chunk_bytes:,}",
-        _share(policy.chunk_bytes, policy.dense_bytes),
-        str(policy.num_steps) if policy.num_steps is not None else "no anchor",
-        policy.store,
-        str(policy.parent_version),
-        _moment(policy.time_s) if policy.time_s is not None else "",
-    )
+_POLICY_COLUMNS: Columns[LoggedPolicy] = {
+    "policy": lambda policy: str(policy.version),
+    "kind": lambda policy: (
+        f"delta of {policy.delta_of}" if policy.delta_of is not None else ("anchor" if policy.anchor else "whole")
+    ),
+    "changed": lambda policy: "" if policy.num_changed is None else _share(policy.num_changed, policy.num_elements),
+    "bytes": lambda policy: f"{policy.chunk_bytes:,}",
+    "of dense": lambda policy: _share(policy.chunk_bytes, policy.dense_bytes),
+    "steps": lambda policy: str(policy.num_steps) if policy.num_steps is not None else "no anchor",
+    "store": lambda policy: policy.store,
+    "parent": lambda policy: str(policy.parent_version),
+    "when": lambda policy: moment(policy.time_s) if policy.time_s is not None else "",
+}
 
 
 def _share(part: int, whole: int) -> str:
@@ -300,49 +277,22 @@ def _store_line(store: StoreContent) -> str:
 
 
 def _print_holders(content: LogContent) -> None:
-    if content.holders:
-        _print_table(("policy", "lag", "producers", "on hosts", "which"), map(_holder_cells, content.holders))
-    else:
+    columns: Columns[PolicyHolders] = {
+        "policy": lambda held: str(held.version),
+        "lag": lambda held: _lag(held.lag),
+        "producers": lambda held: str(len(held.producers)),
+        "on hosts": lambda held: _some(
+            [f"{host} ({count})" if count > 1 else host for host, count in held.hosts.items()]
+        ),
+        "which": lambda held: _some(held.producers),
+    }
+    print_columns(columns, content.holders)
+    if not content.holders:
         print("no producer is alive")
     if content.num_unreadable:
         print(f"{content.num_unreadable} producers send heartbeats of another release")
 
 
-def _holder_cells(held: PolicyHolders) -> tuple[str, ...]:
-    return (
-        str(held.version),
-        str(held.lag) if held.lag is not None else "unknown",
-        str(len(held.producers)),
-        _some([f"{host} ({count})" if count > 1 else host for host, count in held.hosts.items()]),
-        _some(held.producers),
-    )
-
-
 def _some(names: Sequence[str]) -> str:
     rest = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + rest
-
-
-def _print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Prints a table, its cells escaped."""
-    table = _bare_table()
-    for number, column in enumerate(header):
-        table.add_column(column, overflow="fold", no_wrap=number == 0)
-    for row in rows:
-        table.add_row(*(escape(safe(cell)) for cell in row))
-    print_table(table)
-
-
-def _bare_table(*, show_header: bool = True) -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_header=show_header, pad_edge=False, padding=(0, 1, 0, 0))
-
-
-def _print_block(label: str, text: str) -> None:
-    """Prints a text of several lines; nothing if it is empty."""
-    for number, line in enumerate(text.expandtabs(4).splitlines()):
-        print(f"{'' if number else label:8} {safe(line)}")
-
-
-def safe(text: str) -> str:
-    """Returns the text with every unprintable character escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -13,11 +13,11 @@ from penstock.deploy.launch.command_line import (
     DEFAULT_RUNS,
     Runs,
     limit_threads,
-    print_table,
     run_as_ranks,
     standard_output,
 )
 from penstock.deploy.launch.run_folder import find_run_folder
+from penstock.deploy.operate.printing import print_table
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import RecordReadError
 from penstock.schemas.record_reader import Record

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.deploy.report.telemetry import Update
+from penstock.deploy.report.lines import Update
 from penstock.schemas.attrition import OUTCOMES, UNKNOWN, Attrition, Rollouts
 
 NUM_WINDOWS = 4

@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from penstock.deploy.report.telemetry import RunTelemetry, Update
+from penstock.deploy.report.lines import Update
+from penstock.deploy.report.telemetry import RunTelemetry
 
 INK, MUTED, RULE, GRID = "#1f2937", "#6b7280", "#9ca3af", "#e5e7eb"
 BLUE, TEAL, AMBER, RED, VIOLET = "#2563eb", "#0d9488", "#d97706", "#dc2626", "#7c3aed"

@@ -20,7 +20,7 @@ from penstock.deploy.report.drawing import (
     numbers,
     running_mean,
 )
-from penstock.deploy.report.summary import mismatch_by_lag
+from penstock.deploy.report.means import mismatch_by_lag
 from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.metrics import LAG_LABELS, UPDATE_METRICS, lag_key, title_of
 

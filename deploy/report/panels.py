@@ -28,8 +28,8 @@ from penstock.deploy.report.drawing import (
     since_start,
     time_axis,
 )
-from penstock.deploy.report.summary import answered, pauses_of, sampled_tokens
-from penstock.deploy.report.telemetry import RunTelemetry, lag_totals
+from penstock.deploy.report.means import answered, lag_totals, pauses_of, sampled_tokens
+from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.config import EvaluationConfig
 from penstock.schemas.metrics import error_key, figure_name, part_key, parts_of
 

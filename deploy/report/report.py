@@ -10,8 +10,10 @@ from typing import Any
 
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
-from penstock.deploy.report.summary import NOTHING, not_over, shown, summarize
-from penstock.deploy.report.telemetry import MASKED, RunTelemetry, read_telemetry
+from penstock.deploy.report.means import MASKED
+from penstock.deploy.report.summary import summarize
+from penstock.deploy.report.summary_table import NOTHING, not_over, shown
+from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
 from penstock.schemas.metrics import figure_name
 from penstock.schemas.process.files import write_whole
 

@@ -1,36 +1,29 @@
-"""Computes the figures of a run for `summary.json` and the table that ends `penstock run`."""
+"""Computes the figures of a run for `summary.json`."""
 
-import math
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from penstock.deploy.report.attrition import attrition_figures
-from penstock.deploy.report.telemetry import (
+from penstock.deploy.report.lines import EvaluationPoint, Started, Update
+from penstock.deploy.report.means import (
     MASKED,
-    EvaluationPoint,
-    Rate,
-    RunTelemetry,
-    Started,
-    Update,
-    WeightsLoaded,
+    answered,
     lag_totals,
     masked_frac,
-    mean_by_lag,
     mean_in_environment,
     mean_lag,
     metric_values,
+    mismatch_by_lag,
+    pauses_of,
     phase_seconds,
+    sampled_tokens,
 )
-from penstock.schemas import limits
-from penstock.schemas.attrition import LostByLength
+from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.config import RunConfig
-from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name, figures_of, lag_key, part_key, parts_of
+from penstock.schemas.metrics import REWARD, error_key, part_key, parts_of
 
 COURSE_UPDATES = 20
 """Batches at the run's beginning, and at its end, over which `course` takes means; at most half of the run's."""
@@ -45,10 +38,6 @@ LEDGER_FIGURES = (
     "num_duplicates_dropped",
     "dead_reasons",
     "num_steps_skipped",
-)
-NOTHING = "n/a"
-NOTHING_LEARNED = (
-    "the rewards within each group are equal (`penstock try RUN.toml` shows prompts, completions and rewards)"
 )
 
 
@@ -114,32 +103,6 @@ def token_counts(telemetry: RunTelemetry) -> dict[str, Any]:
     return found if updates else dict.fromkeys(found)
 
 
-def mismatch_by_lag(updates: Sequence[Update]) -> dict[str, dict[str, float]]:
-    """Returns, by lag bucket, the run's tokens and the means of kl, k3_kl, chi2, weight_mean and masked_frac.
-
-    Each is the mean over the bucket's tokens of all updates; metrics without a measurement are left out.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for label in LAG_LABELS:
-        num_tokens = sum(metric_values(updates, lag_key("num_tokens", label)))
-        if num_tokens:
-            found[label] = {"num_tokens": num_tokens}
-        for name in ("kl", "k3_kl", "chi2", "weight_mean", MASKED):
-            mean = mean_by_lag(updates, name, label)
-            if mean is not None:
-                found.setdefault(label, {})[name] = mean
-    return found
-
-
-def answered(config: RunConfig | None) -> str:
-    """Says how held-out prompts are answered, for a label: `greedy`, or `avg@8` if all have 8 samples."""
-    found = {(how.num_samples, bool(how.temperature)) for how in config.held_out.values()} if config else set()
-    numbers = {number for number, _ in found}
-    if not any(is_sampled for _, is_sampled in found):
-        return "greedy"
-    return f"avg@{numbers.pop()}" if len(numbers) == 1 else "sampled"
-
-
 def held_out(points: Sequence[EvaluationPoint]) -> dict[str, dict[str, float]] | None:
     """Returns `initial`, `final` and `best` of `reward`, of each of its parts as `reward/<part>`, and of `pass@<k>`;
     also `final_se`, the standard error of the final value, if known. None without points."""
@@ -203,26 +166,6 @@ def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint])
     return found
 
 
-def sampled_tokens(events: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a producer's cumulative token count over all its restarts: times `[n]` in seconds and tokens `[n]`."""
-    times: list[float] = []
-    tokens: list[int] = []
-    base = last = 0
-    for event in events:
-        if isinstance(event, Rate):
-            count = event.num_tokens
-        elif isinstance(event, Started):
-            count = 0
-        else:
-            continue
-        if count < last:  # a new process counts from 0
-            base += last
-        last = count
-        times.append(event.time_s)
-        tokens.append(base + count)
-    return np.array(times), np.array(tokens, dtype=float)
-
-
 def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
     """Computes rates and pauses between the first prompt and the last update.
 
@@ -256,17 +199,6 @@ def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
     }
 
 
-def pauses_of(telemetry: RunTelemetry) -> dict[str, list[float]]:
-    """Returns, by producer, the seconds of its pauses between the first prompt and the last update."""
-    start_s, end_s = telemetry.start_s or 0.0, telemetry.end_s or math.inf
-    return {
-        producer: [
-            event.pause_s for event in events if isinstance(event, WeightsLoaded) and start_s <= event.time_s <= end_s
-        ]
-        for producer, events in telemetry.producers.items()
-    }
-
-
 def _engine(telemetry: RunTelemetry) -> dict[str, Any]:
     """Returns the first engine's fingerprint, and the producers whose engine has another one."""
     found = {
@@ -289,176 +221,3 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 def _percentile(values: Sequence[float], q: float) -> float | None:
     """Returns the q-th percentile, with linear interpolation; None without values."""
     return float(np.percentile(values, q)) if values else None
-
-
-def masked_advice(share: float, waits: float) -> str:
-    """Says which setting helps where many tokens are masked for their lag.
-
-    share: of the sampled tokens those beyond the lag bound. waits: share of its time in which the trainer waits.
-    """
-    masked = f"{share:.0%} of the sampled tokens were masked for their lag (max_lag)"
-    if waits < limits.WAITING:
-        return f"{masked}: they wait for the trainer; lower producers.groups_in_flight (a larger max_lag does not help)"
-    return f"{masked}: rollouts take longer than max_lag updates; raise max_lag or groups_per_batch"
-
-
-def warnings_of(summary: dict[str, Any]) -> list[str]:
-    """Returns what a reader must not overlook: most groups skipped, dead groups, many tokens masked, lost long groups,
-    failed held-out prompts."""
-    trained, skipped, dead = (summary[f"num_groups_{what}"] or 0 for what in ("trained", "skipped", "dead"))
-    failed, asked = summary["num_evaluation_failed"], summary["num_evaluation_prompts"]
-    found = []
-    if skipped > trained:
-        found.append(f"{skipped:,} of {trained + skipped:,} groups trained nothing: {NOTHING_LEARNED}")
-    if dead:
-        total = trained + skipped + dead
-        found.append(f"{dead:,} of {total:,} groups died: `penstock dead list {summary['name']}` says of what")
-    total, phases = sum((summary["lag_histogram"] or {}).values()), summary["trainer_time_share"] or {}
-    if total and (share := summary["num_tokens_masked_lag"] / total) > limits.BEYOND_BOUND:
-        found.append(masked_advice(share, phases.get("wait", 0.0)))
-    test = (summary["attrition"] or {}).get("lost_by_length")
-    if test is not None and (test := msgspec.convert(test, LostByLength)).is_alarm:
-        found.append(f"long rollouts are lost at a rate that short ones are not: {test}")
-    if failed:
-        found.append(f"{failed} of {asked} held-out prompts failed in the last evaluation, each counts as 0: see logs")
-    return found
-
-
-def summary_table(summary: dict[str, Any]) -> Table:
-    """Returns the figures of a summary as one table."""
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title_justify="left")
-    table.title = f"Run {summary['name']}".replace("[", r"\[")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in table_rows(summary):
-        table.add_row(label, value.replace("[", r"\["))
-    return table
-
-
-def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns (label, value) pairs for a reader; `n/a` for a missing figure."""
-    s = summary
-    groups = [f"{shown(s[f'num_groups_{what}'])} {what}" for what in ("trained", "skipped", "dead", "cancelled")]
-    rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
-    by_producer = ", ".join(f"{name} {shown(rate)}" for name, rate in rates["by_producer"].items())
-    share = s["trainer_time_share"] or {}
-    time_shares = ", ".join(f"{phase} {value:.0%}" for phase, value in share.items())
-    engine = s["engine"] or {}
-    rows = [
-        *([("state", not_over(s))] if not s["finished"] else []),
-        ("held-out reward", _rewards(s["held_out"], "initial", "final")),
-        *([("goal", _goal(s))] if s["goal"] is not None else []),
-        ("reward", _rewards(s["course"], "first", "last")),
-        *(
-            (
-                f"  {name}",
-                f"{_rewards(own['course'], 'first', 'last')}; "
-                f"held-out {_rewards(own['held_out'], 'initial', 'final')}; "
-                f"{own['num_groups_trained']:,} groups trained, {own['num_groups_skipped']:,} skipped; "
-                f"lag {shown(own['bias']['lag_mean'], '.2f')}, ESS {shown(own['bias']['ess_fraction'], '.3f')}, "
-                f"χ² {shown(own['bias']['chi2'], '.2g')}, {shown(own['bias'][MASKED], '.1%')} masked",
-            )
-            for name, own in s["environments"].items()
-            if len(s["environments"]) > 1
-        ),
-        ("its spread", f"{_change(s, 'reward_std', '.3f')} standard deviation within a group"),
-        (
-            "completions",
-            f"{_change(s, 'completion_tokens', ',.1f')} tokens, {_change(s, 'truncated_frac', '.1%')} truncated",
-        ),
-        (
-            "updates",
-            f"{shown(s['num_updates'])} in {shown(s['wall_s'], ',.1f', ' s')}, {shown(s['updates_per_s'], '.3f')}/s",
-        ),
-        ("groups", f"{shown(s['num_groups_released'])} released: " + ", ".join(groups)),
-        *([("rollouts", _rollouts(s["attrition"]["outcomes"]))] if s["attrition"] else []),
-        ("tokens trained", f"{shown(s['num_tokens_trained'])}, {shown(s['trainer_tokens_per_s'])}/s"),
-        ("tokens by lag", lag_shares(s["lag_histogram"], s["lag_bound"])),
-        (
-            "tokens masked",
-            f"{shown(s[MASKED], '.1%')}: {shown(s['num_tokens_masked_lag'])} for their lag, "
-            f"{shown(s['num_tokens_rejected'])} rejected by the importance correction",
-        ),
-        ("k3 KL by lag", _by_lag(s["mismatch_by_lag"], "k3_kl")),
-        ("χ² by lag", _by_lag(s["mismatch_by_lag"], "chi2")),
-        ("tokens sampled", f"{shown(rates['total'])}/s" + (f"  ({by_producer})" if by_producer else "")),
-        ("trainer's time", time_shares or NOTHING),
-        (
-            "pauses",
-            f"{shown(s['pause_s_p50'], '.1f', ' ms', scale=1000)} p50, "
-            f"{shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)} p99, "
-            f"{shown(s['num_weight_loads'])} weight loads, {shown(s['paused_share'], '.1%')} of the time",
-        ),
-        ("engine", f"{engine.get('engine', NOTHING)} {engine.get('version', '')}".strip()),
-        ("seed", str(s["seed"]) if s["seed"] is not None else NOTHING),
-    ]
-    if s["missing"]:
-        rows.append(("missing", ", ".join(s["missing"])))
-    return rows
-
-
-def _rollouts(outcomes: dict[str, dict[str, Any]]) -> str:
-    """`800 sampled: 61.2% trained, 38.8% skipped; 7.9 tokens on average, 8.1 of those trained`."""
-    total = outcomes["sampled"]["num_rollouts"]
-    parts = [f"{of['num_rollouts'] / total:.1%} {name}" for name, of in outcomes.items() if name != "sampled"]
-    lengths = [outcomes.get(name, {}).get("completion_tokens") for name in ("sampled", "trained")]
-    sampled, trained = (shown(length, ",.1f") for length in lengths)
-    return f"{total:,} sampled: {', '.join(parts)}; {sampled} tokens on average, {trained} of those trained"
-
-
-def _rewards(found: dict[str, dict[str, float]] | None, begin: str, end: str) -> str:
-    """`0.372 → 0.981 ± 0.009 (exact 0.372 → 0.981)`."""
-    if not found or REWARD not in found:
-        return NOTHING
-    errors = {name: of.get(f"{end}_se") for name, of in found.items()}
-    changes = {
-        name: f"{of[begin]:.3f} → {of[end]:.3f}" + (f" ± {errors[name]:.3f}" if errors[name] is not None else "")
-        for name, of in found.items()
-    }
-    parts = ", ".join(f"{figure_name(name)} {change}" for name, change in figures_of(changes).items() if name != REWARD)
-    return changes[REWARD] + (f"  ({parts})" if parts else "")
-
-
-def _goal(summary: dict[str, Any]) -> str:
-    s, figure = summary, summary["figure"]
-    goal = f"{figure} {s['goal']:g} "
-    if s["goal_reached_s"] is not None:
-        return f"{goal}after {s['goal_reached_s']:,.1f} s"
-    if s["held_out"] and figure not in s["held_out"]:
-        return f"{goal}is never reached: evaluations have {', '.join(s['held_out'])}"
-    return f"{goal}not reached"
-
-
-def _change(summary: dict[str, Any], name: str, spec: str) -> str:
-    """`0.31 → 0.05`, of one number of `course`."""
-    found = (summary["course"] or {}).get(name)
-    return f"{found['first']:{spec}} → {found['last']:{spec}}" if found else NOTHING
-
-
-def not_over(summary: dict[str, Any]) -> str:
-    """`not over, as of 2026-11-21 20:34:16 UTC; the last update was 3 s before`; for a summary that is not finished."""
-    last_s, as_of_s = summary["last_update_s"], summary["as_of_s"]
-    update = f"the last update was {as_of_s - last_s:,.0f} s before" if last_s is not None else "no update yet"
-    return f"not over, as of {datetime.fromtimestamp(as_of_s, UTC):%Y-%m-%d %H:%M:%S} UTC; {update}"
-
-
-def lag_shares(histogram: dict[str, int] | None, bound: int | None) -> str:
-    """`0: 12%, 1: 63%, 2: 24%, 3: 1% (masked)`, with a bound of 2."""
-    total = sum((histogram or {}).values())
-    if not histogram or not total:
-        return NOTHING
-    beyond = {lag for lag in histogram if bound is not None and int(lag) > bound}
-    return ", ".join(
-        f"{lag}: {count / total:.1%}" + (" (masked)" if lag in beyond else "") for lag, count in histogram.items()
-    )
-
-
-def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:
-    """`0: 1.2e-09, 1: 0.00031, 2-3: 0.0011`."""
-    values = {label: bucket[name] for label, bucket in (found or {}).items() if name in bucket}
-    return ", ".join(f"{label}: {value:.2g}" for label, value in values.items()) or NOTHING
-
-
-def shown(value: float | None, spec: str = ",.0f", unit: str = "", *, scale: float = 1.0) -> str:
-    """Formats a figure for a reader; `n/a` if it is None."""
-    return NOTHING if value is None else f"{value * scale:{spec}}{unit}"

@@ -1,9 +1,7 @@
-"""Reads a run folder: its configuration and the JSON lines of trainer and producers."""
+"""Reads a run folder: its configuration and the lines of trainer and producers, on one axis of time."""
 
-import json
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -11,147 +9,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.schemas.attrition import Attrition, Counts
+from penstock.deploy.report.lines import (
+    EvaluationPoint,
+    ProducerEvent,
+    Rate,
+    Stamped,
+    TelemetryError,
+    TrainerLedger,
+    Update,
+    read_ledger,
+    read_lines,
+)
 from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.metrics import LAG_LABELS, REWARD, figures_of, lag_key, lag_label
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.process.clock import TOLERATED_S
-from penstock.schemas.rollout import EngineFingerprint
-
-PHASES = ("wait", "step", "publish")
-"""Parts of the trainer's time; an update has the seconds of each."""
-MASKED = "masked_frac"
-
-
-class TelemetryError(ValueError):
-    """A telemetry file cannot be read; the message names the file, the line and what was expected."""
-
-
-class Stamped(msgspec.Struct, frozen=True, kw_only=True):
-    """A line with the times of its writing (`penstock.schemas.process.clock.stamp`)."""
-
-    time_s: float
-    """Seconds since the epoch. The clock may have been set; `steady_times` makes durations right."""
-    started_s: float = 0.0
-    """The same in all lines of one process."""
-    uptime_s: float | None = None
-    """Of that process, by a clock that nothing sets."""
-
-
-class Update(Stamped, frozen=True, kw_only=True):
-    """One batch of `updates.jsonl`."""
-
-    update: int
-    policy_version: int
-    lag_histogram: dict[int, int]
-    """Tokens by lag in optimizer steps."""
-    num_tokens_trained: int
-    num_tokens_masked_lag: int
-    num_groups_trained: int
-    num_groups_skipped: int
-    num_tokens_rejected: int = 0
-    """Tokens within the lag bound that the correction rejected."""
-    steps_skipped: dict[str, int] = {}
-    """Optimizer steps not taken, by reason."""
-    skipped_reason: str | None = None
-    """Why the batch made no optimizer step."""
-    queue_depth: int | None = None
-    wait_s: float | None = None
-    step_s: float | None = None
-    publish_s: float | None = None
-    clock_ahead_s: float | None = None
-    """How far the trainer's clock is ahead of Redis'."""
-    rollouts: Counts = {}
-    """Counted since the previous update."""
-    environments: dict[str, dict[str, float]] = {}
-    """By name: reward, its parts, and the other measurements of an environment's groups."""
-    metrics: dict[str, float] = {}
-    """Every other number of the line by its key, such as `reward` or `kl/lag_2-3`; null values are left out."""
-
-    @property
-    def num_tokens_sampled(self) -> int:
-        """Tokens of the batch's groups, masked ones included."""
-        return sum(self.lag_histogram.values())
-
-
-class EvaluationPoint(Stamped, frozen=True, kw_only=True):
-    """One line of `evaluations.jsonl`: what one policy reached on the held-out prompts."""
-
-    policy_version: int
-    update: int
-    reward: float
-    num_prompts: int
-    num_failed: int = 0
-    """Prompts without an answer or a reward: each counts as 0."""
-    environments: dict[str, dict[str, float]] = {}
-    """The figures by environment."""
-    metrics: dict[str, float] = {}
-    """Every other number of the line by its key, such as `reward/exact`, `pass@8` or `reward_se`."""
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """`reward`, `reward/<part>` of each part, and `pass@<k>`."""
-        return {REWARD: self.reward, **figures_of(self.metrics)}
-
-
-class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of `trainer.json` that says whether the run is over."""
-
-    finished: bool = False
-    num_updates: int = 0
-
-    def is_over(self, updates: Sequence[Update]) -> bool:
-        """Returns whether the run is finished. A resumed run has updates beyond an old ledger that says so."""
-        return self.finished and (updates[-1].update if updates else 0) <= self.num_updates
-
-
-class TrainerLedger(RunEnd, frozen=True, kw_only=True):
-    """`trainer.json`: what became of every released group, as of the last checkpoint."""
-
-    num_updates: int
-    num_groups_released: int
-    num_groups_trained: int
-    num_groups_skipped: int
-    num_groups_dead: int
-    num_groups_cancelled: int
-    num_groups_open: int = 0
-    dead_reasons: dict[str, int] = {}
-    num_groups_released_again: dict[str, int] = {}
-    num_duplicates_dropped: int = 0
-    num_steps_skipped: int = 0
-    attrition: Attrition = msgspec.field(default_factory=Attrition)
-    first_prompt_s: float | None = None
-    """None or 0 before the first batch."""
-
-
-class Started(Stamped, frozen=True, kw_only=True, tag_field="event", tag="start"):
-    """An engine is up; its token counter begins at 0."""
-
-    fingerprint: EngineFingerprint
-
-
-class WeightsLoaded(Stamped, frozen=True, kw_only=True, tag_field="event", tag="weights"):
-    policy_version: int
-    pause_s: float
-    """Time during which no token was sampled."""
-
-
-class Rate(Stamped, frozen=True, kw_only=True, tag_field="event", tag="rate"):
-    num_tokens: int
-    """Tokens sampled since the producer started."""
-    clock_ahead_s: float | None = None
-    """How far the producer's clock is ahead of Redis'."""
-
-
-class ShortGroup(Stamped, frozen=True, kw_only=True, tag_field="event", tag="short_group"):
-    """An agents' group was appended with fewer siblings than the run asks for; `missing` says why."""
-
-    index: int
-    finished: int
-    missing: str
-
-
-ProducerEvent = Started | WeightsLoaded | Rate | ShortGroup
 
 
 class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,50 +183,6 @@ def _beside(
     ]
 
 
-Line = TypeVar("Line")
-
-
-def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
-    """Reads the records of a JSON-lines file, and counts its torn lines.
-
-    A killed process leaves a torn line: the file's last line without its newline, or an earlier one without its closing
-    brace. NaN and infinities are read as None.
-
-    Raises:
-        TelemetryError: any other line that is no record of `kind`.
-    """
-    records: list[Line] = []
-    num_torn = 0
-    rows = file.read_text("utf-8", errors="replace").split("\n")
-    for number, row in enumerate(rows, start=1):
-        if not row.strip():
-            continue
-        try:
-            records.append(to_record(_parse(row), kind))
-        except (json.JSONDecodeError, msgspec.ValidationError) as error:
-            is_unfinished = isinstance(error, json.JSONDecodeError) and row.startswith("{")
-            if is_unfinished and (number == len(rows) or not row.rstrip().endswith("}")):
-                num_torn += 1
-                continue
-            raise TelemetryError(f"{file}: line {number}: {error}; got {_shorten(row)}") from None
-    return records, num_torn
-
-
-def to_record(line: Any, kind: type[Line] | Any) -> Line:
-    """Converts a decoded JSON line to a record of `kind`.
-
-    Raises:
-        msgspec.ValidationError: the line does not fit.
-    """
-    if kind in (Update, EvaluationPoint) and isinstance(line, dict):
-        fields = {*kind.__struct_fields__} - {"metrics"}
-        others = {key: value for key, value in line.items() if key not in fields}
-        numbers = {key: float(value) for key, value in others.items() if type(value) in (int, float)}
-        line = {key: value for key, value in line.items() if key in fields} | {"metrics": numbers}
-    record: Line = msgspec.convert(line, kind, str_keys=True)
-    return record
-
-
 def current_line(lines: Iterable[Update]) -> list[Update]:
     """Returns the updates that led to the latest policy, ascending by number.
 
@@ -397,115 +224,10 @@ def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Updat
     return [placed[update] for update in sorted(placed)]
 
 
-def metric_values(updates: Iterable[Update], name: str) -> list[float]:
-    """Returns a metric of the updates that have it."""
-    return [line.metrics[name] for line in updates if name in line.metrics]
-
-
-def phase_seconds(updates: Sequence[Update]) -> dict[str, float]:
-    """Returns the trainer's seconds in each of `PHASES`."""
-    return {phase: sum(getattr(line, f"{phase}_s") or 0.0 for line in updates) for phase in PHASES}
-
-
-def lag_totals(updates: Iterable[Update]) -> Counter[int]:
-    """Counts the tokens of all updates by lag."""
-    totals: Counter[int] = Counter()
-    for line in updates:
-        totals.update(line.lag_histogram)
-    return totals
-
-
-def mean_lag(histogram: Mapping[int, int]) -> float | None:
-    """Returns the mean over tokens, of their numbers by lag; None without tokens."""
-    total = sum(histogram.values())
-    return sum(lag * count for lag, count in histogram.items()) / total if total else None
-
-
-def tokens_by_lag(update: Update) -> dict[str, int]:
-    """Returns the sampled tokens of a batch by lag bucket, masked ones included."""
-    counts = dict.fromkeys(LAG_LABELS, 0)
-    for lag, num_tokens in update.lag_histogram.items():
-        counts[lag_label(lag)] += num_tokens
-    mixed = min(round(update.metrics.get(lag_key("num_tokens", "0-mixed"), 0)), counts["0"])
-    return counts | {"0": counts["0"] - mixed, "0-mixed": mixed}
-
-
-def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
-    """Returns the mean of a metric over the tokens of one lag bucket: `masked_frac` over all that were sampled, others
-    over those within the lag bound. None if no batch has it."""
-    within = lag_key("num_tokens", label)
-    return _weighted(
-        (
-            update.metrics.get(lag_key(name, label)),
-            tokens_by_lag(update)[label] if name == MASKED else update.metrics.get(within, 0.0),
-        )
-        for update in updates
-    )
-
-
-def mean_in_environment(updates: Sequence[Update], name: str, environment: str) -> float | None:
-    """Returns the same over the tokens of one environment; also of `lag_mean`, over all that were sampled."""
-    own = [update.environments[environment] for update in updates if environment in update.environments]
-    of = "num_tokens_sampled" if name in (MASKED, "lag_mean") else "num_tokens"
-    return _weighted((measured.get(name), measured.get(of, 0.0)) for measured in own)
-
-
-def masked_frac(updates: Sequence[Update]) -> float | None:
-    """Returns the share of sampled tokens that were masked, for their lag or by the correction; None if no batch has
-    it."""
-    return _weighted((update.metrics.get(MASKED), update.num_tokens_sampled) for update in updates)
-
-
-def masked_lag_frac(updates: Sequence[Update]) -> float | None:
-    """Returns the share of sampled tokens that were masked for their lag; None without tokens."""
-    total = sum(update.num_tokens_sampled for update in updates)
-    return sum(update.num_tokens_masked_lag for update in updates) / total if total else None
-
-
-def _weighted(values: Iterable[tuple[float | None, float]]) -> float | None:
-    """Returns the mean of values by their weights, without those that are None; None without weight."""
-    known = [(value, weight) for value, weight in values if value is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None
-
-
 def _epoch(line: Update) -> int:
     return split_version(line.policy_version)[0]
-
-
-def _parse(row: str) -> Any:
-    return json.loads(row, parse_constant=lambda _: None, parse_float=_finite)
-
-
-def _finite(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None
-
-
-def read_ledger(file: Path) -> TrainerLedger | None:
-    """Reads a run's ledger file; None if it does not exist yet. Raises TelemetryError if it is no ledger."""
-    try:
-        text = file.read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        return msgspec.convert(_parse(text), TrainerLedger)
-    except (json.JSONDecodeError, msgspec.ValidationError) as error:
-        raise TelemetryError(f"{file}: {error}") from None
-
-
-def read_end(run_folder: Path) -> RunEnd:
-    """Reads the part of a run's ledger file that says whether it is over; not finished if it cannot be read."""
-    try:
-        return msgspec.json.decode((run_folder / "trainer.json").read_bytes(), type=RunEnd)
-    except (OSError, msgspec.DecodeError):
-        return RunEnd()
 
 
 def _natural_order(file: Path) -> tuple[int, str]:
     """Sorts producer-2 before producer-10."""
     return len(file.stem), file.stem
-
-
-def _shorten(row: str) -> str:
-    return repr(row if len(row) <= 80 else row[:77] + "...")

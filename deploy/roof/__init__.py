@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.deploy.parity.command import GateRefusedError as GateRefusedError
     from penstock.deploy.record.reading import export_record as export_record
     from penstock.deploy.record.reading import load_record as load_record
-    from penstock.deploy.report.telemetry import TelemetryError as TelemetryError
+    from penstock.deploy.report.lines import TelemetryError as TelemetryError
     from penstock.deploy.results import RunResult as RunResult
     from penstock.deploy.results import load_evaluations as load_evaluations
     from penstock.deploy.results import load_updates as load_updates
@@ -52,7 +52,7 @@ _NAMES = {
     "deploy.operate.weight_list": ("list_weights",),
     "deploy.parity.command": ("GateRefusedError",),
     "deploy.record.reading": ("export_record", "load_record"),
-    "deploy.report.telemetry": ("TelemetryError",),
+    "deploy.report.lines": ("TelemetryError",),
     "deploy.results": ("RunResult", "load_evaluations", "load_updates", "report"),
     "deploy.running": ("EngineError", "RunInterrupted", "check", "evaluate", "load_config", "run", "try_environment"),
     "schemas.config": ("ConfigError", "RunConfig"),

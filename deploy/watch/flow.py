@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.deploy.launch.live_view import shown_version
-from penstock.deploy.report.telemetry import metric_values
+from penstock.deploy.report.means import metric_values
 from penstock.deploy.watch.snapshot import Pauses, RunSnapshot
 from penstock.deploy.watch.text import (
     NOTHING,

@@ -11,7 +11,8 @@ from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.operate.producer_list import lag_by_commit
 from penstock.deploy.operate.run_access import own_url
-from penstock.deploy.report.telemetry import current_line, place_evaluations, read_end, steady_times
+from penstock.deploy.report.lines import read_end
+from penstock.deploy.report.telemetry import current_line, place_evaluations, steady_times
 from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, ProducerSeen, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys

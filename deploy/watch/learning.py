@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.deploy.report.telemetry import metric_values
+from penstock.deploy.report.means import metric_values
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import number, safe, sparkline
 from penstock.schemas.metrics import REWARD, figure_name, figures_of, title_of

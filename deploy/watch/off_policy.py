@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.deploy.report.telemetry import MASKED, masked_lag_frac, mean_by_lag, metric_values, tokens_by_lag
+from penstock.deploy.report.means import MASKED, masked_lag_frac, mean_by_lag, metric_values, tokens_by_lag
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import bar, count, joined, number, percent, sparkline
 from penstock.schemas.metrics import LAG_LABELS, UPDATE_METRICS, title_of

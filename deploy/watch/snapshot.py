@@ -7,7 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from penstock.deploy.report.telemetry import EvaluationPoint, Update, phase_seconds
+from penstock.deploy.report.lines import EvaluationPoint, Update
+from penstock.deploy.report.means import phase_seconds
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from penstock.deploy.operate import tables
+from penstock.deploy.operate import printing
 
 _STEPS = "▁▂▃▄▅▆▇█"
 _BAR = "█"
@@ -85,7 +85,7 @@ def moment(time_s: float) -> str:
 
 def safe(text: str, limit: int = 200) -> str:
     """Escapes control characters in text from producers, Redis or files, and shortens it."""
-    shown = tables.safe(text)
+    shown = printing.safe(text)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

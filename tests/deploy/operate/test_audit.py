@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.checkpoints.state import LedgerState
+from penstock.consumers.checkpoints.state import CheckpointState, LedgerState
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.operate import audit as audit_module
 from penstock.deploy.operate import run_access
 from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger, name_indexes
-from penstock.deploy.operate.saved_ledger import SavedLedger
+from penstock.deploy.operate.saved_ledger import NOTHING_SAVED
 from penstock.deploy.report.attrition import AttritionWindow
 from penstock.schemas.attrition import Rollouts
 from penstock.schemas.config import CheckpointConfig, EvaluationConfig
@@ -40,7 +40,7 @@ def check_of(
     """prompts: (index, version) in the order of release; stream: indexes that were appended after all prompts."""
     ledger.setdefault("dead_by_reason", {"poison": ledger["dead"]} if "dead" in ledger else {})
     reading = Reading(
-        saved=SavedLedger(policy_version=policy_version, ledger=LedgerState(**ledger)),
+        saved=CheckpointState(policy_version=policy_version, ledger=LedgerState(**ledger)),
         released=released,
         prompts=[OpenPrompt(f"{n}-0", index, version, False) for n, (index, version) in enumerate(prompts, 1)],
         stream=[StreamEntry(f"{n}-0", index) for n, index in enumerate(stream, 1000)],
@@ -113,9 +113,9 @@ def test_a_ledger_that_is_wrong_is_named_and_what_faults_and_operators_leave_is_
 
 def test_a_stale_group_counts_once_although_its_entry_is_still_on_the_stream():
     entry, prompt = StreamEntry("5-0", 1), OpenPrompt("6-0", 1, 5, True)
-    ledger = check_ledger(Reading(SavedLedger(), 1, [prompt], [entry], {}, set(), False))
+    ledger = check_ledger(Reading(NOTHING_SAVED, 1, [prompt], [entry], {}, set(), False))
     assert (ledger.claimed, ledger.on_stream) == (1, 0) and problems(ledger) == []
-    ledger = check_ledger(Reading(SavedLedger(), 1, [OpenPrompt("4-9", 1, 5, True)], [entry], {}, set(), False))
+    ledger = check_ledger(Reading(NOTHING_SAVED, 1, [OpenPrompt("4-9", 1, 5, True)], [entry], {}, set(), False))
     assert (ledger.claimed, ledger.on_stream) == (0, 1)
 
 
@@ -305,7 +305,7 @@ def test_a_problem_counts_only_where_every_reading_of_a_moving_run_shows_it(stop
         observed = read(client, keys, folder)
         hidden.append(observed.reading.stream[-1 - len(hidden)])
         observed.reading.stream.remove(hidden[-1])
-        return audit_module.ObservedRun(observed.reading, observed.found, moved=True)
+        return audit_module.ObservedRun(observed.reading, observed.saved, moved=True)
 
     monkeypatch.setattr(audit_module, "read_ledger", read_while_one_moves)
     assert stopped.json(capsys, "audit", "test")["balanced"]

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.deploy.operate.audit import Audit
 from penstock.deploy.operate.ledger_check import Reading, check_ledger
-from penstock.deploy.operate.saved_ledger import SavedLedger
+from penstock.deploy.operate.saved_ledger import NOTHING_SAVED
 from penstock.deploy.operate.tables import print_audit
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.report import write_report
-from penstock.deploy.report.summary import table_rows, warnings_of
+from penstock.deploy.report.summary_table import table_rows, warnings_of
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.attrition import UNKNOWN, Attrition, LostByLength, Rollouts, length_bucket
 from wire_examples import group_of_lengths
@@ -132,7 +132,7 @@ def test_the_audit_shows_what_the_checkpoint_holds(
     attrition: Attrition, run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    ledger = check_ledger(Reading(SavedLedger(), 0, [], [], {}, set(), finished=True))
+    ledger = check_ledger(Reading(NOTHING_SAVED, 0, [], [], {}, set(), finished=True))
     found = Audit(
         run="demo",
         finished=True,

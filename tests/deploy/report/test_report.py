@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from docs.run_picture import NAMES, write_picture
 from penstock.deploy.report.figures import FIGURES, draw
 from penstock.deploy.report.report import key_figures, write_report
-from penstock.deploy.report.summary import summarize, table_rows
+from penstock.deploy.report.summary import summarize
+from penstock.deploy.report.summary_table import table_rows
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
 from penstock.schemas.metrics import LAG_LABELS
 

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.deploy.report.summary import summarize, summary_table, table_rows, warnings_of
-from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
+from penstock.deploy.report.lines import TelemetryError
+from penstock.deploy.report.summary import summarize
+from penstock.deploy.report.summary_table import summary_table, table_rows, warnings_of
+from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.policy import make_version
 
 START_S = 1000.0

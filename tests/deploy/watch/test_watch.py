@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from penstock.deploy import cli
-from penstock.deploy.report.telemetry import Update, to_record
+from penstock.deploy.report.lines import Update, to_record
 from penstock.deploy.watch.flow import bottleneck
 from penstock.deploy.watch.gathering import Gatherer
 from penstock.deploy.watch.screen import all_views, one_view

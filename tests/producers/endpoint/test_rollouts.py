@@ -12,7 +12,7 @@ import pytest
 
 from agent_client import ADD, ANSWER, AgentClient, tool_user
 from chat_templates import decode, render
-from penstock.deploy.report.telemetry import ProducerEvent, ShortGroup, read_lines
+from penstock.deploy.report.lines import ProducerEvent, ShortGroup, read_lines
 from penstock.producers.endpoint.agents import GROUP_BYTES, Agents
 from penstock.producers.interfaces import EngineError
 from penstock.producers.loop import QuarantinedError
