@@ -88,7 +88,7 @@ def test_the_cells_of_the_first_page_show_a_run_and_its_worst_rollouts(
     assert list(training.get_ydata()) == [0.5] * 11 and list(held_out.get_ydata()) == [0.25] * 11
     assert names["late"].num_rows and set(names["late"]["update"].to_pylist()) <= {7, 8, 9, 10, 11}
     shown = capsys.readouterr().out
-    assert shown.count("  reward ") == 3 and "environment  penstock.producers.environments.arithmetic" in shown
+    assert shown.count("  reward ") == 3 and "environment  main (penstock.producers.environments.arithmetic" in shown
     assert shown.endswith("my_sums:nearly 3e-05\n")
     nearly = names["my_sums"].nearly
     said = ("42", " 42 ", "32", "41", "x")

@@ -259,6 +259,6 @@ def problem_of(folder: Path, *, state_only: bool = False) -> str | None:
             return f"{name}: {error}"
     if STATE not in sums:
         return f"{STATE} is not listed"
-    if not any(name.startswith(f"{TENSORS_FOLDER}/") for name in sums):
+    if not state_only and not any(name.startswith(f"{TENSORS_FOLDER}/") for name in sums):
         return f"it has no {TENSORS_FOLDER}/: another version of penstock wrote it, in a form that is not read any more"
     return None

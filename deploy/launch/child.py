@@ -51,7 +51,7 @@ class Child:
                     os._exit(1)
 
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.started_s, self.began = time.time(), time.monotonic()
+        self.started_s = time.time()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 list(command),

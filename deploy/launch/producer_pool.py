@@ -80,6 +80,7 @@ class _Seat:
     name: str
     child: Child | None = None
     start_at: float = 0.0
+    booted_at: float = 0.0
     served_since: float | None = None
     num_boots: int = 0
     num_restarts: int = 0
@@ -127,7 +128,7 @@ class ProducerPool:
         for seat in self._seats:
             if num_booting < self._boots_at_once and seat.child is None and time.monotonic() >= seat.start_at:
                 self._view.state(seat.name, "starting the engine")
-                seat.child = self._start(seat.name)
+                seat.child, seat.booted_at = self._start(seat.name), time.monotonic()
                 num_booting += 1
 
     def _watch_boot(self, seat: _Seat, child: Child, heartbeats: Mapping[str, Heartbeat]) -> None:
@@ -136,7 +137,7 @@ class ProducerPool:
             seat.served_since = time.monotonic()
             seat.num_boots = 0
             self._view.state(seat.name, "ready")
-        elif time.monotonic() - child.began > _BOOT_S:
+        elif time.monotonic() - seat.booted_at > _BOOT_S:
             child.kill()
 
     def _restart_later(self, seat: _Seat, child: Child, finished: Callable[[], bool]) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import penstock.consumers.__main__ as entry
-from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
+from penstock.schemas.heartbeat import encode_heartbeat
 from penstock.schemas.keys import Keys
 from real_server import LossyServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import TrainerBench
 from trainer_process import TrainerProcesses
-from wire_examples import FINGERPRINT
+from wire_examples import heartbeat
 
 
 @pytest.fixture
@@ -29,22 +29,8 @@ def beat(redis_client) -> Callable[[Keys, str], None]:
 
     def send(keys: Keys, instance: str) -> None:
         name = instance.partition("-")[0]
-        heartbeat = Heartbeat(
-            producer_id=name,
-            host="h",
-            pid=1,
-            policy_version=0,
-            in_flight=(),
-            tokens_per_s=1.0,
-            num_tokens_generated=1,
-            num_groups_appended=1,
-            num_weight_loads_failed=0,
-            metrics_port=0,
-            fingerprint=FINGERPRINT,
-            sent_s=1.0,
-            instance=instance,
-        )
-        redis_client.set(keys.producer(name), encode_heartbeat(heartbeat))
+        sent = heartbeat(name, policy_version=0, in_flight=(), instance=instance)
+        redis_client.set(keys.producer(name), encode_heartbeat(sent))
 
     return send
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from parity_bench import ParityBench, groups_of, prompts
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
-from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
+from penstock.schemas.heartbeat import encode_heartbeat
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, encode_group, unpack_ids
 from probed_engine import TOKENS, tokenizer
-from wire_examples import FINGERPRINT
+from wire_examples import heartbeat
 from written_log import WrittenLog
 
 NAME = "recorded"
@@ -82,18 +82,5 @@ class ParityRun:
 
     def send_heartbeat(self) -> None:
         """Writes the heartbeat of a live producer."""
-        heartbeat = Heartbeat(
-            producer_id="producer-0",
-            host="here",
-            pid=1,
-            policy_version=2,
-            in_flight=(),
-            tokens_per_s=1.0,
-            num_tokens_generated=0,
-            num_groups_appended=0,
-            num_weight_loads_failed=0,
-            metrics_port=0,
-            fingerprint=FINGERPRINT,
-            sent_s=time.time(),
-        )
-        self.client.set(self.keys.producer("producer-0"), encode_heartbeat(heartbeat), ex=60)
+        sent = heartbeat("producer-0", policy_version=2, in_flight=(), sent_s=time.time())
+        self.client.set(self.keys.producer("producer-0"), encode_heartbeat(sent), ex=60)

@@ -1,9 +1,11 @@
 """Makes the group whose encodings are the golden payloads: two siblings, the second of two turns."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
+from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     EngineFingerprint,
@@ -28,6 +30,25 @@ FINGERPRINT = EngineFingerprint(
     async_scheduling=False,
     other={"max_num_seqs": "64"},
 )
+
+
+def heartbeat(producer_id: str, **changes: Any) -> Heartbeat:
+    """Returns the heartbeat of a producer on the host `h` with five groups of policy 7 in flight."""
+    sent = Heartbeat(
+        producer_id=producer_id,
+        host="h",
+        pid=1,
+        policy_version=7,
+        in_flight=(InFlight(index=1, claimed_s=0.0, attempt=1),) * 5,
+        tokens_per_s=2500.0,
+        num_tokens_generated=0,
+        num_groups_appended=0,
+        num_weight_loads_failed=0,
+        metrics_port=0,
+        fingerprint=FINGERPRINT,
+        sent_s=0.0,
+    )
+    return replace(sent, **changes)
 
 
 def spans(versions: Sequence[int], start: int = 0) -> tuple[VersionSpan, ...]:

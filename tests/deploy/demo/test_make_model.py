@@ -35,30 +35,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def test_the_tokenizer_gives_back_every_character(random_model: Path):
+def test_the_tokenizer_gives_back_every_character_and_has_an_end_and_a_chat_template(random_model: Path):
     tokenizer = AutoTokenizer.from_pretrained(random_model)
     for text in ("07+34=041", "", "  two  spaces, a \n newline \n\n", "don 't , do . that !", ALPHABET):
         token_ids = tokenizer(text).input_ids
-        assert len(token_ids) == len(text)
-        assert tokenizer.decode(token_ids) == text
-
-
-def test_a_character_without_a_token_is_an_error(random_model: Path):
-    tokenizer = AutoTokenizer.from_pretrained(random_model)
+        assert len(token_ids) == len(text) and tokenizer.decode(token_ids) == text
     with pytest.raises(Exception, match="UNK"):
         tokenizer("7 ÷ 8")
-
-
-def test_the_end_of_the_text_is_one_token_that_decoding_can_skip(random_model: Path):
-    tokenizer = AutoTokenizer.from_pretrained(random_model)
     token_ids = tokenizer("041<eos>").input_ids
-    assert len(token_ids) == 4
-    assert token_ids[-1] == tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert len(token_ids) == 4 and token_ids[-1] == tokenizer.eos_token_id != tokenizer.pad_token_id
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == "041"
-
-
-def test_messages_have_a_chat_template(random_model: Path):
-    tokenizer = AutoTokenizer.from_pretrained(random_model)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "system: Be brief.\nuser: 1+1?\nassistant: "
@@ -88,10 +74,6 @@ def test_embedding_and_head_are_one_matrix_only_where_asked_for(tmp_path: Path, 
     assert made.held_out_accuracy is None
 
 
-def test_the_default_model_has_between_100k_and_1m_parameters(tmp_path: Path):
-    assert 100_000 <= make_model(tmp_path / "m", ModelRecipe(train=False), progress=silent).num_parameters <= 1_000_000
-
-
 def test_the_seed_decides_the_weights_and_leaves_the_process_alone(tmp_path: Path, random_model: Path):
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -103,17 +85,13 @@ def test_the_seed_decides_the_weights_and_leaves_the_process_alone(tmp_path: Pat
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_folder_that_holds_the_model_is_left_as_it_is(tmp_path: Path):
+def test_a_folder_that_holds_the_model_is_left_as_it_is_and_another_is_never_overwritten(tmp_path: Path):
     made = make_model(tmp_path / "m", RANDOM, progress=silent)
     changed = (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns
     lines: list[str] = []
     assert make_model(tmp_path / "m", RANDOM, progress=lines.append) == made
     assert (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns == changed
     assert lines == [f"{tmp_path / 'm'} already holds this model"]
-
-
-def test_a_folder_that_holds_something_else_is_never_overwritten(tmp_path: Path):
-    make_model(tmp_path / "m", RANDOM, progress=silent)
     with pytest.raises(FileExistsError, match=r"another model: seed 0 \(wanted 3\)"):
         make_model(tmp_path / "m", msgspec.structs.replace(RANDOM, seed=3), progress=silent)
     (tmp_path / "theirs").mkdir()
@@ -240,19 +218,6 @@ def test_the_command_makes_the_model_of_a_task_and_takes_its_fields(tmp_path: Pa
     assert "may call a calculator" in (tmp_path / "m" / "README.md").read_text()
     assert main(["make-model", str(tmp_path / "m"), "--set", "guesses=2"]) == 2
     assert "guesses is 2.0, expected 0 to 1" in capsys.readouterr().err
-
-
-def test_a_model_made_before_there_were_tasks_is_the_demos(tmp_path: Path):
-    make_model(tmp_path / "m", RANDOM, progress=silent)
-    file = tmp_path / "m" / "recipe.json"
-    made = msgspec.json.decode(file.read_bytes())
-    del made["recipe"]["task"], made["recipe"]["guesses"]
-    file.write_bytes(msgspec.json.encode(made))
-    lines: list[str] = []
-    make_model(tmp_path / "m", RANDOM, progress=lines.append)
-    assert lines == [f"{tmp_path / 'm'} already holds this model"]
-    with pytest.raises(FileExistsError, match="another model: task addition \\(wanted calculator\\)"):
-        make_model(tmp_path / "m", msgspec.structs.replace(RANDOM, task="calculator"), progress=silent)
 
 
 @pytest.mark.slow

@@ -115,25 +115,15 @@ def test_as_many_are_in_flight_as_a_producer_has_room_for(model, config):
     assert engine.most_active == 1
 
 
-def test_a_set_without_prompts_is_left_out_and_said_so(model, config):
+def test_progress_a_set_without_prompts_and_a_figure_that_no_answer_has_are_told(model, config):
     said: list[str] = []
-    found = evaluate(model, config("evaluation.num_prompts=0"), start_engine=scripted()[1], say=said.append)
+    misspelt = config("evaluation.num_prompts=0", "evaluation.solved={figure='reward/exat'}")
+    found = evaluate(model, misspelt, start_engine=scripted()[1], say=said.append)
     assert [each.name for each in found.sets] == ["greedy"]
     assert said[0] == "letters has no held-out prompts, or none are requested: it is left out"
-
-
-def test_progress_is_told(model, config):
-    said: list[str] = []
-    evaluate(model, config(), start_engine=scripted()[1], say=said.append)
-    assert said[0].startswith("booting the engine on ") and said[-1] == "3 of 3 held-out prompts answered"
-
-
-def test_a_figure_that_no_answer_has_is_named_and_no_pass_at_k_is_made_of_it(model, config):
-    said: list[str] = []
-    misspelt = config("evaluation.solved={figure='reward/exat'}")
-    found = evaluate(model, misspelt, start_engine=scripted()[1], say=said.append)
+    assert said[1].startswith("booting the engine on ") and "1 of 1 held-out prompts answered" in said
     assert not [key for each in found.sets for key in each.figures if key.startswith("pass@")]
-    assert said[-2].startswith("evaluation.solved.figure = 'reward/exat' of letters: held-out answers have no such")
+    assert said[-1].startswith("evaluation.solved.figure = 'reward/exat' of greedy: held-out answers have no such")
 
 
 class OneFails(Letters):
@@ -189,10 +179,8 @@ def test_the_command_prints_a_column_for_each_set(command, model, tmp_path):
     assert max(map(len, out.splitlines())) < 80
     assert status == 0 and "3 of 3 held-out prompts answered" in err
     assert not list(tmp_path.glob("*.log")), "nothing is left behind"
-
-
-def test_as_json_all_figures_are_there(command, model, tmp_path):
-    status, out, _ = command(str(model), str(tmp_path / "run.toml"), "--json", "--set", "evaluation.num_samples=2")
+    words = ("--json", "--set", "evaluation.num_samples=2")
+    status, out, _ = command(str(model), str(tmp_path / "run.toml"), *words)
     document = json.loads(out)
     assert status == 0 and [each["num_samples"] for each in document["sets"]] == [2, 1]
     assert document["sets"][0]["figures"]["pass@2"] == 1.0
@@ -223,9 +211,6 @@ def test_from_python_progress_is_told_the_engines_output_is_not_and_threads_are_
     assert "3 of 3 held-out prompts answered" in err and "engine noise" not in out + err
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert not found.failures and not list(tmp_path.glob("*.log"))
-
-
-def test_from_python_an_engine_that_dies_is_an_error_that_can_be_caught(in_place_of_vllm, model, config):
     in_place_of_vllm(die_after=1)
     with pytest.raises(penstock.EngineError, match=r"has died \(.*penstock-evaluate-.*log holds what the engine"):
         penstock.evaluate(model, config())

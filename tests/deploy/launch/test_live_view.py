@@ -16,30 +16,12 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import EnvironmentConfig, EvaluationConfig, GoalConfig, ModelConfig, RunConfig
-from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.metrics import TrainerMetric
 from penstock.schemas.policy import make_version
 from penstock.schemas.process.prometheus import register_metrics_port
-from wire_examples import FINGERPRINT
+from wire_examples import heartbeat
 
 CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
-
-
-def heartbeat(producer_id: str, version: int = 3, tokens_per_s: float = 5123.4) -> Heartbeat:
-    return Heartbeat(
-        producer_id=producer_id,
-        host="h",
-        pid=1,
-        policy_version=version,
-        in_flight=(InFlight(index=1, claimed_s=0.0, attempt=1),) * 7,
-        tokens_per_s=tokens_per_s,
-        num_tokens_generated=0,
-        num_groups_appended=0,
-        num_weight_loads_failed=0,
-        metrics_port=0,
-        fingerprint=FINGERPRINT,
-        sent_s=0.0,
-    )
 
 
 def append(file, **line: object) -> None:
@@ -98,7 +80,9 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
             policy_version=3,
             pause_s=0.0234,
         )
-        view.refresh({"producer-0": heartbeat("producer-0", make_version(2, 3)), "far-1": heartbeat("far-1")})
+        view.refresh(
+            {"producer-0": heartbeat("producer-0", policy_version=make_version(2, 3)), "far-1": heartbeat("far-1")}
+        )
     shown = console.file.getvalue()
     for wanted in (
         "4/10",
@@ -108,7 +92,7 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
         "27%",
         "0.987",
         "12",
-        "5,123+5,123",
+        "2,500+2,500",
         "producer-0",
         "2:3",
         "23 ms",
@@ -232,7 +216,7 @@ def test_plain_view_prints_progress_now_and_then_and_each_evaluation(plain, tmp_
         append_update(tmp_path / "r", number)
         plain.refresh({"producer-0": heartbeat("producer-0")})
     (line,) = capsys.readouterr().out.splitlines()
-    assert "update 1/10" in line and "reward 0.625" in line and "tokens/s 5,123" in line
+    assert "update 1/10" in line and "reward 0.625" in line and "tokens/s 2,500" in line
     append_evaluation(tmp_path / "r", 3, 0.5)
     plain.refresh({})
     (line,) = capsys.readouterr().out.splitlines()

@@ -9,7 +9,7 @@ import pytest
 from inspected_run import DEAD, KNOWN, NAME, NUM_PLAIN, SKIPPED, TURNS, inspected_run, plain, trainer_files, write_batch
 from penstock.deploy import cli
 from penstock.deploy.record.parquet import COLUMNS
-from penstock.deploy.record.reading import export_record, load_record
+from penstock.deploy.record.reading import load_record
 from penstock.schemas.config import ConfigError
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
@@ -28,6 +28,7 @@ def test_every_segment_is_a_row_with_the_numbers_of_its_tokens(tmp_path, capsys)
     file = tmp_path / "out.parquet"
     status, said = export(capsys, NAME, str(file), "--runs", str(tmp_path))
     table = pq.read_table(file).to_pylist()
+    assert load_record(NAME, runs=tmp_path).equals(pq.read_table(file))
     assert status == 0 and f"{len(table)} rows" in said and not (tmp_path / "out.parquet.partial").exists()
     assert len(table) == 2 * NUM_PLAIN + 2 + 2 + 2 + 2 + 1
     record, n = Record(tmp_path / NAME), 0
@@ -58,13 +59,6 @@ def test_every_segment_is_a_row_with_the_numbers_of_its_tokens(tmp_path, capsys)
     assert (by_index[SKIPPED]["outcome"], by_index[DEAD]["reason"]) == ("skipped", "poison: <b>x</b>")
 
 
-def test_a_record_in_memory_is_what_its_parquet_file_holds(tmp_path):
-    inspected_run(tmp_path)
-    file = tmp_path / "out.parquet"
-    table = load_record(NAME, runs=tmp_path)
-    assert table.num_rows == export_record(tmp_path / NAME, file) and table.equals(pq.read_table(file))
-
-
 def test_a_record_of_nothing_has_its_columns_and_one_that_is_not_there_is_refused(tmp_path):
     trainer_files(tmp_path, 0, {}).close()
     assert load_record(tmp_path / NAME).schema == COLUMNS
@@ -72,25 +66,20 @@ def test_a_record_of_nothing_has_its_columns_and_one_that_is_not_there_is_refuse
         load_record("nothing", runs=tmp_path)
 
 
-def test_a_group_that_died_before_it_was_scored_has_rows_without_reward_and_advantage(tmp_path, capsys):
-    inspected_run(tmp_path, close=False).append(dead_batch(11))
-    file = tmp_path / "out.parquet"
-    assert export(capsys, NAME, str(file), "--runs", str(tmp_path))[0] == 0
-    *_, first, last = pq.read_table(file).to_pylist()
-    assert (first["index"], first["rollout"], last["rollout"]) == (301, 0, 1)
-    assert (last["outcome"], last["reason"]) == ("dead", "reward: KeyError: 'x'")
-    assert (last["reward"], last["advantage"]) == (None, None) and len(last["token_ids"]) == 6
-
-
-def test_a_batch_that_a_rollback_undid_is_not_exported_and_that_is_said(tmp_path, capsys):
+def test_what_died_unscored_has_no_reward_and_what_a_rollback_undid_is_not_exported_and_that_is_said(tmp_path, capsys):
     inspected_run(tmp_path)
     files = trainer_files(tmp_path, 1, {0: 10})
     write_batch(files, 10, [plain(201)])
-    status, said = export(capsys, str(tmp_path / NAME), str(tmp_path / "out.parquet"))
-    assert status == 0 and "record: 1 batches were undone by a rollback" in said
-    indexes = pq.read_table(tmp_path / "out.parquet")["index"].to_pylist()
-    assert indexes[-1] == 201 and KNOWN not in indexes
+    files.append(dead_batch(11))
     files.close()
+    file = tmp_path / "out.parquet"
+    status, said = export(capsys, str(tmp_path / NAME), str(file))
+    assert status == 0 and "record: 1 batches were undone by a rollback" in said
+    *_, other, _, first, last = pq.read_table(file).to_pylist()
+    assert other["index"] == 201 and KNOWN not in pq.read_table(file)["index"].to_pylist()
+    assert (first["index"], first["rollout"], last["rollout"]) == (301, 0, 1)
+    assert (last["outcome"], last["reason"]) == ("dead", "reward: KeyError: 'x'")
+    assert (last["reward"], last["advantage"]) == (None, None) and len(last["token_ids"]) == 6
 
 
 def test_what_cannot_be_exported_is_named_and_leaves_no_file(tmp_path, capsys, monkeypatch):

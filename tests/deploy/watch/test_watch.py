@@ -22,7 +22,6 @@ from penstock.deploy.watch.screen import all_views, one_view
 from penstock.deploy.watch.snapshot import Pauses, ProducerSeen, RedisSeen, RunSnapshot
 from penstock.deploy.watch.text import number, size, sparkline
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, load_config
-from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.redis_url import connection_file
 from real_server import RealServer
@@ -31,7 +30,7 @@ from scripted_learner import ScriptedLearner
 from short_run import ShortRun
 from terminal import Terminal
 from waiting import wait_for
-from wire_examples import FINGERPRINT
+from wire_examples import heartbeat
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(
@@ -42,16 +41,6 @@ CONFIG = RunConfig(
     environment=EnvironmentConfig(path="a:B"),
 )
 BEGAN_S = 1e9
-
-
-def heartbeat(producer_id: str, **changes: Any) -> Heartbeat:
-    fields: dict[str, Any] = {
-        "producer_id": producer_id, "host": "h", "pid": 1, "policy_version": 7,
-        "in_flight": (InFlight(index=1, claimed_s=0.0, attempt=1),) * 5, "tokens_per_s": 2500.0,
-        "num_tokens_generated": 0, "num_groups_appended": 0, "num_weight_loads_failed": 0, "metrics_port": 0,
-        "fingerprint": FINGERPRINT, "sent_s": 0.0,
-    }  # fmt: skip
-    return Heartbeat(**fields | changes)
 
 
 def line(update: int, *, wait_s: float = 0.1, time_s: float | None = None, **changes: Any) -> dict[str, Any]:
@@ -181,9 +170,6 @@ def test_what_is_out_of_its_band_or_does_not_answer_stands_out():
     assert "\x1b[1;31m0.2500" in console.file.getvalue(), "ESS 0.25 at lag 2-3"
     text = shown(snapshot(redis=None, without_redis="Connection refused"))
     assert "Redis does not answer: Connection refused" in text and "producer-1" in text and "gradient norm" in text
-
-
-def test_text_of_producers_does_not_steer_the_terminal():
     hostile = heartbeat("p\x1b[2J", last_error="\x1b]0;title\x07 [bold]no\nmore")
     text = shown(snapshot(redis=redis_seen(producers={hostile.producer_id: ProducerSeen(hostile, None)})))
     assert "\x1b" not in text and "\x07" not in text and "p\\x1b[2J" in text and "[bold]no\\nmore" in text
@@ -217,16 +203,11 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path, capsys, monkeyp
     assert not Gatherer(folder, load_config(folder / "run.toml")).gather().is_over, "it was continued after its end"
     assert cli.main(["watch", "r", "--runs", str(tmp_path / "runs")]) == 0
     assert "not running; last update" in capsys.readouterr().out
-
-
-def test_the_share_of_pauses_of_a_young_producer_is_of_its_own_time(tmp_path, monkeypatch):
-    monkeypatch.delenv("REDIS_URL", raising=False)
-    folder, now_s = write_run(tmp_path, finished=True), time.time()
-    lines = [{"event": "weights", "time_s": now_s - 20 + n, "policy_version": n, "pause_s": 0.5} for n in range(20)]
-    (folder / "producers" / "young.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    now_s = time.time()  # the share of pauses of a young producer is of its own time
+    events = [{"event": "weights", "time_s": now_s - 20 + n, "policy_version": n, "pause_s": 0.5} for n in range(20)]
+    (folder / "producers" / "young.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "updates.jsonl").write_text(json.dumps(line(30, time_s=now_s)) + "\n")
-    share = Gatherer(folder, CONFIG).gather().pauses["young"].share
-    assert share == pytest.approx(10 / 20.5, rel=0.1)
+    assert Gatherer(folder, CONFIG).gather().pauses["young"].share == pytest.approx(10 / 20.5, rel=0.1)
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path, monkeypatch, capsys):

@@ -6,36 +6,21 @@ import socket
 import sys
 import time
 
-import msgspec
 import pytest
 
 from penstock.producers.stream import heartbeat as module
 from penstock.producers.stream.heartbeat import HeartbeatSender, ProducerIdTakenError, check_id_is_free
-from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, InFlight, decode_heartbeat, encode_heartbeat
+from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Keys
-from scripted_engine import FINGERPRINT
 from waiting import until
+from wire_examples import heartbeat
 
 KEYS = Keys("test")
 KEY = KEYS.producer("a")
 
 
 def described(**changes) -> Heartbeat:
-    heartbeat = Heartbeat(
-        producer_id="a",
-        host="elsewhere",
-        pid=17,
-        policy_version=3,
-        in_flight=(InFlight(index=1, claimed_s=2.0, attempt=1),),
-        tokens_per_s=10.0,
-        num_tokens_generated=100,
-        num_groups_appended=5,
-        num_weight_loads_failed=0,
-        metrics_port=9400,
-        fingerprint=FINGERPRINT,
-        sent_s=time.time(),
-    )
-    return msgspec.structs.replace(heartbeat, **changes)
+    return heartbeat("a", **{"host": "elsewhere", "pid": 17, "policy_version": 3, "sent_s": time.time(), **changes})
 
 
 @pytest.fixture(autouse=True)
