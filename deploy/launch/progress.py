@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.deploy.launch.endpoints import Samples, scrape
 from penstock.deploy.report.lines import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
-from penstock.deploy.report.means import masked_lag_frac, mean_lag, phase_seconds
+from penstock.deploy.report.means import masked_lag_frac, mean_lag
 from penstock.deploy.report.summary_table import masked_advice
 from penstock.schemas import limits
 from penstock.schemas.metrics import TrainerMetric as M
@@ -148,10 +148,7 @@ class Progress:
         None."""
         recent = [*self.lines.updates][-_LAG_BATCHES:]
         share = masked_lag_frac(recent) if len(recent) == _LAG_BATCHES else None
-        if share is None or share <= limits.BEYOND_BOUND:
-            return None
-        spent = phase_seconds(recent)
-        return masked_advice(share, spent["wait"] / (sum(spent.values()) or 1.0))
+        return masked_advice(share) if share is not None and share > limits.BEYOND_BOUND else None
 
     @property
     def mean_lag(self) -> float | None:

@@ -18,15 +18,12 @@ NOTHING_LEARNED = (
 )
 
 
-def masked_advice(share: float, waits: float) -> str:
-    """Says which setting helps where many tokens are masked for their lag.
-
-    share: of the sampled tokens those beyond the lag bound. waits: share of its time in which the trainer waits.
-    """
-    masked = f"{share:.0%} of the sampled tokens were masked for their lag (max_lag)"
-    if waits < limits.WAITING:
-        return f"{masked}: they wait for the trainer; lower producers.groups_in_flight (a larger max_lag does not help)"
-    return f"{masked}: rollouts take longer than max_lag updates; raise max_lag or groups_per_batch"
+def masked_advice(share: float) -> str:
+    """Says which setting helps where many tokens are masked for their lag. share: of the sampled tokens."""
+    return (
+        f"{share:.0%} of the sampled tokens were masked for their lag: lower producers.groups_in_flight; a larger "
+        "max_lag helps only where single rollouts take longer than max_lag updates"
+    )
 
 
 def warnings_of(summary: dict[str, Any]) -> list[str]:
@@ -40,9 +37,9 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
     if dead:
         total = trained + skipped + dead
         found.append(f"{dead:,} of {total:,} groups died: `penstock dead list {summary['name']}` says of what")
-    total, phases = sum((summary["lag_histogram"] or {}).values()), summary["trainer_time_share"] or {}
+    total = sum((summary["lag_histogram"] or {}).values())
     if total and (share := summary["num_tokens_masked_lag"] / total) > limits.BEYOND_BOUND:
-        found.append(masked_advice(share, phases.get("wait", 0.0)))
+        found.append(masked_advice(share))
     test = (summary["attrition"] or {}).get("lost_by_length")
     if test is not None and (test := msgspec.convert(test, LostByLength)).is_alarm:
         found.append(f"long rollouts are lost at a rate that short ones are not: {test}")

@@ -2,13 +2,10 @@
 
 import http.client
 import json
-import os
-import signal
 import sqlite3
-import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from forked_programs import ForkedProgram, start_program
 from inspected_run import (
     DEAD,
     HOSTILE,
@@ -391,38 +387,6 @@ def test_a_group_that_died_before_it_was_scored_is_in_the_list_and_shown_as_far_
 # ---- the command
 
 
-@contextmanager
-def started(
-    log: Path, *arguments: str, fresh: bool = False, **environment: str
-) -> Iterator[tuple[subprocess.Popen | ForkedProgram, http.client.HTTPConnection, list[str]]]:
-    """The process, a connection to the URL that it printed, and the lines up to that; all its output goes to `log`."""
-    program = "import sys; from penstock.deploy.cli import main; sys.exit(main(sys.argv[1:]))"
-    process = start_program(program, ["inspect", *arguments], {**os.environ, **environment}, log, fresh=fresh)
-    try:
-        wait_for(lambda: "(Ctrl-C ends)\n" in log.read_text(), process=process, log=log.read_text)
-        lines = log.read_text().splitlines(keepends=True)
-        connection = http.client.HTTPConnection(lines[-1].split("/")[2], timeout=30)
-        yield process, connection, lines
-        connection.close()
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_prints_its_url_and_ends_cleanly(run, tmp_path, number):
-    log = tmp_path / "log"
-    arguments = NAME, "--runs", str(run.parent), "--port", "0"
-    with started(log, *arguments, fresh=number == signal.SIGINT) as (process, connection, lines):
-        assert lines[0] == f"{NAME}: reading its rollouts, loading its tokenizer ...\n"
-        told = asked(connection, "/api/run")
-        assert told["notes"] == [] and len(lines) == 3
-        assert (told["name"], told["num_groups"]) == (NAME, NUM_PLAIN + 5)
-        process.send_signal(number)  # with a connection that is kept open
-        assert process.wait(60) == 0
-        assert log.read_text() == "".join(lines)
-
-
 def test_a_run_or_a_port_that_is_none_is_refused_in_one_line(run, tmp_path, capsys, server):
     def refused(*arguments: str) -> str:
         assert cli.main(["inspect", *arguments]) == 2
@@ -440,8 +404,3 @@ def test_a_run_or_a_port_that_is_none_is_refused_in_one_line(run, tmp_path, caps
     for host in ("localhost", "::", "300.1.1.1", ""):
         assert f"--host {host}: expected an IPv4 address" in refused(str(run), "--host", host)
     assert "--host 192.0.2.1 --port 0: " in refused(str(run), "--host", "192.0.2.1", "--port", "0")
-
-
-def asked(connection: http.client.HTTPConnection, path: str) -> Any:
-    connection.request("GET", path)
-    return json.loads(connection.getresponse().read())

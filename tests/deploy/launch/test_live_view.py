@@ -282,18 +282,10 @@ def test_batches_in_a_row_that_train_nothing_are_warned_of_once_until_one_trains
     assert warnings(0) == 1
 
 
-@pytest.mark.parametrize(
-    ("wait_s", "lever"),
-    [
-        (0.1, "lower producers.groups_in_flight (a larger max_lag does not help)"),
-        (1.0, "raise max_lag or groups_per_batch"),
-    ],
-)
-def test_many_tokens_masked_for_lag_are_warned_of_once_with_what_helps(wait_s, lever, plain, tmp_path, capsys):
+def test_many_tokens_masked_for_lag_are_warned_of_once_with_what_helps(plain, tmp_path, capsys):
     for number in range(1, 30):
         lags = {"1": 73, "3": 27} if number > 5 else {"1": 100}
-        seconds = {"wait_s": wait_s, "step_s": 1.0, "publish_s": 0.1}
-        append_update(tmp_path / "r", number, lag_histogram=lags, num_tokens_masked_lag=lags.get("3", 0), **seconds)
+        append_update(tmp_path / "r", number, lag_histogram=lags, num_tokens_masked_lag=lags.get("3", 0))
         plain.refresh({})
     (warning,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
-    assert "14% of the sampled tokens were masked for their lag" in warning and warning.endswith(lever)
+    assert "14% of the sampled tokens were masked for their lag: lower producers.groups_in_flight; a larger" in warning

@@ -283,19 +283,6 @@ def test_what_is_wrong_with_a_run_is_named_and_its_claims_are_counted(stopped, r
 
 
 @pytest.mark.redis
-def test_an_index_released_again_for_an_operator_balances_before_the_next_commit(run, redis_client, capsys):
-    run.producer(lambda index, version: dead_fields(3, "reward: x") if index == 3 else group_fields(index, version))
-    with pytest.raises(KilledError):
-        run.trainer(fail_at={10: KilledError()}).run()
-    run.end_producers()
-    redis_client.xadd(run.keys.prompts, {Field.INDEX: 3, Field.VERSION: 9})
-    assert audit_fails(run, capsys) == "PROBLEM settled, and released again: 3"
-    assert run.command(capsys, "dead", "requeue", "test", "3")[0] == 0
-    status, out, _ = run.command(capsys, "audit", "test")
-    assert status == 0 and "1 dead ones are requeued" in out
-
-
-@pytest.mark.redis
 def test_a_problem_counts_only_where_every_reading_of_a_moving_run_shows_it(stopped, redis_client, capsys, monkeypatch):
     read = audit_module.read_ledger
     hidden = []
@@ -330,6 +317,13 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_with_all_torn_nothi
 
 
 @pytest.mark.redis
+def test_an_emptied_redis_shows_what_is_to_be_released_again(stopped, redis_client, capsys):
+    redis_client.flushall()
+    status, out, _ = stopped.command(capsys, "audit", "test")
+    assert status == 1 and "warning: Redis holds nothing of this run" in out and f"PROBLEM {LOST}33-" in out
+
+
+@pytest.mark.redis
 def test_without_redis_a_finished_run_is_told_by_its_checkpoint_and_another_is_not(run, capsys, monkeypatch):
     run.producer()
     run.trainer().run()
@@ -346,14 +340,6 @@ def test_without_redis_a_finished_run_is_told_by_its_checkpoint_and_another_is_n
     status, out, err = run.command(capsys, "audit", "test")
     assert (status, out) == (2, "")
     assert err.startswith("penstock: test: not finished, and only Redis knows where its open indexes are; REDIS_URL")
-
-
-@pytest.mark.redis
-def test_an_emptied_redis_shows_what_is_to_be_released_again(stopped, redis_client, capsys):
-    redis_client.flushall()
-    status, out, _ = stopped.command(capsys, "audit", "test")
-    assert status == 1 and "warning: Redis holds nothing of this run" in out
-    assert f"PROBLEM {LOST}33-" in out
 
 
 @pytest.mark.redis

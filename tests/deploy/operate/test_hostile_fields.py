@@ -77,21 +77,6 @@ def test_trainer_and_audit_read_the_same_number_in_a_field(stopped, redis_client
     assert letters == [3] + [None] * len(NO_NUMBERS)
 
 
-def test_fields_and_names_that_are_none_stand_beside_the_ledger(stopped, redis_client, capsys):
-    before = ledger(stopped, capsys)
-    for stream in (stopped.keys.rollouts, stopped.keys.prompts):
-        redis_client.xadd(stream, {Field.INDEX: DIGITS, Field.VERSION: DIGITS})
-    status, out, err = stopped.command(capsys, "audit", "test")
-    assert (status, err) == (0, "") and "never released" in out and ledger(stopped, capsys) == before
-    redis_client.xadd(stopped.keys.dead, {Field.INDEX: DIGITS, Field.REASON: b"\xff"}, id=f"{2**63}-0")
-    assert [letter["index"] for letter in stopped.json(capsys, "dead", "list", "test")] == [3, None]
-    redis_client.xreadgroup(PRODUCERS_GROUP, b"\xffgone", {stopped.keys.prompts: ">"})
-    redis_client.set(stopped.keys.producer("").encode() + b"\xfe", HEARTBEATS[6], ex=60)
-    found = stopped.json(capsys, "producers", "test")
-    assert found["unreadable"] == ["\\xfe"]
-    assert "\\xffgone" in [orphaned["consumer"] for orphaned in found["orphaned"]]
-
-
 def write_junk(client: redis.Redis, run: ShortRun, rng: random.Random) -> int:
     """Writes what no part of a run would write; returns how many entries the audit must call never released."""
     keys, junk = run.keys, rng.choice(NO_NUMBERS)

@@ -139,14 +139,17 @@ def test_entries_that_are_no_manifests_are_named_and_a_log_without_another_is_re
 
     assert "run test: no policy on its policy stream: none has been announced yet" in refused("test")
     assert "nothing: neither a folder, nor a run" in refused("nothing")
-    redis_client.xadd(run.keys.policy, {Field.MANIFEST: b'{"version": "x"}'}, id="0-1")
-    assert "policy stream: {test}:policy 0-1 is no manifest: " in refused("test")
+    no_manifest = {Field.MANIFEST: b'{"version": "x"}'}
+    redis_client.xadd(run.keys.policy, no_manifest, id="7-1")
+    assert "policy stream: {test}:policy 7-1 is no manifest: " in refused("test")
+    redis_client.delete(run.keys.policy)
     written(redis_client, run, 1)
+    redis_client.xadd(run.keys.policy, no_manifest, id="7-1")
     redis_client.hset(run.keys.anchors, b"\x1b[2J", b"")
     found = run.json(capsys, "weights", "test")
     assert (found["newest_version"], len(found["unreadable"])) == (1, 2)
     status, out, _ = run.command(capsys, "weights", "test")
-    assert status == 0 and "PROBLEM  {test}:policy 0-1 is no manifest: Expected `int`" in out and "\x1b" not in out
+    assert status == 0 and "PROBLEM  {test}:policy 7-1 is no manifest: Expected `int`" in out and "\x1b" not in out
 
 
 def test_what_a_trainer_has_published_is_whole_and_says_when(run, redis_client, capsys):

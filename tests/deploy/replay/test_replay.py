@@ -185,7 +185,7 @@ def test_bad_input_is_named_with_what_was_expected(shared, capsys, monkeypatch, 
     assert wrong in refused(capsys, shared)
 
 
-def test_a_run_of_which_something_is_lost_is_refused(copied, capsys, monkeypatch):
+def test_a_run_of_which_something_is_lost_is_refused(copied, capsys, monkeypatch, tmp_path):
     load, last = player.load_checkpoint, copied.checkpoints[1]
 
     def delete_and_load(folder, learner):
@@ -196,16 +196,16 @@ def test_a_run_of_which_something_is_lost_is_refused(copied, capsys, monkeypatch
         patched.setattr(player, "load_checkpoint", delete_and_load)
         said = refused(capsys, copied, "--from", copied.checkpoints[0])
     assert f"--from {copied.checkpoints[0]}: " in said and "no whole checkpoint" in said
+    other = tmp_path / "other"
+    tiny_model(other, seed=1)
+    assert "another model than the one that was trained: digest" in refused(
+        capsys, copied, "--set", f"model.path={other}"
+    )
     file = copied.folder / "checkpoints" / last / "tensors" / "rank-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert "tensors/rank-0.safetensors: checksum differs" in refused(capsys, copied, "--from", last)
     shutil.rmtree(copied.folder / "record")
     assert "no record of rollouts; expected" in refused(capsys, copied)
-
-
-def test_another_model_than_the_trained_one_is_refused(training, model, capsys):
-    tiny_model(model, seed=1)
-    assert "another model than the one that was trained: digest" in refused(capsys, training)
 
 
 def test_a_record_that_has_lost_its_oldest_files_is_played_from_a_checkpoint_only(training, model, capsys):

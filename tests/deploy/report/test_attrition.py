@@ -1,20 +1,14 @@
 """What was sampled and what was trained, in the report, the summary and the audit."""
 
 import json
-import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from penstock.deploy.operate.audit import Audit
-from penstock.deploy.operate.ledger_check import Reading, check_ledger
-from penstock.deploy.operate.saved_ledger import NOTHING_SAVED
-from penstock.deploy.operate.tables import print_audit
-from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
+from penstock.deploy.report.attrition import attrition_lines, attrition_tables
 from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary_table import table_rows, warnings_of
-from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.attrition import UNKNOWN, Attrition, LostByLength, Rollouts, length_bucket
 from wire_examples import group_of_lengths
 
@@ -126,34 +120,3 @@ def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
     assert any(line.startswith("long rollouts are lost at a rate") for line in warnings_of(summary))
     summary["attrition"]["lost_by_length"] |= {"num_long_lost": 2}
     assert not any(line.startswith("long rollouts are lost") for line in warnings_of(summary))
-
-
-def test_the_audit_shows_what_the_checkpoint_holds(
-    attrition: Attrition, run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    ledger = check_ledger(Reading(NOTHING_SAVED, 0, [], [], {}, set(), finished=True))
-    found = Audit(
-        run="demo",
-        finished=True,
-        checkpoint=None,
-        update=0,
-        policy_version=0,
-        ledger=ledger,
-        num_evaluations=0,
-        num_evaluation_prompts_open=None,
-        num_letters=None,
-        num_readings=1,
-        warnings=(),
-        attrition=attrition,
-        windows=tuple(windows_of(read_telemetry(run_folder).updates)),
-    )
-    print_audit(found)
-    text = capsys.readouterr().out
-    assert "What was sampled and what was trained" in text
-    assert text.index("1,200.0") < text.index("610.0 → 20.0") < text.index("1 to 2")
-    rows = [re.sub(r"  +", "|", line.strip()) for line in text.splitlines()]
-    assert set(WINDOWS[:3]) <= set(rows)
-    assert "20 of the 64 longest groups (900 tokens or more) were lost" in text
-    print_audit(msgspec.structs.replace(found, attrition=Attrition()))
-    assert "What was sampled" not in capsys.readouterr().out

@@ -350,7 +350,7 @@ def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> Non
 @pytest.mark.parametrize(
     ("counts", "warnings"),
     [
-        ((9, 1, 0, 0, 0.11), ["11% of the sampled tokens were masked for their lag (max_lag): they wait for the"]),
+        ((9, 1, 0, 0, 0.11), ["11% of the sampled tokens were masked for their lag: lower producers.groups_in_flight"]),
         ((1274, 11526, 0, 0), ["11,526 of 12,800 groups trained nothing: the rewards within each group"]),
         ((5, 5, 0, 0), []),
         ((None, 1, None, None), ["1 of 1 groups trained nothing"]),
@@ -360,7 +360,7 @@ def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> Non
 )
 def test_what_must_not_be_overlooked_ends_the_run_as_a_warning(counts, warnings: list[str]) -> None:
     names = ("num_groups_trained", "num_groups_skipped", "num_groups_dead", "num_evaluation_failed")
-    others = {"name": "r", "num_evaluation_prompts": 2, "attrition": None, "trainer_time_share": None}
+    others = {"name": "r", "num_evaluation_prompts": 2, "attrition": None}
     masked = counts[4] if len(counts) > 4 else 0.1
     others |= {"lag_histogram": {"0": 100}, "num_tokens_masked_lag": 100 * masked}
     found = warnings_of(others | dict(zip(names, counts, strict=False)))

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +24,6 @@ from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, l
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.redis_url import connection_file
 from real_server import RealServer
-from resilient_producer import ResilientProducer
-from scripted_learner import ScriptedLearner
-from short_run import ShortRun
 from terminal import Terminal
 from waiting import wait_for
 from wire_examples import heartbeat
@@ -224,46 +220,6 @@ def test_what_is_no_run_folder_is_refused(tmp_path, monkeypatch, capsys):
         assert cli.main(["watch", run, "--once"]) == 2
         text = capsys.readouterr()
         assert message in text.err and text.err.count("\n") == 1 and text.out == "", run
-
-
-class SlowLearner(ScriptedLearner):
-    """Takes so long that its run is looked at before the end, unless `is_seen`."""
-
-    is_seen: threading.Event
-
-    def step(self, batch):
-        self.is_seen.wait(0.05 if self.num_steps < 100 else 1.0)
-        return super().step(batch)
-
-
-@pytest.mark.redis
-def test_a_live_run_is_drawn_until_its_end_and_beyond(redis_url, tmp_path, monkeypatch, at_a_terminal):
-    run = ShortRun(redis_url, tmp_path, monkeypatch, num_updates=300)
-    monkeypatch.setattr("penstock.consumers.__main__.load_learner", SlowLearner)
-    SlowLearner.is_seen = is_seen = threading.Event()
-    producer = ResilientProducer(redis_url, "test", None)
-    try:
-        producer.start()
-        training = run.train(run.trainer())
-        gatherer = Gatherer(run.folder, run.config)
-        seen = wait_for(gatherer.gather, lambda seen: len(seen.updates) > 5)
-        assert seen.redis.has_trainer and seen.is_running and not seen.is_over and seen.shares
-        assert 0 <= seen.redis.num_claimed <= seen.redis.num_prompts <= run.config.credit == seen.credit
-        assert seen.evaluations[0].reward is not None
-        terminal = at_a_terminal("test", width=80)
-        first = terminal.wait_for(lambda frame: has("waited for")(frame) and has("credit")(frame))
-        update = next(text.split()[2] for text in first if text.startswith("test  update"))
-        terminal.wait_for(lambda frame: has("/300")(frame) and not has(f" {update} ")(frame))
-        is_seen.set()
-        training.join()
-        terminal.wait_for(lambda frame: has("update 300/300")(frame) and has("over: finished")(frame))
-        terminal.press("q")
-        assert terminal.wait() == 0
-    finally:
-        is_seen.set()
-        producer.stop.set()
-        run.close()
-        producer.join()
 
 
 @pytest.mark.redis
