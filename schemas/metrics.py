@@ -266,13 +266,13 @@ class TrainerMetric:
     MISMATCH_BAND = Metric("penstock_mismatch_lag0_band_nats", "The largest such mean without the alert")
     PRODUCER_MISMATCH = Metric(
         "penstock_producer_mismatch_lag0_mean_nats",
-        "Gap between a producer's engine and the trainer at lag 0, mean over its last 8 groups with such rows; of "
+        "Gap between a producer's engine and the trainer at lag 0, mean over its last 5 groups with such rows; of "
         "producers that are alive",
         ("producer",),
     )
     PRODUCER_QUARANTINED = Metric(
         "penstock_producer_quarantined",
-        "1 for a producer whose last 8 groups were outside the gate's band: none is trained until it is started again",
+        "1 for a producer whose last 5 groups were outside the gate's band: none is trained until it is started again",
         ("producer",),
         unit="none",
     )

@@ -2,12 +2,14 @@
 
 The unit of evidence is a group: siblings share a prompt, a moment and a batch of the engine, so they are not
 independent. Its gap is that of its rows in which every token has lag 0, by the trainer's own forward pass: engine
-mismatch without drift. Groups with fewer than `MIN_TOKENS` such tokens are judged together with the producer's next.
+mismatch without drift. With `correction.proximal = "sampled_version"` it is that of all rows that one version sampled,
+whatever their lag, recomputed under it. Groups with fewer than `MIN_TOKENS` such tokens are judged together with the
+producer's next.
 
 The rule: a producer instance whose last `NUM_JUDGED` judgements all lie outside the band, the mean that the gate allows
 by the model's own yardstick, is quarantined. It is the strictest lower end of an interval: that of the least judgement.
 A sound producer of which one group in ten lies outside, far more than was ever measured, is quarantined by chance once
-in 10^8 judgements; one whose groups are all outside is at its eighth.
+in 10^5 judgements, one of which one in a hundred does once in 10^10; one whose groups are all outside is at its fifth.
 """
 
 import logging
@@ -27,8 +29,8 @@ from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
 
-NUM_JUDGED = 8
-MIN_TOKENS = {"float32": 16, "bfloat16": 256}
+NUM_JUDGED = 5
+MIN_TOKENS = {"float32": 16, "bfloat16": 64}
 """By `model.dtype`. In bfloat16 one token in a thousand of a sound engine is off by several tenths of a nat, too much
 for the mean of a few tokens."""
 

@@ -104,7 +104,7 @@ WHOLE = [
 BY_PRODUCER = [
     timeseries(
         "Mismatch at lag 0 by producer",
-        "Mean gap of each producer's last 8 groups with rows of lag 0, in nats. One that leaves the others behind has "
+        "Mean gap of each producer's last 5 groups with rows of lag 0, in nats. One that leaves the others behind has "
         "another engine than they, or other weights. The band is that of the alert for all of them together.",
         {
             "{{producer}}": last("penstock_producer_mismatch_lag0_mean_nats", by="producer"),

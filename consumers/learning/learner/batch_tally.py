@@ -165,6 +165,9 @@ class BatchTally:
         if found.mismatch is not None:
             metrics |= found.mismatch.metrics(masked)
             by_environment = found.mismatch.by_environment(masked)
+            num_judged, abs_sum = found.gaps.sum(0).tolist()
+            if num_judged and self._config.correction.proximal == "sampled_version":
+                metrics["mismatch_lag0"] = abs_sum / num_judged  # rows of any lag: no drift is in them
         else:  # every token is masked
             by_environment = [{"masked_frac": 1.0} if num_masked else {} for num_masked in masked.sum(1).tolist()]
             metrics |= {"masked_frac": 1.0} if masked.any() else {}

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch.packing import pack
-from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
+from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, check_objective
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
+from penstock.consumers.parity.producers import ProducerGaps
 from penstock.schemas.config import ConfigError, CorrectionConfig, LoraConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.policy import UnknownVersionError
 from penstock.schemas.rollout import RolloutGroup
@@ -194,15 +197,40 @@ def test_a_version_that_is_no_longer_kept_is_named_once_and_its_tokens_have_the_
     assert math.isfinite(report.metrics["loss"])
 
 
+def test_a_producer_of_noisy_weights_is_named_within_five_groups_of_any_lag_and_a_sound_one_never(
+    folder,
+) -> None:
+    """5% noise in every tensor of one of two producers, and every row one to three updates old; ten runs."""
+    rows = tuple([version] * 8 for version in (0, 1, 2, 2))
+    for seed in range(10):
+        config = _config(folder)
+        walk = _walk(config, rows)
+        torch.manual_seed(seed)
+        noisy = {v: [p * (1 + 0.05 * torch.randn_like(p)) for p in own] for v, own in walk.policies.items()}
+        model, batch = walk.learner.model, pack([_group(rows)], lambda version: 0, config)
+        (places,), (microbatch,) = batch.minibatches[0].places, batch.microbatches
+        order = {place.rollout: row for row, place in enumerate(places)}
+        odd = []
+        with model.replaced() as replace:
+            for r, versions in enumerate(rows):
+                replace(noisy[versions[0]])
+                odd.append(proximal_logprobs(walk.learner, batch)[0][microbatch.row_ids == order[r]])
+        judge, named = ProducerGaps(config), {}
+        walk.learner.optimizer.step = lambda: None  # the same policy reads every group
+        for n in range(1, 21):
+            for name, behavior in (("sound", walk.sampled), ("odd", odd)):
+                report = walk.step(behavior)
+                group = msgspec.structs.replace(_group(rows), sampled_by=(name,))
+                assert report.metrics["mismatch_lag0"] == pytest.approx(report.gaps[50].mean)
+                for instance in judge.observe([group], report.gaps):
+                    named.setdefault(instance, n)
+        assert named == {"odd": 5}, seed
+        assert judge.table()["sound"].gap < 1e-6 < 1e-3 < judge.table()["odd"].gap
+
+
 def test_what_forms_the_whole_ratio_itself_is_refused(folder) -> None:
     with pytest.raises(ValueError, match=r"proximal = 'sampled_version' with bypass = True"):
         CorrectionConfig("none", bypass=True, proximal="sampled_version")
-    objective = "penstock.consumers.learning.objectives.decoupled_ppo:DecoupledPpo"
     config = _config(folder, correction=CorrectionConfig("none", proximal="sampled_version"))
-    learner = Walk(Learner(config), ROWS)
-    learner.reads_behavior = True  # type: ignore[attr-defined]
-    from penstock.consumers.learning.interfaces import check_objective
-
     with pytest.raises(ConfigError, match=r"correction.proximal = 'sampled_version' with objective.path"):
-        check_objective(config, learner)
-    assert objective
+        check_objective(config, DecoupledPpo(proximal="loglinear", total_weight_cap=2.0))

@@ -66,7 +66,7 @@ def test_the_reason_names_the_figure_and_the_bound(tmp_path):
 
 def test_groups_of_few_tokens_are_judged_together(tmp_path):
     own = gaps_by(tmp_path, "bfloat16")
-    assert quarantined_after(own, *[1.0] * 200, num_tokens=32) == 8 * NUM_JUDGED, "256 tokens make a judgement"
+    assert quarantined_after(own, *[1.0] * 200, num_tokens=32) == 2 * NUM_JUDGED, "64 tokens make a judgement"
 
 
 def test_no_evidence_is_no_quarantine(tmp_path):
