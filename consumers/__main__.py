@@ -281,7 +281,7 @@ def _assemble(
         best=best,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, record.sync),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
-        gate=Gate(config, folder, LoadedChecks(config), judge_by, run_log.alert.narrow, learner.ranks),
+        gate=Gate(config, folder, LoadedChecks(config), judge_by, learner.ranks),
         producers=producers,
         record=record,
         run_log=run_log,

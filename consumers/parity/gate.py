@@ -23,9 +23,6 @@ log = logging.getLogger(__name__)
 
 WINDOW = 8
 """The number of batches with rows of lag 0 whose mean the alert judges: one batch may have few such tokens."""
-SPREAD = 5.0
-"""The alert's band, in multiples of the gap that the gate measured; at least a tenth of the tolerance, at most all."""
-
 MAX_BATCHES = 8
 """If so many batches leave open whether the gap is beyond the tolerance, it is close to it, and the run goes on."""
 
@@ -59,8 +56,7 @@ class Gate:
 
     The model's yardstick is measured on the first batch, whoever sampled it.
 
-    on_measured: called with the run's tolerance. on_checked: called with the mean gap in nats once a batch is in
-        parity. ranks: those that share the model.
+    on_measured: called with the run's tolerance. ranks: those that share the model.
     """
 
     def __init__(
@@ -69,14 +65,12 @@ class Gate:
         run_folder: Path,
         checks: Checks,
         on_measured: Callable[[Tolerance], None] = lambda tolerance: None,
-        on_checked: Callable[[float], None] = lambda gap: None,
         ranks: Ranks | None = None,
     ) -> None:
         self._config = config
         self._checks = checks
         self._on_measured = on_measured
         self._ranks = Ranks() if ranks is None else ranks
-        self._on_checked = on_checked
         self._file = run_folder / REPORT_FILE
         self.is_pending = config.parity.gate != "off"
         self._is_measured = False
@@ -117,7 +111,6 @@ class Gate:
         self._write(report)
         if verdict.status == "parity":
             log.info("%s (%.1f s)", verdict.sentence, report.seconds)
-            self._on_checked(next(each.gap.mean for each in report.hypotheses if each.name == "processed"))
         elif verdict.status == "unclear":
             log.warning("parity: still undecided after %d batches, the run goes on: %s", MAX_BATCHES, verdict.sentence)
         else:
@@ -186,23 +179,18 @@ class Gate:
 class Alert:
     """Watches the gap at lag 0, engine mismatch without drift, as a mean over the last `WINDOW` batches that have one.
 
-    It is raised while that is outside its band: the least tolerance until `judge_by` gets the run's, and that until
-    `narrow` gets a measurement.
+    It is raised while that is outside its band: the mean of the least tolerance until `judge_by` gets the run's.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._tolerance = self.band = TOLERANCES[config.model.dtype].mean
+        self.band = TOLERANCES[config.model.dtype].mean
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self.gap = math.nan
         """The mean; NaN before the first."""
         self.is_raised = False
 
     def judge_by(self, tolerance: Tolerance) -> None:
-        self._tolerance = self.band = tolerance.mean
-
-    def narrow(self, gap: float) -> None:
-        """Narrows the band to a multiple of the mean gap under parity, in nats."""
-        self.band = min(self._tolerance, max(SPREAD * gap, self._tolerance / 10))
+        self.band = tolerance.mean
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of one batch; one without rows of lag 0 changes nothing."""

@@ -9,6 +9,7 @@ import pytest
 import penstock.consumers.__main__ as entry
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.parity.gate import Gate
+from penstock.consumers.parity.tolerance import Tolerance
 from penstock.schemas.keys import Commit
 from trainer_bench import TrainerBench
 from training_groups import tiny_model
@@ -64,22 +65,22 @@ def test_a_warning_trains_and_raises_the_alert(invented, caplog, monkeypatch):
     assert len(invented.lines("updates.jsonl")) == 2
 
 
-def test_what_a_sound_first_batch_measured_is_the_alert_s_band(invented, monkeypatch):
+def test_alert_and_producers_are_judged_by_the_tolerance_that_the_first_batch_gave(invented, monkeypatch):
     def sound(gate, groups, model, version, lag_of):
         gate.is_pending = False
-        gate._on_checked(1.5e-6)
-        return {}
+        gate._on_measured(Tolerance(mean=3e-5, p99=1.0, max=1.0))
 
     monkeypatch.setattr(Gate, "check", sound)
     invented.overrides.append("parity.gate=refuse")
     trainer = invented.trainer()
-    assert trainer.run_log.alert.band == pytest.approx(1e-5)
+    assert trainer.run_log.alert.band == trainer.producers.band == 1e-5
     producer = invented.producer()
     try:
         assert trainer.run()
     finally:
         producer.stop.set()
-    assert trainer.run_log.alert.band == pytest.approx(7.5e-6)
+    assert trainer.run_log.alert.band == trainer.producers.band == 3e-5
+    assert {line["mismatch_lag0_band"] for line in invented.lines("updates.jsonl")} == {3e-5}
 
 
 def test_a_gate_that_is_off_trains_without_a_word_before(invented, caplog):

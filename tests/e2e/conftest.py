@@ -45,8 +45,8 @@ def ended_run(live_run: MonitoredRun) -> MonitoredRun:
 
 @pytest.fixture(scope="session")
 def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoRun]:
-    """A recorded run of the demo with one producer, killed after a checkpoint and resumed from Python with two
-    producers to its end."""
+    """A recorded run of the demo with one producer, killed after a checkpoint and resumed from Python to
+    its end."""
     settings = {"model.path": demo_model, "num_updates": NUM_UPDATES, "checkpoint.every": 20, "record": "true"}
     settings |= {"metrics.port": 0, "producers.count": 1}
     run = DemoRun(tmp_path_factory.mktemp("resumed"), "resumed", **settings)
@@ -63,7 +63,7 @@ def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         run.signal(signal.SIGKILL)
         run.wait()
         wait_for(run.living, lambda pids: pids == [], timeout_s=120)
-        run.resume_from_python(**{"producers.count": 2})
+        run.resume_from_python()
         assert run.wait() == 0, run.output()
         assert run.living() == []
         yield run

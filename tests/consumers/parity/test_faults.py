@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs, with_sampling
-from penstock.consumers.parity import conventions, versions
-from penstock.consumers.parity.replay import Replay, ReplayPlan
+from penstock.consumers.parity import conventions
 from penstock.consumers.parity.report import ParityError, ParityReport
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
 from transformers_engine import TransformersCompletion, group_of
@@ -229,28 +228,6 @@ def test_a_truncated_distribution_is_parity_with_the_mask(benches) -> None:
     answers = benches["float32"].engine().generate(prompts(12, 6), 4, 16, updates={7: 1}, sampling=TRUNCATED)
     report = benches["float32"].check(groups_of(answers, TRUNCATED, with_masks=True))
     assert report.verdict.status == "parity", report.verdict
-
-
-def test_older_prefixes_are_tried_on_few_tokens_and_seldom(benches, monkeypatch) -> None:
-    monkeypatch.setattr(versions, "STALE_TOKENS", 600)
-    replayed: list[list[ReplayPlan]] = []
-    logprobs = Replay.logprobs
-
-    def recorded(replay, plans):
-        plans = list(plans)
-        replayed.append([plan for plan in plans if plan.spans[0][2] < plan.row.start])
-        return logprobs(replay, plans)
-
-    monkeypatch.setattr(Replay, "logprobs", recorded)
-    answers = benches["float32"].engine().generate(prompts(12, 130), 2, 12, version=3, sampling=COLD)
-    groups = with_logprobs(
-        groups_of(answers), lambda siblings: [[b - 0.3 * n % 0.7 for n, b in enumerate(own)] for own in siblings]
-    )
-    assert benches["float32"].check(groups).verdict.cause == "unexplained"
-    trials = [plans for plans in replayed if plans]
-    # Blocks of 16, 32, 64 and 128 tokens, three policies back; these prompts share nothing, and 128 is whole for all.
-    assert len(trials) == 3
-    assert all(sum(len(plan.row.token_ids) for plan in plans) <= 600 for plans in trials)
 
 
 def test_logits_exist_for_a_chunk_at_a_time_and_for_a_part_of_a_large_sample(benches, monkeypatch) -> None:

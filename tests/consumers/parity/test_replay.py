@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from parity_bench import COLD, ParityBench, groups_of, prompts
-from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.inference import EqualContexts, equal_contexts
-from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, ReplayPlan, as_labelled
+from penstock.consumers.parity.replay import PolicyStore, Replay, ReplayPlan, as_labelled
 from penstock.consumers.parity.sample import read_sample
 from penstock.schemas.policy import UnknownVersionError
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
@@ -95,16 +94,6 @@ def test_lag_rows_are_of_the_newest_version_recomputed_whole(bench, groups) -> N
     report = bench.check(groups, lag_of=lag_of)
     assert [row.label for row in report.lags] == ["1", "8+"]
     assert {point.lag for point in report.points} == {-1, 1, 9}
-
-
-def test_a_loaded_model_is_used_and_left_as_it_was(bench, groups) -> None:
-    model = PackedModel(str(bench.folder), "float32", torch.device("cpu"))
-    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-    own = groups_of(bench.engine().generate(prompts(6, 5), 4, 16, sampling=COLD))
-    report = bench.check(own, weights=lambda version: None, loaded=LoadedPolicy(0, model))
-    assert report.verdict.status == "parity"
-    assert bench.check(groups + own, loaded=LoadedPolicy(0, model)).verdict.status == "parity"
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
 
 
 def test_first_logprobs_of_siblings_lie_on_the_grid_of_a_bfloat16_head_and_not_of_a_float32_head(tmp_path) -> None:

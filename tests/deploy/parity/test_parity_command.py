@@ -8,17 +8,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import redis
 from safetensors.torch import load_file
 
 from parity_bench import ParityBench, with_logprobs
 from parity_run import NAME, ParityRun, make_bench, sampled_groups
 from penstock.consumers.parity.report import ParityReport
 from penstock.deploy import cli
-from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.parity import display
 from penstock.deploy.parity.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
-from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.rollout import RolloutGroup
 from real_server import installed_servers
 from training_groups import tiny_model
@@ -122,37 +119,6 @@ def test_a_live_run_is_waited_for_until_the_wait_ends(run, groups):
     later.join()
     assert report_of(run)["num_groups"] == len(groups)
     assert parity(run, "--wait", "0.6") == 0
-
-
-def test_a_stopped_run_s_own_server_is_started_and_stopped_again(bench, groups, tmp_path, monkeypatch):
-    monkeypatch.delenv("REDIS_URL", raising=False)
-    folder = tmp_path / "runs" / NAME
-    folder.mkdir(parents=True)
-    server = RedisServer(folder, maxmemory_mb=64)
-    stopped = ParityRun(tmp_path / "runs", bench, server.client)
-    stopped.append(groups)
-    server.stop()
-    assert parity(stopped) == 0
-    with pytest.raises(redis.ConnectionError):
-        server.client.ping()
-
-
-def test_versions_that_the_trainer_drops_while_the_check_goes_on_are_still_compared(run, groups, monkeypatch, capsys):
-    run.append(groups)
-
-    def later(config):
-        run.log.drop(0, 1, 2, 3)
-        return load_tokenizer(config)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("penstock.deploy.parity.inputs.tokenizer_for", later)
-        assert parity(run) == 0
-    assert report_of(run)["versions"] == [1, 2]
-    run.log.anchor(2)
-    run.log.drop(0, 1)
-    assert parity(run) == 0
-    assert "weights of version 1 are gone" in capsys.readouterr().out
-    assert report_of(run)["versions"] == [2]
 
 
 def another_model(run: ParityRun, folder: Path) -> None:

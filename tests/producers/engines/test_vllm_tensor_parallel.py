@@ -21,6 +21,7 @@ from labelled_weights import (
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.gate import Gate
+from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.producers.interfaces import CaptureError, WeightLoadError
 from penstock.producers.rollout.probe import PosedPrompt, probe
 from penstock.schemas import hidden_states as names
@@ -96,7 +97,8 @@ async def test_the_parity_gate_opens_for_its_rollouts(parallel_engine, make_qwen
     model.save_pretrained(tmp_path / "model")
     posed = [PosedPrompt(Prompt(text="?"), ids) for ids in (PROMPT, [7, 9])]
     groups = await probe(parallel_engine.engine, posed, SamplingSettings(max_tokens=64), group_size=8)
-    gate = Gate(run_config(tmp_path / "model"), tmp_path)
+    config = run_config(tmp_path / "model")
+    gate = Gate(config, tmp_path, LoadedChecks(config))
     trainer = PackedModel(str(tmp_path / "model"), "float32", torch.device("cpu"))
     gate.check(groups, trainer, version, LagTable(version, {}, {}))
     assert not gate.is_pending
