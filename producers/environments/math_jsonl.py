@@ -10,29 +10,31 @@ import threading
 from multiprocessing.connection import Connection
 
 from penstock.producers.environments.dataset import Dataset, task_of, unlike
+from penstock.producers.environments.quantities import as_latex, quantities, same, words
 from penstock.producers.environments.rows import Row
 from penstock.schemas.prompt import Prompt, Reward
 
 logger = logging.getLogger(__name__)
 
 MOST_CHECKED = 256
-_PLAIN = re.compile(
-    r"-?\$?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?%?"  # 22, -1,200.50, $18, 5%
-    r"|-?\d+/\d+|-?\\[dt]?frac\{-?\d+\}\{-?\d+\}"
-)
 _NO_WORDS = re.compile(r"\\(text\w*|mbox|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 """Matches words that LaTeX marks as text, and its commands."""
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_EMPTY = re.compile(r"\\(?:text\w*|math\w+|mbox|operatorname|[lcv]?dots|q?quad|square|phantom|left|right)\b|[\W_]")
+"""Matches what a box without an answer may hold; `\\{\\}` and the like are compared as they are."""
 _SENTENCE = re.compile(r"\b(is|are|was|were|be|has|have|had|it|he|she|they|we|you|answer|therefore)\b", re.IGNORECASE)
 _MOST_WORDS = 3
 """Of an answer, as in `60 miles per hour`. math-verify accepts more words too, as a product of letters."""
+_SIGNS = ("\u221e", "\u2205", "\\{")
+"""In answers without a letter or a digit: infinity, the empty set."""
 _STARTUP_TIMEOUT_S = 120.0
 """For a scoring process to import math-verify on a busy machine."""
 
 
 class MathJsonl(Dataset):
     """A `Dataset` of problems and their final answers: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`. In a worked
-    solution that ends in `#### 22`, like GSM8K's, the answer is what follows the mark.
+    solution that ends in `#### 22`, like GSM8K's, the answer is what follows the mark; so it is in a completion without
+    a box.
 
     An answer that is a sentence is refused: one with more than `_MOST_WORDS` words, or a verb or pronoun, outside
     `\\text{}`. So is one that is not equal to itself by math-verify when the files are opened. Numbers and plain
@@ -43,10 +45,12 @@ class MathJsonl(Dataset):
     system_prompt: a message before every problem; it should say in which form to answer.
     problem_field, answer_field: the names that hold the two strings (an answer may also be a number).
     num_evaluation_prompts: how many of the evaluation file's problems to use, from the first line on; None means all.
-    require_boxed: only a completion with a `\\boxed{}` can be correct. If False, math-verify looks for an answer.
+    require_boxed: only a completion with an answer inside a `\\boxed{}` can be correct. If False, math-verify looks for
+        one.
     scoring_timeout_s: an answer that takes longer to compare is worth 0.
 
-    The reward is 1 if math-verify finds the completion's answer equal to the file's, else 0.
+    The reward is 1 if the completion's answer equals the file's, else 0. Numbers are compared exactly, whatever units
+    are written behind them (see `penstock.producers.environments.quantities`), anything else by math-verify.
     """
 
     reward_threads = 1
@@ -100,14 +104,14 @@ class MathJsonl(Dataset):
 
     def _answer(self, row: Row, place: str) -> str:
         answer, column = super()._answer(row, place), self._columns["answer"]
-        if isinstance(row[column], bool) or not answer.strip():
+        if isinstance(row[column], bool) or row[column] != row[column] or not answer.strip():
             raise unlike(row[column], column, place, "a string that is not empty, or a number")
         return _final(answer, f"{place}: column {column!r}")
 
     def _check_answers(self, prompts: list[Prompt]) -> None:
-        odd = list({prompt.answer: prompt for prompt in prompts if not _PLAIN.fullmatch(prompt.answer)}.values())
+        odd = list({prompt.answer: prompt for prompt in prompts if not quantities(prompt.answer)}.values())
         checked = odd[:: max(1, math.ceil(len(odd) / MOST_CHECKED))]
-        wrong = [prompt for prompt in checked if not self._scorer.is_correct(prompt.answer, _boxed(prompt.answer))]
+        wrong = [each for each in checked if not _verified(self._scorer, each.answer, _boxed(each.answer))]
         if wrong:
             raise ValueError(
                 f"MathJsonl: {len(wrong)} of {len(checked)} answers are not right by their own measure, first "
@@ -119,8 +123,8 @@ class MathJsonl(Dataset):
 def math_verified(
     prompt: Prompt, completion: str, *, require_boxed: bool = True, scoring_timeout_s: float = 5.0
 ) -> float:
-    """Returns `MathJsonl`'s reward for prompts of any environment: 1 if math-verify finds the completion's answer equal
-    to `prompt.answer`, else 0."""
+    """Returns `MathJsonl`'s reward for prompts of any environment: 1 if the completion's answer equals `prompt.answer`,
+    or what follows a `####` in it, else 0."""
     return _is_right(_shared_scorer(scoring_timeout_s), prompt, completion, require_boxed)
 
 
@@ -128,9 +132,42 @@ math_verified.reward_threads = 1  # type: ignore[attr-defined]
 
 
 def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed: bool) -> float:
-    # The last of several boxes counts; math-verify would read them as one set.
-    _, boxed, final = completion.rpartition("\\boxed")
-    return float((bool(boxed) or not require_boxed) and scorer.is_correct(prompt.answer, boxed + final))
+    gold = prompt.answer.rpartition("####")[2].strip()
+    gold = _box(gold) or gold
+    guess, text = _box(completion), completion
+    if guess:
+        text = _boxed(as_latex(guess))
+    elif require_boxed:
+        return 0.0
+    else:
+        guess = completion.rpartition("####")[2].strip()
+        text = as_latex(guess)
+    if guess == gold:
+        return 1.0
+    written, answered = quantities(gold), quantities(guess)
+    decided = same(written, answered) if written and answered else None
+    if decided is None and (word := words(gold)) and words(guess):
+        decided = word == words(guess)
+    return float(_verified(scorer, gold, text) if decided is None else decided)
+
+
+def _verified(scorer: "_Scorer", gold: str, text: str) -> bool:
+    return scorer.is_correct(as_latex(gold), text)
+
+
+def _box(text: str) -> str:
+    """Returns what is in the last `\\boxed{}`, whose braces are balanced; empty without one, and for one without an
+    answer. math-verify would read what follows a box too, and several boxes as one set."""
+    _, box, rest = text.rpartition("\\boxed")
+    if not box or not rest.lstrip().startswith("{"):
+        return ""
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0 and brace[0] == "}":
+            inside = rest[rest.index("{") + 1 : brace.start()].strip()
+            return inside if _EMPTY.sub("", inside) or any(sign in inside for sign in _SIGNS) else ""
+    return ""
 
 
 @functools.cache
@@ -144,7 +181,7 @@ def _final(answer: str, field: str) -> str:
     final = final.strip()
     if mark and not final:
         raise ValueError(f"{field}: nothing follows the '####' of {answer[-80:]!r}, expected an answer")
-    if "\\boxed" in final or _PLAIN.fullmatch(final):
+    if "\\boxed" in final or any(not each.unit for each in quantities(final)):
         return final
     several, plain = "\n" in final and "\\begin" not in final, _NO_WORDS.sub(" ", final)
     if several or _SENTENCE.search(plain) or len(_WORD.findall(plain)) > _MOST_WORDS:

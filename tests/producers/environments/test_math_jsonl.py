@@ -8,6 +8,11 @@ import pytest
 from penstock.producers.environments.math_jsonl import MOST_CHECKED, MathJsonl, _Scorer
 from penstock.schemas.prompt import Prompt
 
+EMPTY_BOXES = (
+    "\\boxed{} 5", "\\boxed{...} = 5", "\\boxed{-} 5", "\\boxed{\\text{}} 5", "\\boxed{?} 5", "\\boxed{\\ldots} 5",
+    "\\boxed{ \\quad } 5", "\\boxed{___}5", "\\boxed 5", "\\boxed{5", "5 \\boxed{}", "\\boxed{5} or \\boxed{}",
+)  # fmt: skip
+"""None holds an answer."""
 PROBLEMS = [{"problem": f"What is ${n}/2$?", "answer": f"\\frac{{{n}}}{{2}}"} for n in range(1, 8)]
 
 
@@ -55,6 +60,19 @@ def test_answers_are_compared_as_mathematics(scored: MathJsonl):
         ("7", "the answer is 7", 0.0),
         ("7", "\\boxed{", 0.0),
         ("7", "\\boxed{}", 0.0),
+        *(("5", box, 0.0) for box in EMPTY_BOXES),
+        ("5e-05", "\\boxed{0.00005}", 1.0),
+        ("5e-05", "\\boxed{8.59}", 0.0),
+        ("1000", "\\boxed{1e3}", 1.0),
+        ("60 miles per hour", "\\boxed{60\\text{ miles per hour}}", 1.0),
+        ("60 miles per hour", "\\boxed{30 + 30}", 1.0),
+        ("x^2", "\\boxed{x^2} = 4", 1.0),
+        ("\\frac{1}{2}", "\\boxed{\\boxed{\\frac{1}{2}}}", 1.0),
+        ("20%", "\\boxed{0.2}", 1.0),
+        ("inf", "\\boxed{\\infty}", 1.0),
+        ("evil", "\\boxed{live}", 0.0),
+        ("\\text{no solution}", "\\boxed{No solution}", 1.0),
+        ("She sold 24.\n#### 1,072", "\\boxed{1072}", 1.0),
         ("7", "", 0.0),
     ]:
         reward = scored.reward(Prompt(text="?", answer=answer), completion)
@@ -63,7 +81,9 @@ def test_answers_are_compared_as_mathematics(scored: MathJsonl):
 
 def test_an_answer_without_a_box_can_be_allowed(prompts_file: str):
     environment = MathJsonl(seed=0, prompts_file=prompts_file, require_boxed=False, scoring_timeout_s=30.0)
-    assert environment.reward(Prompt(text="?", answer="7"), "so the answer is 7").value == 1.0
+    for completion in ("so the answer is 7", "3 + 4 = 7\n#### 7", "7 dollars", "\\boxed{7}", "\\boxed{} 7"):
+        assert environment.reward(Prompt(text="?", answer="7"), completion).value == 1.0, completion
+    assert environment.reward(Prompt(text="?", answer="7"), "3 + 4 = 7\n#### 8").value == 0.0
 
 
 def test_rewards_can_be_asked_for_from_several_threads(scored: MathJsonl):
