@@ -34,40 +34,29 @@ def output(
     )
 
 
-def test_ids_logprobs_and_versions_survive_packing():
-    completion = pack(output(), "r")
+def test_what_is_sampled_survives_packing():
+    completion = pack(output(kept=[[7, 3], [8], [1, 9, 2]]), "r", masked=True)
     assert list(unpack_ids(completion.token_ids)) == [7, 8, 9]
     assert list(unpack_floats(completion.behavior_logprobs)) == [-0.5, -1.5, -2.0]
     assert completion.version_spans == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
-    assert completion.finish_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    "spans", [(), ((4, 0, 2),), ((4, 0, 1), (5, 2, 3)), ((4, 1, 3),), ((4, 0, 0), (5, 0, 3)), ((4, 0, 4),)]
-)
-def test_version_spans_that_do_not_tile_the_tokens_are_an_error(spans):
-    with pytest.raises(EngineError, match="request r: version spans"):
-        pack(output(spans=spans), "r")
-
-
-@pytest.mark.parametrize("ids", [(7, 8), (7, 8, 8), (7, 1, 8, 1, 9, 1)])
-def test_logprobs_of_other_tokens_are_an_error(ids):
-    with pytest.raises(EngineError, match="request r: 3 tokens, but logprobs of"):
-        pack(output(logprob_ids=ids), "r")
-
-
-def test_an_aborted_output_keeps_what_was_sampled_of_it():
-    completion = pack(output(reason="abort"), "r")
-    assert completion.finish_reason == "abort" and list(unpack_ids(completion.token_ids)) == [7, 8, 9]
-    assert pack(output((), (), (), (), "abort"), "r").token_ids == b""
-
-
-def test_the_ids_that_each_token_was_sampled_from_are_carried():
-    completion = pack(output(kept=[[7, 3], [8], [1, 9, 2]]), "r", masked=True)
+    assert completion.finish_reason == "stop" and pack(output(), "r").sampling_mask is None
     assert completion.sampling_mask is not None
     assert [list(unpack_ids(entry)) for entry in completion.sampling_mask] == [[7, 3], [8], [1, 9, 2]]
-    assert pack(output(), "r").sampling_mask is None
-    assert pack(output((), (), (), (), "abort"), "r", masked=True).sampling_mask == ()
+    aborted = pack(output((), (), (), (), "abort"), "r", masked=True)
+    assert (aborted.token_ids, aborted.sampling_mask, aborted.finish_reason) == (b"", (), "abort")
+
+
+def test_an_output_that_contradicts_itself_is_an_error():
+    no_tiling = ((), ((4, 0, 2),), ((4, 0, 1), (5, 2, 3)), ((4, 1, 3),), ((4, 0, 0), (5, 0, 3)), ((4, 0, 4),))
+    for given, masked, message in [
+        *((output(spans=spans), False, "version spans") for spans in no_tiling),
+        *((output(logprob_ids=ids), False, "3 tokens, but logprobs of") for ids in ((7, 8), (7, 8, 8), (7, 1) * 3)),
+        (output(), True, "3 tokens, but a sampling mask of 0"),
+        (output(kept=[[7], [8]]), True, "3 tokens, but a sampling mask of 2"),
+        (output(kept=[[7], [8], [9]]), False, "3 tokens, but a sampling mask of 3"),
+    ]:
+        with pytest.raises(EngineError, match=f"request r: {message}"):
+            pack(given, "r", masked=masked)
 
 
 def unfinished(chunks, **parts):
@@ -95,12 +84,6 @@ def test_what_is_still_sampled_packs_like_an_aborted_output():
     assert completions.pack_unfinished(unfinished([]), "r", masked=False) == pack(output(reason="abort"), "r")
     with pytest.raises(EngineError, match="request r: 3 tokens, but a sampling mask of 1"):
         completions.pack_unfinished(unfinished(chunks[:1]), "r", masked=True)
-
-
-@pytest.mark.parametrize(("kept", "masked"), [(None, True), ([[7], [8]], True), ([[7], [8], [9]], False)])
-def test_a_mask_of_other_tokens_is_an_error(kept, masked):
-    with pytest.raises(EngineError, match=f"request r: 3 tokens, but a sampling mask of {len(kept or [])}"):
-        pack(output(kept=kept), "r", masked=masked)
 
 
 @pytest.mark.vllm

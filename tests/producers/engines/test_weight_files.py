@@ -47,17 +47,12 @@ def test_a_header_lists_names_types_and_shapes(base):
     }
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x01", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", b"\x05" + b"\0" * 7 + b"nope!"]
-)
-def test_a_file_that_is_no_safetensors_file_is_named(tmp_path, content):
+def test_a_file_that_is_no_whole_safetensors_file_is_named(base, tmp_path):
     file = tmp_path / "broken.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(HeaderError, match=r"broken\.safetensors"):
-        read_header(file)
-
-
-def test_a_truncated_file_is_told_by_its_length(base):
+    for content in (b"", b"\x01", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", b"\x05" + b"\0" * 7 + b"nope!"):
+        file.write_bytes(content)
+        with pytest.raises(HeaderError, match=r"broken\.safetensors"):
+            read_header(file)
     os.truncate(base.files[0], os.path.getsize(base.files[0]) - 4)
     with pytest.raises(HeaderError, match="its header describes"):
         read_header(base.files[0])
@@ -70,35 +65,25 @@ def test_weights_of_the_models_names_shapes_and_type_pass(base, tmp_path):
     check(path, manifest, base, "float32")
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
+def test_weights_that_do_not_fit_or_are_not_announced_are_named(base, tmp_path):
+    for weights, message in [
         ({"model.norm.weight": torch.ones(4)}, r"missing: \['model\.embed_tokens\.weight'\]"),
         (WEIGHTS | {"more": torch.ones(1)}, r"not in the model: \['more'\]"),
         (WEIGHTS | {"model.norm.weight": torch.ones(5)}, r"model\.norm\.weight: shape \(5,\), the model's is \(4,\)"),
-        (WEIGHTS | {"model.norm.weight": torch.ones(4).half()}, r"dtype float16, expected model\.dtype = float32"),
-    ],
-)
-def test_weights_that_do_not_fit_are_named(base, tmp_path, weights, message):
-    path, manifest = written(weights, tmp_path)
-    with pytest.raises(WeightLoadError, match=message):
-        check(path, manifest, base, "float32")
-
-
-def test_a_file_other_than_announced_is_refused(base, tmp_path):
+        (WEIGHTS | {"model.norm.weight": torch.ones(4).half()}, "dtype float16, expected model.dtype = float32"),
+    ]:
+        with pytest.raises(WeightLoadError, match=message):
+            check(*written(weights, tmp_path), base, "float32")
     path, manifest = written(WEIGHTS, tmp_path)
-    other = msgspec.structs.replace(manifest, tensors=manifest.tensors[:1])
     with pytest.raises(WeightLoadError, match="announced None"):
-        check(path, other, base, "float32")
+        check(path, msgspec.structs.replace(manifest, tensors=manifest.tensors[:1]), base, "float32")
 
 
-@pytest.mark.parametrize("missing", ["folder", "config"])
-def test_a_folder_without_a_model_is_an_engine_error(tmp_path, missing):
-    folder = tmp_path / "model"
-    if missing != "folder":
-        folder.mkdir()
-    with pytest.raises(EngineError, match=r"model\.path = .*model"):
-        BaseModel(str(folder))
+def test_a_folder_without_a_model_is_an_engine_error(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "empty"):
+        with pytest.raises(EngineError, match=rf"model\.path = .*{name}"):
+            BaseModel(str(tmp_path / name))
 
 
 def test_without_weights_of_a_base_model_those_of_a_policy_are_taken_as_announced(base, tmp_path):
