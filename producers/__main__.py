@@ -19,8 +19,10 @@ from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.loop import Producer, QuarantinedError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
+from penstock.producers.rollout.programs import end_programs
 from penstock.producers.rollout.run_environments import open_environments
 from penstock.producers.rollout.teacher import TeacherServer
+from penstock.producers.running_loop import RunningLoop
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
@@ -48,17 +50,25 @@ def main(
     """Runs one producer until SIGTERM, SIGINT or the end of the run; returns the exit status.
 
     It is 0 after a clean stop. Otherwise one line is logged: 2 means that the settings cannot be used, 1 that the
-    producer cannot start or continue for another reason (Redis, the engine, an id in use, a quarantine).
+    producer cannot start or continue for another reason (Redis, the engine, an id in use, a quarantine, a `sys.exit()`
+    in a task that the user's code started).
     """
     name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
     logs.configure("producer", run=config.name, id=name)
     status = 0
     try:
-        asyncio.run(_produce(config, runs, name, engine_factory or start_vllm))
+        with asyncio.Runner(loop_factory=RunningLoop) as runner:
+            runner.run(_produce(config, runs, name, engine_factory or start_vllm))
     except* EXPECTED_ERRORS as errors:
         first = _first(errors)
         log.error("producer %s ends: %s", name, first)
         status = 2 if isinstance(first, ConfigError) else 1
+    except* SystemExit as errors:
+        ended = _first(errors)
+        log.error("producer %s ends: the user's code called sys.exit(%s)", name, ended, exc_info=ended)
+        status = 1
+    finally:
+        end_programs()
     return status
 
 
@@ -71,6 +81,9 @@ async def _produce(config: RunConfig, runs: Path, producer_id: str, engine_facto
         # Until the producer serves, it holds no claims: a signal cancels the start.
         producer = await _unless_stopped(stop, building)
         if producer is not None:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, RunningLoop)
+            loop.watch()  # until here, it is blocked by what is loaded
             await producer.serve()
 
 

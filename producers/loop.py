@@ -26,6 +26,7 @@ from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.process import clock
 from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.weights.reading import WeightReader
 
@@ -36,6 +37,8 @@ RATE_BEATS = 15
 ALONE_FROM = 3
 """From this attempt on a prompt runs alone. The first producer that ended with it may simply have been killed, so what
 it had in flight is tried together once more."""
+ENGINE_CHECK_S = 5.0
+"""The pause before each check of the engine."""
 GRACE_S = 3.0
 """How long a stopping producer lets groups finish before it hands the rest back."""
 LAST_SAVE_S = 2.0
@@ -167,6 +170,7 @@ class Producer:
         parts = (
             self.heartbeat.run,
             self._record_rate,
+            self._watch_engine,
             self.weights.follow,
             self.weights.keep_current,
             self.claims.keep,
@@ -301,7 +305,9 @@ class Producer:
             self.writer.put(claim, outcome)
         except EngineError:
             raise
-        except Exception as error:  # the isolation boundary of this loop: one group never ends the others
+        except BaseException as error:  # the isolation boundary of this loop: one group never ends the others
+            if ends_caller(error):
+                raise
             self.writer.put(claim, Dead.of("producer", error))
 
     def _on_finished(self) -> None:
@@ -336,6 +342,16 @@ class Producer:
                 policy_version=self._engine.policy_version,
                 clock_ahead_s=self.heartbeat.clock_ahead_s,
             )
+
+    async def _watch_engine(self) -> None:
+        """Waits `ENGINE_CHECK_S`, asks the engine for a sign of life, and again; runs until cancelled.
+
+        Raises:
+            EngineError: see `Engine.check`.
+        """
+        while True:
+            await asyncio.sleep(ENGINE_CHECK_S)
+            await self._engine.check()
 
     def _describe(self) -> Heartbeat:
         return Heartbeat(

@@ -245,7 +245,8 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     """GPUs of the engines that `penstock run` starts, by nvidia-smi's numbers: each engine takes the next
     engine.tensor_parallel_size of them, starting over at the end. None: those that the trainer leaves, else all."""
     generation_deadline_s: PositiveFloat = 600.0
-    """A group that takes longer is given up and settled as dead."""
+    """A group that takes longer is given up and settled as dead. Time in which the producer stood still (its machine
+    slept, it was stopped) does not count."""
     claim_idle_s: PositiveFloat = 30.0
     """A claim not refreshed for this long may be taken over by another producer. A producer refreshes its claims three
     times in it."""

@@ -62,9 +62,26 @@ def one_line(text: str) -> str:
     return shown[: MAX_REASON_CHARACTERS - len(end)] + end
 
 
+def shown_error(error: BaseException) -> str:
+    """Returns an error's type and text in one line, as `one_line` cuts it, whatever its own `__str__` does."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"its text cannot be shown: {type(second).__name__}"
+    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
 def shown_traceback(error: BaseException) -> str:
-    """Returns the last `MAX_TRACEBACK_CHARACTERS` of an error's traceback."""
-    return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
+    """Returns the last `MAX_TRACEBACK_CHARACTERS` of an error's traceback. A long text in it is cut, so that it does
+    not take the place of the frames."""
+    parts = traceback.format_exception(error)
+    return "".join(map(_shortened, parts))[-MAX_TRACEBACK_CHARACTERS:]
+
+
+def _shortened(part: str) -> str:
+    if len(part) <= MAX_TRACEBACK_CHARACTERS // 4:
+        return part
+    return f"{part[: MAX_TRACEBACK_CHARACTERS // 8]}... ({len(part):,} characters)\n"
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -98,6 +98,9 @@ class Meter:
         self.pauses.append((time.monotonic(), pause_s))
         return pause_s
 
+    async def check(self) -> None:
+        await self._engine.check()
+
     async def close(self) -> None:
         await self._engine.close()
 

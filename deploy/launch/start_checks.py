@@ -24,9 +24,9 @@ from penstock.producers.rollout.run_environments import RunEnvironments, open_en
 from penstock.schemas.adapter import adapter_shapes
 from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, EnvironmentConfig, RunConfig, environment_fields
 from penstock.schemas.keys import Keys
-from penstock.schemas.process.plugins import construct
+from penstock.schemas.process.plugins import construct, ends_caller, is_whole
 from penstock.schemas.process.redis_url import configured_url, place_of
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line, shown_error
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SPAN = 0.1
@@ -85,12 +85,19 @@ def _check_prompts(field: str, plug: EnvironmentConfig, environment: Environment
     asked = {"prompt": plug.weight, "evaluation_prompt": environment.num_evaluation_prompts}
     for name in filter(asked.get, asked):
         try:
-            pose(environment, 1, held_out=name == "evaluation_prompt")
-        except Exception as error:  # the environment is the user's
+            prompts = [pose(environment, 1, held_out=name == "evaluation_prompt") for _ in range(2)]
+        except BaseException as error:  # the environment is the user's
+            if ends_caller(error):
+                raise
             raise ConfigError(
-                f"{field}.path = {plug.path!r}: {name}(1): {type(error).__name__}: {one_line(str(error))}; "
-                "`penstock try` shows where"
+                f"{field}.path = {plug.path!r}: {name}(1): {shown_error(error)}; `penstock try` shows where"
             ) from error
+        if prompts[0] != prompts[1]:
+            first, second = (one_line(str(prompt.text or prompt.messages)) for prompt in prompts)
+            raise ConfigError(
+                f"{field}.path = {plug.path!r}: {name}(1) differs when it is asked twice, {first} and {second}, or "
+                "in its answer or metadata; expected the same task for an index, always and in every process"
+            )
 
 
 def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
@@ -102,6 +109,10 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
         environment = environments.named(each.name).environment
         available = environment.num_evaluation_prompts
         num_tasks = getattr(environment, "num_tasks", None) if has_curriculum else None
+        if num_tasks is not None and not (is_whole(num_tasks) and num_tasks > 0):
+            raise ConfigError(
+                f"{field}.path = {each.path!r}: num_tasks = {repr(num_tasks)[:80]}, expected a whole number from 1"
+            )
         if available < 0:
             raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
         if not available and not each.weight:

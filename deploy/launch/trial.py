@@ -12,6 +12,7 @@ from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironment, open_environments, pose
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import FinishReason
 
@@ -69,7 +70,9 @@ class _Trial:
         try:
             prompt = pose(self.environment, index, held_out=held_out)
             token_ids = tokenize(self._tokenizer, prompt) if self._tokenizer else []
-        except Exception as error:  # the environment and the chat template are the user's
+        except BaseException as error:  # the environment and the chat template are the user's
+            if ends_caller(error):
+                raise
             self._failed("prompt", error)
             return
         if self._tokenizer:

@@ -1,6 +1,5 @@
 """Taking over the rollouts of an earlier holder of a prompt; see penstock.producers.rollout.adoption."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, Unread, decode
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
 from penstock.producers.rollout.sampling import join
+from penstock.producers.running_loop import running_s
 from penstock.schemas.rollout import RolloutGroup, decode_group, one_line
 
 
@@ -45,7 +45,7 @@ class _KeptRollout:
     def restored(self, group: AgentGroup, *, replay: bool) -> AgentRollout:
         rollout = AgentRollout(self.id, group, group.new_ledger())
         if self.places:
-            rollout.last_seen = time.monotonic()
+            rollout.last_seen = running_s()
         kept = self.answered if self.ended is None else {number: self.answered[number] for number in self.ended.calls}
         calls: dict[int, Call] = {}
         for number, call in kept.items():

@@ -16,6 +16,7 @@ from penstock.producers.interfaces import Engine
 from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.teacher import TeacherError
+from penstock.producers.running_loop import running_s
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext, Teacher
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
@@ -25,6 +26,7 @@ from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, NOT_FINISHED, RolloutGroup
 
@@ -221,7 +223,7 @@ class Agents:
         pause_s = min(1.0, self._endpoint.idle_timeout_s / 4, self._endpoint.group_deadline_s / 4)
         while True:
             await asyncio.sleep(pause_s)
-            now = time.monotonic()  # first: a producer that is suspended below must not find its agents idle
+            now = running_s()  # first: a producer that is suspended below must not find its agents idle
             await self.journals.find_moved([group.journal for group in self._groups])
             self._leave_moved()
             self.end_overdue(now)
@@ -230,7 +232,7 @@ class Agents:
                 await self._take_lost()
 
     def end_overdue(self, now: float) -> None:
-        """Gives up silent rollouts, and closes groups past their deadline. now: as `time.monotonic`."""
+        """Gives up silent rollouts, and closes groups past their deadline. now: as `running_s`."""
         for rollout in list(self._open.values()):
             if rollout.is_idle(now, self._endpoint.idle_timeout_s):
                 rollout.is_abandoned = True
@@ -325,7 +327,9 @@ class Agents:
                 return
             prompt = pose(source.environment, claim.task)
             rollout_bytes = self._rollout_bytes(prompt)
-        except Exception as error:  # the environment is the user's
+        except BaseException as error:  # the environment is the user's
+            if ends_caller(error):
+                raise
             self._writer.put(claim, Dead.of("prompt", error))
             return
         group = AgentGroup(

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import itertools
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +21,7 @@ from penstock.producers.endpoint.recording import KeptCall, RunningCall
 from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import Siblings, request_seed
+from penstock.producers.running_loop import running_s
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.outage import RedisGoneError
@@ -160,7 +160,7 @@ class Calls:
             await asyncio.wait({task})
         finally:
             rollout.running.discard(task)
-            rollout.last_seen = time.monotonic()
+            rollout.last_seen = running_s()
             task.cancel()
         if task.cancelled():
             raise _gone(rollout)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import secrets
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import msgspec
 
 from penstock.producers.endpoint.call_ledger import Call, CallLedger, digest
 from penstock.producers.endpoint.recording import Begun, Ended, Entry, KeptCall, Opened, RunningCall, Unread, encode
+from penstock.producers.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.journals import Journal
 from penstock.schemas.keys import number_in
@@ -208,7 +208,7 @@ class AgentGroup:
     fingerprint: EngineFingerprint
     instance: str = ""
     rollout_bytes: int = MAX_ENTRY_BYTES
-    claimed_at: float = field(default_factory=time.monotonic)
+    claimed_at: float = field(default_factory=running_s)
     deadline: float = math.inf
     rollouts: list[AgentRollout] = field(default_factory=list)
     is_kept: bool = False
@@ -245,7 +245,7 @@ class AgentGroup:
 
     def start(self) -> None:
         """Starts the time until the deadline, unless it has started."""
-        self.deadline = min(self.deadline, time.monotonic() + self.deadline_s)
+        self.deadline = min(self.deadline, running_s() + self.deadline_s)
 
     def _begin(self) -> None:
         """Starts the journal."""
@@ -278,7 +278,7 @@ class AgentGroup:
 
     def restart(self) -> None:
         """Forgets its rollouts and counts them as a lost try."""
-        self.rollouts, self.deadline, self.claimed_at = [], math.inf, time.monotonic()
+        self.rollouts, self.deadline, self.claimed_at = [], math.inf, running_s()
         self.claim.num_lost_before, self.claim.sampled_by = self.claim.num_tries_lost + 1, ()
         self.journal.restart()
 

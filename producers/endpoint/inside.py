@@ -19,8 +19,9 @@ from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.process.cancellation import gather_or_cancel
+from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.prompt import Reward
-from penstock.schemas.rollout import NOT_FINISHED, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
+from penstock.schemas.rollout import NOT_FINISHED, EngineFingerprint, RolloutGroup, SamplingSettings, shown_error
 
 Json = dict[str, Any]
 
@@ -88,7 +89,9 @@ class Conversations:
         try:
             source = self.environments.named(claim.environment)
             prompt = pose(source.environment, claim.task, held_out=True)
-        except Exception as error:  # the environment is the user's
+        except BaseException as error:  # the environment is the user's
+            if ends_caller(error):
+                raise
             return Dead.of("prompt", error)
         group = AgentGroup(
             claim=claim,
@@ -133,15 +136,12 @@ class Conversations:
             ignore = self.endpoint.unsupported == "ignore"
             conversation = RolloutConversation(rollout, self.calls, source.sampling, ignore=ignore)
             outcome = checked(await environment.converse(rollout.group.prompt, conversation), "a conversation")
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+        except BaseException as error:  # the environment is the user's, and one rollout never ends the others
+            if ends_caller(error):
                 raise
-            rollout.error = error  # the environment has cancelled something itself
-        except Exception as error:  # the environment is the user's, and one rollout never ends the others
             rollout.error = error
         if rollout.error is not None:
-            outcome = one_line(f"environment: {type(rollout.error).__name__}: {rollout.error}")
+            outcome = f"environment: {shown_error(rollout.error)}"
         if self.calls.failed.done():
             self.calls.failed.result()
         return outcome

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,6 +29,7 @@ from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, SESSION,
 from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.interfaces import Engine
 from penstock.producers.rollout.run_environments import RunEnvironments
+from penstock.producers.running_loop import running_s
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.producers.stream.progress_store import ProgressStore
@@ -320,7 +320,7 @@ class AgentEndpoint:
         rollout_id = _rollout_id(request, document)
         rollout = self.agents.find(rollout_id)
         if rollout is not None:
-            rollout.last_seen = time.monotonic()
+            rollout.last_seen = running_s()
             return rollout
         assert self._holders is not None  # since `start`
         url = await self._holders.url_of(rollout_id)

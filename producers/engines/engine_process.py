@@ -1,9 +1,13 @@
 """vLLM's engine process: environment, start and shutdown."""
 
 import asyncio
+import atexit
+import functools
 import logging
 import multiprocessing
 import os
+import shutil
+import tempfile
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -17,17 +21,43 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from penstock.producers.engines.parent_death import children_bound
+from penstock.producers.engines.parent_death import SOCKETS_PREFIX, SOCKETS_VARIABLE, children_bound
 from penstock.producers.engines.settings import engine_environment
 from penstock.producers.engines.weight_transfer import BIND_VARIABLE
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig
 
+LONGEST_BASE = 50
+"""Characters of the folder in which that of the sockets is made: a socket's path may have 107, 55 of them are ours and
+vLLM's."""
 MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "pipeline_parallel_size"}
 
 
+@functools.cache
+def socket_folder() -> str:
+    """Makes a folder for the sockets of this process' engines, which vLLM would leave in TMPDIR. It is deleted when
+    this process ends; if it is killed, by the engine's process.
+
+    Raises:
+        EngineError: TMPDIR is too long a path for a socket, and /tmp cannot be written.
+    """
+    base = tempfile.gettempdir()
+    short = base if len(os.fsencode(base)) <= LONGEST_BASE else "/tmp"
+    try:
+        folder = tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=short)
+    except OSError as error:
+        raise EngineError(
+            f"TMPDIR = {base!r}: {len(base)} characters, too long for a socket's path, and /tmp cannot be used "
+            f"({error}); expected at most {LONGEST_BASE}"
+        ) from None
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def set_environment(config: RunConfig) -> None:
-    """Sets the environment variables that vLLM reads, here and in its engine process."""
+    """Sets the environment variables that vLLM reads, here and in its engine process. Raises EngineError: see
+    `socket_folder`."""
+    os.environ[SOCKETS_VARIABLE] = socket_folder()
     os.environ[BIND_VARIABLE] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -8,6 +8,7 @@ process does. So each child watches its parent from the beginning.
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,6 +19,9 @@ from typing import Any
 
 from penstock.schemas.process import logs
 
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+SOCKETS_PREFIX = "penstock-engine-"
+"""Of the folder that a parent makes for its engine's sockets."""
 CHECK_S = 0.25
 """How often a child checks for its parent."""
 
@@ -66,9 +70,13 @@ def children_bound() -> Iterator[None]:
 
 
 def _watch(parent: int) -> None:
-    """Waits for the parent to end, which gives this process another parent; then kills the group."""
+    """Waits for the parent to end, which gives this process another parent; then deletes its folder of sockets and
+    kills the group."""
     while os.getppid() == parent:
         time.sleep(CHECK_S)
+    sockets = os.environ.get(SOCKETS_VARIABLE, "")
+    if os.path.basename(sockets).startswith(SOCKETS_PREFIX):
+        shutil.rmtree(sockets, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

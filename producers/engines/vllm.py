@@ -32,6 +32,8 @@ from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
 
 PARAMS_KEPT = 256
 """`SamplingParams` kept for reuse: agents' calls ask for any number of tokens up to the context."""
+ANSWER_S = 60.0
+"""How long the engine's process may take to answer while it loads no weights: many times its longest step."""
 DEAD = "vLLM's engine process has died; see its log"
 
 
@@ -225,6 +227,22 @@ class VllmEngine:
         salt = name if self.fingerprint.prefix_caching else None
         params = sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1, masked=self._masked)
         await self._run(token_ids, params, name, salt)
+
+    async def check(self) -> None:
+        """Waits up to `ANSWER_S` for an answer of the engine's process; see `penstock.producers.interfaces.Engine`."""
+        if self._loading.locked():  # it answers after the load, which may take long
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._answered(self._llm.engine_core.call_utility_async("get_supported_tasks"))
+        except EngineDeadError as error:
+            raise EngineError(DEAD) from error
+        except TimeoutError:
+            pids = ", ".join(str(process.pid) for process in self._llm.engine_core.resources.engine_manager.processes)
+            raise EngineError(
+                f"vLLM's engine process (pid {pids}) is frozen: no answer within {ANSWER_S:g} s; it is stopped, or its "
+                "device does not answer"
+            ) from None
 
     async def close(self) -> None:
         """Kills the engine process; requests in flight fail with EngineError."""

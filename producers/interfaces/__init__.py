@@ -152,6 +152,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def check(self) -> None:
+        """Waits for a sign of life, for a limited time.
+
+        Raises:
+            EngineError: the engine gives none, or has stopped; requests in flight will not end.
+        """
+        ...
+
     async def close(self) -> None: ...
 
 

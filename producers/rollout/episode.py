@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,12 @@ from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.sampling import Siblings, request_seed
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.rollout.teacher import TeacherError
+from penstock.producers.running_loop import running_s
 from penstock.producers.stream.context import Teacher
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process import clock
+from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     NOT_FINISHED,
@@ -33,6 +34,7 @@ from penstock.schemas.rollout import (
     VersionSpan,
     one_line,
     pack_ids,
+    shown_error,
     unpack_ids,
 )
 
@@ -100,7 +102,7 @@ class Episodes:
         Raises:
             EngineError: the engine serves no longer.
         """
-        claim.generating_since, claim.has_begun = time.monotonic(), True
+        claim.generating_since, claim.has_begun = running_s(), True
         evaluation = claim.evaluation_id is not None
         group = None
         try:
@@ -121,7 +123,9 @@ class Episodes:
                         task=claim.task,
                     )
                     prompt_ids = tokenize(self._tokenizer, prompt)
-                except Exception as error:  # the environment and the chat template are the user's
+                except BaseException as error:  # the environment and the chat template are the user's
+                    if ends_caller(error):
+                        raise
                     return Dead.of("prompt", error, group)
                 num_tokens, room = len(prompt_ids), self._engine.max_model_len
                 if not 0 < num_tokens < room:
@@ -133,7 +137,7 @@ class Episodes:
                 except EngineError:
                     raise
                 except Exception as error:  # the engine refuses this request and serves on
-                    return Dead(f"engine: {type(error).__name__}: {error}", None, group)
+                    return Dead(f"engine: {shown_error(error)}", None, group)
                 generated_s, context = clock.steady_s(), pack_ids(prompt_ids)
                 rollouts = tuple(rollout_of(context, one, UNSCORED) for one in completions)
                 lost, sampled_by = claim.num_tries_lost, claim.sampled_by
@@ -158,6 +162,7 @@ class Episodes:
             self._metrics.reward_errors.inc()
             return Dead(f"reward: {error}", error.__cause__, group)
         except TimeoutError:
+            await self._engine.check()  # no prompt is to blame for an engine that stands still
             reason = f"{OVERDUE}: {NOT_FINISHED} {self._deadline_s:g} s (producers.generation_deadline_s)"
             return Dead(reason, None, group)
         finally:

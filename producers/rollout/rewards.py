@@ -15,10 +15,11 @@ from penstock.producers.interfaces import Environment, RolloutFacts
 from penstock.schemas.config import OWN_REWARD, ConfigError, Plug, RewardConfig, RunConfig
 from penstock.schemas.process.plugins import resolve
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import MAX_REWARD, check_part_names
+from penstock.schemas.rollout import MAX_REWARD, check_part_names, shown_error
 
 RewardFunction = Callable[..., Any]
 
+SCORING = "while scoring"
 REWARD_THREADS = 16
 """Concurrent calls of a reward that is no coroutine. Its owner may set another number: 1 if it is not thread-safe."""
 
@@ -27,14 +28,14 @@ class RewardError(ValueError):
     """A reward function raised (`__cause__`), or returned something that is no finite number."""
 
 
-def explained(error: Exception, tries: int = 1, kind: type[RewardError] = RewardError) -> RewardError:
+def explained(error: BaseException, tries: int = 1, kind: type[RewardError] = RewardError) -> RewardError:
     """Returns an error of this kind that names `error` and the number of tries; a RewardError as it is."""
     if isinstance(error, RewardError):
         return error
     tried = f" (tried {tries} times)" if tries > 1 else ""
-    found = kind(f"{type(error).__name__}: {error}{tried}")
-    found.__cause__ = error
-    return found
+    failure = kind(f"{shown_error(error)}{tried}")
+    failure.__cause__ = error
+    return failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,12 @@ class RewardCall:
             raise RewardError(f"{len(found)} rewards for a group, expected {wanted}, one for each completion")
         return tuple(checked(one, _named(text)) for one, text in zip(found, self.completions, strict=True))
 
-    def failure(self, error: Exception, tries: int = 1) -> RewardError:
+    def failure(self, error: BaseException, tries: int = 1) -> RewardError:
         """Returns the error of a group; the user's own is its cause, with a note that names the completion."""
         of = f"a group of {len(self.completions)}, the first: " if self.is_of_group else "the completion "
-        error.add_note(f"while scoring {of}{self.completions[0][:200]!r}")
+        # Several calls may raise one and the same error, of a request that they share.
+        error.__notes__ = [note for note in getattr(error, "__notes__", ()) if not note.startswith(SCORING)]
+        error.add_note(f"{SCORING} {of}{self.completions[0][:200]!r}")
         return explained(error, tries)
 
 

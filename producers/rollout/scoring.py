@@ -12,13 +12,16 @@ from threading import Lock, Thread
 from typing import TypeVar
 
 from penstock.producers.interfaces import RolloutFacts
-from penstock.producers.rollout.rewards import RewardCall, RewardComponent, RewardError, weighted
+from penstock.producers.rollout.rewards import RewardCall, RewardComponent, RewardError, explained, weighted
 from penstock.schemas.config import RewardConfig
 from penstock.schemas.process.cancellation import gather_or_cancel
+from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.prompt import Prompt, Reward
 
 log = logging.getLogger(__name__)
 
+THREAD_NAME = "rewards"
+"""Of the threads that call rewards."""
 RETRY_PAUSE_S = 0.25
 """Before the first retry of a coroutine; each further one waits twice as long."""
 
@@ -69,10 +72,13 @@ class RewardScorer:
             if threads is not None:
                 return await threads.score(calls)
             return tuple(chain.from_iterable(await gather_or_cancel(map(self._await, calls))))
-        except RewardError as error:
+        except BaseException as error:
+            if ends_caller(error):
+                raise
+            failure = explained(error)  # of a coroutine that cancels its own task, too
             if component.name:
-                error.args = (f"{component.name}: {error}",)
-            raise
+                failure.args = (f"{component.name}: {failure}",)
+            raise failure from failure.__cause__
 
     async def _await(self, call: RewardCall) -> Scores:
         async def once() -> Scores:
@@ -93,7 +99,7 @@ class RewardScorer:
 async def tried(
     what: str,
     function: Callable[[], Awaitable[T]],
-    failure: Callable[[Exception, int], RewardError],
+    failure: Callable[[BaseException, int], RewardError],
     slots: asyncio.Semaphore,
     *,
     timeout_s: float | None,
@@ -116,7 +122,9 @@ async def tried(
         try:
             async with slots, limit:
                 return await function()
-        except Exception as error:  # user code: any exception becomes the group's reason
+        except BaseException as error:  # user code: any exception becomes the group's reason
+            if ends_caller(error):
+                raise
             late = TimeoutError(f"no answer within {timeout_s} s{setting}")
             failed = failure(late if limit.expired() else error, tries)
             if isinstance(error, RewardError) or tries == num_tries:
@@ -165,7 +173,7 @@ class _Threads:
 
     def _start(self, num_threads: int) -> None:
         for _ in range(num_threads):
-            Thread(target=self._work, name="rewards", daemon=True).start()
+            Thread(target=self._work, name=THREAD_NAME, daemon=True).start()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -183,7 +191,7 @@ class _Threads:
             failure = None
             try:
                 job.rewards[n] = call.checked(call.function())
-            except Exception as error:  # user code: any exception becomes the group's reason
+            except BaseException as error:  # user code; neither a signal nor a cancellation reaches this thread
                 failure = call.failure(error)
             with self._lock:
                 if job.done.cancelled():

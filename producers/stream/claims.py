@@ -8,6 +8,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from penstock.producers.running_loop import running_s
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
@@ -306,7 +307,7 @@ class Claims:
 
     def to_be_kept(self) -> dict[tuple[str, bool], list[bytes]]:
         """Returns entry ids by stream and by whether their count of attempts is reset."""
-        oldest = time.monotonic() - self._config.generation_deadline_s
+        oldest = running_s() - self._config.generation_deadline_s
         kept: dict[tuple[str, bool], list[bytes]] = {}
         for claim in self._table:
             if claim.generating_since is None or claim.generating_since >= oldest:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from penstock.schemas.process import clock
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout import RolloutGroup, shown_error
 
 SHARE = 4
 """A read claims at most one in `SHARE` of the free groups, so that several idle producers share the prompts."""
@@ -47,7 +47,7 @@ class Claim:
     num_handed_back: int = 0
     claimed_s: float = field(default_factory=clock.steady_s)
     generating_since: float | None = None
-    """Monotonic seconds; None while it waits for its turn or for weights."""
+    """In the event loop's time; None while it waits for its turn or for weights."""
     in_flight: GroupInFlight | None = None
     """The group that is sampled for it in one turn; None while none is."""
     converses: bool = False
@@ -94,7 +94,7 @@ class Dead(NamedTuple):
     @classmethod
     def of(cls, kind: str, error: BaseException, group: RolloutGroup | None = None) -> "Dead":
         """Returns the outcome for an error of a user's code. kind: its source, as in `prompt: KeyError: 'a'`."""
-        return cls(f"{kind}: {type(error).__name__}: {error}", error, group)
+        return cls(f"{kind}: {shown_error(error)}", error, group)
 
 
 class DeadRollout(NamedTuple):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.producers.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim
 from penstock.producers.stream.progress_store import LARGEST_SHARE, ProgressStore, Saved
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group
@@ -54,13 +55,14 @@ class RolloutProgress:
             started = time.monotonic()
             if store.connection.is_full:
                 await store.make_room()
+            now = running_s()
             batch: dict[Claim, tuple[int, bytes]] = {}
             num_bytes = 0
             for claim in store.table:
                 if store.is_closed:
                     break
                 # An evaluation is asked for again as a whole, and its index is another prompt's key.
-                if claim.evaluation_id is not None or time.monotonic() - (claim.generating_since or 0.0) < min_age_s:
+                if claim.evaluation_id is not None or now - (claim.generating_since or 0.0) < min_age_s:
                     continue
                 began = time.thread_time()
                 payload = self._payload(claim)

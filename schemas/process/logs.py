@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import split_version
+from penstock.schemas.rollout import shown_traceback
 
 FORM = "PENSTOCK_LOG"
 _HANDED_DOWN = "PENSTOCK_LOG_HANDED_DOWN"
@@ -60,7 +61,7 @@ class LogHandler(logging.Handler):
             "message": _message(record),
         }
         if record.exc_info and record.exc_info[0] is not None:
-            event["traceback"] = logging.Formatter().formatException(record.exc_info)
+            event["traceback"] = shown_traceback(record.exc_info[1]).rstrip("\n")
         event |= {name: found for name, value in self.fields.items() if (found := _value(value)) is not None}
         return {name: event[name] for name in (*_ORDER, *sorted(event.keys() - set(_ORDER))) if name in event}
 

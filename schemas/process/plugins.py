@@ -1,13 +1,28 @@
 """The user's own code: resolves an import path and checks the object against a Protocol at start-up."""
 
+import asyncio
 import importlib
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from penstock.schemas.config import ConfigError, Plug
+from penstock.schemas.rollout import shown_error
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+def ends_caller(error: BaseException) -> bool:
+    """Returns whether an exception that the user's code let out is to end its caller: the cancellation of the running
+    task, or Ctrl-C. Anything else is that code's own failure, whatever its class: `sys.exit()`, a panic in Rust, or
+    the cancellation of a future that it awaited."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def offers(*names: str) -> Callable[[F], F]:
@@ -24,13 +39,19 @@ def resolve(plug: Plug, field: str) -> Any:
     """Returns the object that `plug.path` names.
 
     Raises:
-        ConfigError: no such module or name; the message names the part that failed.
+        ConfigError: no such module or name, or the module raises; the message names the part that failed, and the line
+            of the user's code.
     """
     module_name, _, name = plug.path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{field}.path = {plug.path!r}: cannot import {module_name!r}: {error}") from error
+    except BaseException as error:  # the module is the user's, and may raise anything
+        if ends_caller(error):
+            raise
+        text = str(error) if type(error) in (ImportError, ModuleNotFoundError) else shown_error(error)
+        raise ConfigError(
+            f"{field}.path = {plug.path!r}: cannot import {module_name!r}: {text}{_place(error, plug)}"
+        ) from error
     try:
         return getattr(module, name)
     except AttributeError:
@@ -44,7 +65,7 @@ def construct(plug: Plug, field: str, protocol: type, **context: Any) -> Any:
     """Calls the named class or factory with the plug's arguments and `context`, and checks what it returns.
 
     Raises:
-        ConfigError: it cannot be called with these arguments, or the result lacks a method of `protocol`.
+        ConfigError: it cannot be called with these arguments, it raises, or the result lacks a method of `protocol`.
     """
     factory = resolve(plug, field)
     try:
@@ -57,14 +78,17 @@ def construct(plug: Plug, field: str, protocol: type, **context: Any) -> Any:
         raise ConfigError(f"{field}.kwargs = {plug.kwargs!r}: {plug.path} refuses them: {error}") from None
     try:
         built = factory(**plug.kwargs, **context)
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"{field}: {plug.path}: {error}") from error
+    except BaseException as error:  # the code is the user's, and may raise anything
+        if ends_caller(error):
+            raise
+        text = str(error) if isinstance(error, ConfigError | ValueError) else shown_error(error)
+        raise ConfigError(f"{field}: {plug.path}: {text}{_place(error, plug)}") from error
     check_protocol(built, protocol, field, plug.path)
     return built
 
 
 def check_protocol(built: object, protocol: type, field: str, path: str) -> None:
-    """Raises ConfigError, with the expected signature, unless `built` has the methods and attributes of `protocol`."""
+    """Raises ConfigError unless `built` has the methods, with their signatures, and the attributes of `protocol`."""
     for name, expected in inspect.getmembers(protocol, inspect.isfunction):
         if name.startswith("_") and name != "__call__":
             continue
@@ -81,9 +105,29 @@ def check_protocol(built: object, protocol: type, field: str, path: str) -> None
                 f"{field}.path = {path!r}: {name}{inspect.signature(found)} does not fit; "
                 f"expected {_show(protocol, name, expected)}"
             ) from None
-    for name in getattr(protocol, "__annotations__", {}):
+    for name, kind in getattr(protocol, "__annotations__", {}).items():
         if not hasattr(built, name):
             raise ConfigError(f"{field}.path = {path!r}: lacks the attribute {name!r} of {protocol.__name__}")
+        if kind is int and not is_whole(value := getattr(built, name)):
+            raise ConfigError(f"{field}.path = {path!r}: {name} = {repr(value)[:80]}, expected a whole number")
+
+
+def is_whole(value: Any) -> bool:
+    """Returns whether it is an integer of any library, and no boolean."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _place(error: BaseException, plug: Plug) -> str:
+    """Returns the file and line of the user's code in which an error was raised; empty if it is from other code."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f" ({error.filename}:{error.lineno})" if error.filename not in str(error) else ""
+    root = plug.path.partition(":")[0].partition(".")[0]
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        name, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        own = name.partition(".")[0] == root or not (path.startswith("<") or path.startswith(_LIBRARIES))
+        if own and name.partition(".")[0] != __name__.partition(".")[0]:
+            return f" ({path}:{line}, in {frame.f_code.co_name})"
+    return ""
 
 
 def _show(protocol: type, name: str, function: Any) -> str:

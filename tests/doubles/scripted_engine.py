@@ -73,6 +73,7 @@ class ScriptedEngine:
         self.fingerprint = FINGERPRINT
         self.max_model_len = max_model_len
         self.closed = False
+        self.is_frozen = False
         self.loaded_versions: list[int] = []
         self.requests: list[str] = []
         self.samplings: list[SamplingSettings] = []
@@ -208,6 +209,10 @@ class ScriptedEngine:
         finally:
             self.sampling.set()
         return time.perf_counter() - started
+
+    async def check(self) -> None:
+        if self.is_frozen:
+            raise EngineError("the scripted engine is frozen")
 
     async def close(self) -> None:
         self.closed = True

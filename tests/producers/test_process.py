@@ -1,16 +1,24 @@
 """A whole producer process against a real server, with the engine scripted and the trainer played by the test."""
 
+import asyncio
+import contextlib
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from penstock.schemas.config import ModelConfig, ProducersConfig
+from forked_programs import PYTHONPATH
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
+from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import decode_group
+from producer_run import Numbers
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis
@@ -121,6 +129,75 @@ def test_an_engine_that_dies_ends_the_process_with_status_1_and_one_line(
     assert "producer producer-0 ends: the scripted engine has died" in start_producer.log()
     assert "Traceback" not in start_producer.log()
     assert server.client.xlen(trainer.keys.prompts) == 1
+
+
+HERE = {"PYTHONPATH": os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])}
+"""Lets a producer import this file."""
+
+
+class RunsPrograms(Numbers):
+    """Its reward runs a program that does not end, and writes down its process."""
+
+    def __init__(self, *, seed: int, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        while True:
+            program = subprocess.Popen(["/bin/sh", "-c", "sleep 3600 & wait"], start_new_session=True)
+            (self._folder / str(program.pid)).touch()
+            program.wait()
+
+
+class Leaves(Numbers):
+    """Its reward starts a task that ends the process."""
+
+    def __init__(self, *, seed: int) -> None: ...
+
+    async def reward(self, prompt: Prompt, completion: str) -> float:
+        async def leave() -> None:
+            sys.exit(0)
+
+        await asyncio.create_task(leave())
+        return 1.0
+
+
+def test_the_programs_of_a_reward_end_with_the_producer(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    plug = EnvironmentConfig(path=f"{__name__}:RunsPrograms", kwargs={"folder": str(programs)})
+    server, config = redis_server(), make_config(environment=plug)
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 1)
+    process = start_producer(
+        config, server.url, environment={"PYTHONPATH": PYTHONPATH + ":" + str(Path(__file__).parent)}
+    )
+    wait_for(lambda: len(list(programs.iterdir())) == config.group_size)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == 0
+    wait_for(lambda: not any(is_running(int(program.name)) for program in programs.iterdir()))
+
+
+def test_an_environment_that_ends_the_process_leaves_a_status_and_a_line(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    server, config = redis_server(), make_config(environment=EnvironmentConfig(path=f"{__name__}:Leaves"))
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 1)
+    process = start_producer(
+        config, server.url, environment={"PYTHONPATH": PYTHONPATH + ":" + str(Path(__file__).parent)}
+    )
+    assert process.wait(timeout=90) == 1
+    assert "producer producer-0 ends: the user's code called sys.exit(0)" in start_producer.log()
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 @pytest.mark.slow

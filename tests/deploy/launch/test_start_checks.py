@@ -285,6 +285,47 @@ def test_an_objective_that_forms_the_correction_itself_is_refused_beside_one(con
     check_objective(changed(config, objective=objective, correction=CorrectionConfig(mode="none")))
 
 
+class Restless:
+    num_evaluation_prompts = 0
+
+    def __init__(self, *, seed: int, attribute: object = 0, fails: bool = False) -> None:
+        if fails:
+            raise KeyError("rows.json")
+        self.num_evaluation_prompts = attribute  # type: ignore[assignment]
+        self._num_asked = 0
+
+    def prompt(self, index: int) -> Prompt:
+        self._num_asked += 1
+        return Prompt(text=f"1+{self._num_asked}=")
+
+    evaluation_prompt = prompt
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        return 1.0
+
+
+def test_an_error_in_the_user_s_module_names_its_file_and_line(config, tmp_path, monkeypatch) -> None:
+    modules = {
+        "lab_syntax": ("class A:\n    def b(self)\n", r"lab_syntax.*SyntaxError: expected ':' .*lab_syntax.py, line 2"),
+        "lab_file": ("A = 1\nopen('no rows.json')\n", r"FileNotFoundError: .*no rows.json.*lab_file.py:2, in <module>"),
+        "lab_exit": ("import sys\nsys.exit('no key')\n", r"SystemExit: no key \(.*lab_exit.py:2, in <module>"),
+        "lab_needs": ("import no_such_part\n", r"No module named 'no_such_part' \(.*lab_needs.py:1, in <module>"),
+    }
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, (text, message) in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(ConfigError, match=rf"environment.path = '{name}:A': cannot import .*{message}"):
+            check(changed(config, environment=EnvironmentConfig(path=f"{name}:A")))
+    for kwargs, message in [
+        ({"fails": True}, r"Restless: KeyError: 'rows.json' \(.*test_start_checks.py:\d+, in __init__\)"),
+        ({"attribute": "20"}, "num_evaluation_prompts = '20', expected a whole number"),
+        ({"attribute": 2.0}, "num_evaluation_prompts = 2.0, expected a whole number"),
+        ({}, r"prompt\(1\) differs when it is asked twice, 1\+1= and 1\+2="),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check(changed(config, environment=EnvironmentConfig(path=f"{__name__}:Restless", kwargs=kwargs)))
+
+
 class PosesText:
     num_evaluation_prompts = 2
 

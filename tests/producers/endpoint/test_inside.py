@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import sys
 import time
 
 import pytest
@@ -94,6 +95,8 @@ async def test_a_conversation_that_fails_ends_alone(serve) -> None:
                 raise LookupError("no such tool")
             if n == 2:
                 await cancelled()
+            if n == 7:
+                sys.exit(0)
             reward = await super().converse(prompt, conversation)
             if n == 3:
                 return float("nan")
@@ -101,19 +104,19 @@ async def test_a_conversation_that_fails_ends_alone(serve) -> None:
                 value=0.5, parts={4: {str(n): 0.0 for n in range(33)}, 5: {"\ud800": 1.0}}.get(n, reward.parts)
             )
 
-    one = await serve(environment=Fragile(), group_size=6)
+    one = await serve(environment=Fragile(), group_size=7)
     one.trainer.release(1, 2)
     entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
     assert entries[1][Field.KIND] == Kind.GROUP and entries[2][Field.KIND] == Kind.DEAD
-    assert b"6 environment: LookupError: no such tool" in entries[2][Field.REASON]
+    assert b"7 environment: LookupError: no such tool" in entries[2][Field.REASON]
     missing = decode_group(entries[1][Field.PAYLOAD]).missing
     for reason in (
-        "CancelledError", "LookupError: no such tool", "RewardError: nan for a conversation",
+        "CancelledError", "SystemExit: 0", "LookupError: no such tool", "RewardError: nan for a conversation",
         "RewardError: parts has 33 names, expected at most 32, in the reward of a conversation",
     ):  # fmt: skip
         assert f"1 environment: {reason}" in missing
     assert one.count("penstock_agent_rollouts_total", outcome="finished") == 1
-    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 11 and not one.task.done()
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 13 and not one.task.done()
 
 
 async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(serve) -> None:

@@ -199,14 +199,17 @@ async def test_cancelling_the_start_leaves_no_process_behind(
     gc.collect()  # what vLLM leaves behind of an engine that never was
 
 
-async def test_an_engine_process_that_dies_fails_its_requests_and_the_load_under_way(
-    vllm_engine, make_config, make_qwen3, parameters, write_policy, tmp_path
+async def test_an_engine_process_that_freezes_is_named_and_one_that_dies_fails_what_is_under_way(
+    vllm_engine, make_config, make_qwen3, parameters, write_policy, tmp_path, monkeypatch
 ):
+    from penstock.producers.engines import vllm
+
     model = make_qwen3(tied=True, seed=0)
     model.save_pretrained(tmp_path / "model")
     before = engine_processes()
     engine = await vllm_engine.start(make_config(tmp_path / "model", engine=EAGER))
     (process,) = engine_processes() - before
+    await engine.check()
     for _ in range(20):  # on a busy machine it may have ended before its engine is stopped
         running = await start_long_request(engine)
         process.suspend()
@@ -214,6 +217,9 @@ async def test_an_engine_process_that_dies_fails_its_requests_and_the_load_under
         if not running.done():
             break
         process.resume()
+    monkeypatch.setattr(vllm, "ANSWER_S", 0.5)
+    with pytest.raises(EngineError, match=rf"engine process \(pid {process.pid}\) is frozen: no answer within 0.5 s"):
+        await engine.check()
     loading = asyncio.create_task(engine.load_weights(*write_policy(parameters(model), 1, tmp_path)))
     await asyncio.sleep(0.05)
     process.kill()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,12 +52,19 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def parents(make_qwen3, tmp_path_factory) -> Iterator[subprocess.Popen[str]]:
+def temporary() -> Iterator[Path]:
+    """A TMPDIR of their own, whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def parents(make_qwen3, tmp_path_factory, temporary) -> Iterator[subprocess.Popen[str]]:
     """Forks a parent of an engine for each line it is given, and answers with its process id."""
     folder = tmp_path_factory.mktemp("parents")
     make_qwen3(tied=True, seed=0).save_pretrained(folder / "model")
     (folder / "parents.py").write_text(PARENTS)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO", "TMPDIR": str(temporary)}
     command = [sys.executable, str(folder / "parents.py"), str(folder / "model")]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -69,7 +77,7 @@ def parents(make_qwen3, tmp_path_factory) -> Iterator[subprocess.Popen[str]]:
     "moment",
     ["ready", *(pytest.param(early, marks=pytest.mark.exhaustive) for early in ("at its start", "loading"))],
 )
-def test_no_process_of_an_engine_outlives_a_killed_parent(parents, tmp_path, moment):
+def test_no_process_and_no_socket_of_an_engine_outlives_a_killed_parent(parents, temporary, tmp_path, moment):
     mark, output = str(uuid.uuid4()), tmp_path / "output"
     output.touch()
     parents.stdin.write(f"{MARK} {mark} {output}\n")
@@ -89,10 +97,13 @@ def test_no_process_of_an_engine_outlives_a_killed_parent(parents, tmp_path, mom
         if moment != "at its start":
             wait_for(lambda: said("Loading weights took" if moment == "loading" else "ready"), timeout_s=120)
         assert len(family(mark)) >= 1
+        sockets = list(temporary.glob("penstock-engine-*"))
+        assert len(sockets) == 1 or moment == "at its start"
     finally:
         parent.kill()
     try:
         wait_for(lambda: not family(mark), timeout_s=60)
+        assert moment == "at its start" or not sockets[0].exists()
     finally:
         for process in family(mark):
             process.kill()

@@ -44,11 +44,11 @@ class OneTask:
 
     num_evaluation_prompts = 4
 
-    def __init__(self, prompt: Prompt | Exception) -> None:
+    def __init__(self, prompt: Prompt | BaseException) -> None:
         self._prompt = prompt
 
     def prompt(self, index: int) -> Prompt:
-        if isinstance(self._prompt, Exception):
+        if isinstance(self._prompt, BaseException):
             raise self._prompt
         return self._prompt
 
@@ -208,6 +208,8 @@ async def test_messages_go_through_the_chat_template_with_a_generation_prompt(ep
     ("prompt", "reason"),
     [
         (KeyError("no such row"), "prompt: KeyError: 'no such row'"),
+        (SystemExit(0), "prompt: SystemExit: 0"),
+        (asyncio.CancelledError(), "prompt: CancelledError"),
         (Prompt(text=""), "prompt: no tokens, expected at least one"),
         (Prompt(text="1" * 40), "prompt: 40 tokens, expected fewer than the model's context of 40"),
         (Prompt(messages=(Message(role="user", content="hi"),)), "prompt: ValueError: Cannot use chat template"),
@@ -262,6 +264,9 @@ async def test_generation_past_the_deadline_is_dead_and_the_request_is_aborted(e
     assert outcome.reason == "deadline: not finished after 0.05 s (producers.generation_deadline_s)"
     assert died_of_length(outcome.reason)
     assert engine.num_active == 0 and len(engine.cancelled) == 1
+    engine.is_frozen = True
+    with pytest.raises(EngineError, match="is frozen"):  # no group's fault
+        await late.run(claim(attempt=2))
 
 
 async def test_a_reward_past_the_deadline_is_dead_and_the_next_group_is_scored(episodes) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -20,7 +20,7 @@ from penstock.producers.rollout.rewards import (
 )
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.schemas.config import ConfigError, Plug, RewardConfig, RunConfig, WeightedReward
-from penstock.schemas.process.plugins import construct
+from penstock.schemas.process.plugins import construct, ends_caller
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import FinishReason, shown_traceback
 
@@ -135,6 +135,70 @@ async def test_a_coroutine_reward_that_raises_ends_its_siblings_and_shows_its_co
     assert "while scoring the completion 'bad'" in shown_traceback(raised.value.__cause__)
     assert sorted(ended) == ["bad", "slow"]
     scorer.close()
+
+
+class Panic(BaseException):
+    """As a Rust extension raises it."""
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def leave(error: BaseException) -> NoReturn:
+    raise error
+
+
+async def test_whatever_a_reward_lets_out_is_its_groups_reason(make_config) -> None:
+    judge: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    judge.cancel()
+
+    async def gives_up(prompt: Prompt, completion: str) -> float:
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        return await asyncio.sleep(60, 1.0)
+
+    for error, reason in [
+        (SystemExit(3), "SystemExit: 3"),
+        (Panic("index 3 of 2"), "Panic: index 3 of 2"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (Unreadable(), "Unreadable: its text cannot be shown: ZeroDivisionError"),
+        (ValueError("x" * 30_000_000), "ValueError: xxx.*30,000,0.. characters"),
+    ]:
+
+        async def judged(prompt: Prompt, completion: str, error: BaseException = error) -> float:
+            leave(error)
+
+        for function in (lambda prompt, completion, error=error: leave(error), judged):
+            scorer = scorer_of(function)
+            with pytest.raises(RewardError, match=f"^{reason}") as raised:
+                await scorer.score(PROMPT, ["a", "b"])
+            assert len(str(raised.value)) <= 500 and len(shown_traceback(raised.value.__cause__)) < 10_000
+            assert "in leave" in shown_traceback(raised.value.__cause__), "the frames stay"
+            scorer.close()
+
+    async def shared(prompt: Prompt, completion: str) -> float:
+        return await judge
+
+    for function in (shared, gives_up):
+        for limits in ({}, {"timeout_s": 60.0, "retries": 1}):
+            with pytest.raises(RewardError, match=r"^CancelledError"):
+                await scorer_of(function, **limits).score(PROMPT, ["a", "b"])
+
+
+async def test_a_cancellation_of_our_own_and_ctrl_c_pass_through_a_reward() -> None:
+    begun = asyncio.Event()
+
+    async def slow(prompt: Prompt, completion: str) -> float:
+        begun.set()
+        return await asyncio.sleep(60, 1.0)
+
+    scoring = asyncio.create_task(scorer_of(slow).score(PROMPT, ["a", "b"]))
+    await begun.wait()
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert scoring.cancelled() and ends_caller(KeyboardInterrupt()) and not ends_caller(SystemExit())
 
 
 @pytest.mark.filterwarnings("error")
