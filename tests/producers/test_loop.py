@@ -195,17 +195,6 @@ async def test_a_producer_told_to_stop_hands_back_what_is_not(run, monkeypatch, 
     assert {(group.index, group.producer_id) for group in groups} == {(1, "b"), (2, "b")}
 
 
-async def test_a_finished_run_ends_its_producers(run, monkeypatch) -> None:
-    one = run()
-    engine = ScriptedEngine(token_s=30)
-    _, task = await one.producer(engine)
-    one.trainer.release(1, 1)
-    await until(lambda: engine.num_active == 1)
-    one.client.hset(KEYS.commit, Commit.FINISHED, b"1")
-    await asyncio.wait_for(task, 60)
-    assert one.num_open() == 1
-
-
 async def test_an_engine_that_dies_ends_the_producer_and_leaves_its_claims(run) -> None:
     one = run()
     _, task = await one.producer(ScriptedEngine(token_s=0.01, die_on_prompt=ids("3")))
@@ -214,18 +203,6 @@ async def test_an_engine_that_dies_ends_the_producer_and_leaves_its_claims(run) 
         await asyncio.wait_for(task, 60)
     assert caught.value.subgroup(EngineError) is not None and caught.value.split(EngineError)[1] is None
     assert 3 in {int(fields[Field.INDEX]) for _, fields in one.client.xrange(KEYS.prompts)}
-
-
-async def test_a_killed_producers_prompts_are_answered_by_another(run) -> None:
-    one = run()
-    hanging = ScriptedEngine(token_s=30)
-    _, task = await one.producer(hanging, "a")
-    one.trainer.release(1, 2)
-    await until(lambda: hanging.num_active == 2)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await one.producer(ScriptedEngine(), "b")
-    assert {int(fields[Field.INDEX]) for fields in await one.read(2)} == {1, 2}
 
 
 async def test_a_server_that_is_gone_for_a_while_costs_nothing(run, caplog) -> None:
@@ -446,7 +423,7 @@ async def test_progress_that_the_engine_refuses_is_of_no_use_either(run, caplog)
     assert "group 1 starts again, the engine refuses to continue its progress: " in caplog.text
 
 
-async def test_a_finished_run_leaves_no_progress(run) -> None:
+async def test_a_finished_run_ends_its_producers_and_leaves_no_progress(run) -> None:
     one = run(producers=SAVING)
     engine = ScriptedEngine(token_s=0.02, script=uneven)
     _, task = await one.producer(engine)
@@ -454,7 +431,7 @@ async def test_a_finished_run_leaves_no_progress(run) -> None:
     await until(lambda: len(saved(one)) == 4)
     one.client.hset(KEYS.commit, Commit.FINISHED, b"1")
     await asyncio.wait_for(task, 60)
-    assert saved(one) == []
+    assert saved(one) == [] and one.num_open() == 1
 
 
 def quarantine(one, producer) -> None:

@@ -65,8 +65,7 @@ def test_one_answer_does_not_reach_into_the_next(parser) -> None:
         assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-@pytest.mark.parametrize("names", [{"tool_parser": "no-such"}, {"reasoning_parser": "no-such"}])
-def test_a_parser_that_vllm_does_not_have_is_refused_with_its_field(parser, names) -> None:
-    ((field, value),) = names.items()
-    with pytest.raises(ConfigError, match=f"endpoint.{field} = '{value}': .*expected names of vLLM's parsers"):
-        parser(**names)
+def test_a_parser_that_vllm_does_not_have_is_refused_with_its_field(parser) -> None:
+    for field in ("tool_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=f"endpoint.{field} = 'no-such': .*expected names of vLLM's parsers"):
+            parser(**{field: "no-such"})

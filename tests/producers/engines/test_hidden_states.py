@@ -117,35 +117,31 @@ def expected(model: Model, ids: list[int]) -> dict[str, torch.Tensor]:
     return found | {names.TOKEN_IDS: torch.tensor(ids)}
 
 
-@pytest.mark.parametrize(
-    "batches",
-    [[[3, 1, 4, 1, 5]], [[3, 1], [4, 1], [5]], [[3, 1, 4, 1, 5, 0, 0, 0]], [[3, 1, 0, 0], [4, 1, 5, 9]]],
-    ids=["at once", "in chunks", "padded", "in padded chunks"],
-)
-def test_every_part_of_every_layer_is_recorded_for_exactly_the_sequence(worker, tmp_path, batches):
+def record(worker: CapturingWorker, path, ids: list[int], *batches: list[int]) -> None:
+    """Serves a sequence in these batches, then as a request of its own, and ends the capture."""
+    worker.penstock_begin_capture(ids)
+    worker.serve(*batches or [ids])
+    worker.penstock_capture_as_served()
+    worker.serve(ids)
+    worker.penstock_end_capture(str(path), 7)
+
+
+def test_every_part_of_every_layer_is_recorded_for_exactly_the_sequence(worker, tmp_path):
     ids = [3, 1, 4, 1, 5]
-    worker.penstock_begin_capture(ids)
-    worker.serve(*batches)
-    worker.penstock_capture_as_served()
-    worker.serve(ids)
-    worker.penstock_end_capture(str(tmp_path / "c"), 7)
-    found, wanted = load_file(tmp_path / "c"), expected(worker.model, ids)
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], msg=name)
-    with safe_open(tmp_path / "c", framework="pt") as file:
-        assert file.metadata() == {"format": names.FORMAT, "num_layers": "2", "policy_version": "7"}
-
-
-def test_a_sequence_longer_than_a_chunk_of_logits_has_a_logprob_for_each_token_but_the_first(worker, tmp_path):
-    ids = [n % VOCABULARY for n in range(2 * LOGITS_CHUNK_TOKENS + 2)]
-    worker.penstock_begin_capture(ids)
-    worker.serve(ids)
-    worker.penstock_capture_as_served()
-    worker.serve(ids)
-    worker.penstock_end_capture(str(tmp_path / "c"), 0)
-    logprobs = load_file(tmp_path / "c")[names.LOGPROBS]
-    torch.testing.assert_close(logprobs, expected(worker.model, ids)[names.LOGPROBS])
+    for batches in (  # at once, in chunks, padded, in padded chunks
+        [ids], [[3, 1], [4, 1], [5]], [[*ids, 0, 0, 0]], [[3, 1, 0, 0], [4, 1, 5, 9]],
+    ):  # fmt: skip
+        record(worker, tmp_path / "c", ids, *batches)
+        found, wanted = load_file(tmp_path / "c"), expected(worker.model, ids)
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name], msg=name)
+        with safe_open(tmp_path / "c", framework="pt") as file:
+            assert file.metadata() == {"format": names.FORMAT, "num_layers": "2", "policy_version": "7"}
+    long = [n % VOCABULARY for n in range(2 * LOGITS_CHUNK_TOKENS + 2)]
+    record(worker, tmp_path / "long", long)
+    logprobs = load_file(tmp_path / "long")[names.LOGPROBS]
+    torch.testing.assert_close(logprobs, expected(worker.model, long)[names.LOGPROBS])
 
 
 def test_hooks_and_compilation_are_as_before_afterwards_even_where_nothing_was_served(worker):
@@ -159,30 +155,15 @@ def test_hooks_and_compilation_are_as_before_afterwards_even_where_nothing_was_s
     assert "compute_logits" not in vars(worker.model)
 
 
-@pytest.mark.parametrize("batches", [[[3, 1]], [[9, 3, 1, 4]]], ids=["a part", "other requests"])
-def test_rows_of_something_else_are_an_error(worker, tmp_path, batches):
-    worker.penstock_begin_capture([3, 1, 4])
-    worker.serve(*batches)
-    worker.penstock_capture_as_served()
-    worker.serve([3, 1, 4])
-    with pytest.raises(RuntimeError, match="of 3 tokens of the sequence were computed"):
-        worker.penstock_end_capture(str(tmp_path / "c"), 0)
-    assert not (tmp_path / "c").exists()
-
-
-def test_a_model_of_another_build_is_an_error(worker):
+def test_nothing_is_written_of_other_rows_of_another_build_or_by_another_worker(worker, tmp_path):
+    for batch in ([3, 1], [9, 3, 1, 4]):  # a part, other requests
+        with pytest.raises(RuntimeError, match="of 3 tokens of the sequence were computed"):
+            record(worker, tmp_path / "c", [3, 1, 4], batch)
+    worker.rank = 1
+    record(worker, tmp_path / "c", [3, 1])
     worker.model.model.layers[1] = nn.Identity()
     with pytest.raises(RuntimeError, match="no pipeline parallelism"):
         worker.penstock_begin_capture([3])
-
-
-def test_only_the_first_worker_writes(worker, tmp_path):
-    worker.rank = 1
-    worker.penstock_begin_capture([3, 1])
-    worker.serve([3, 1])
-    worker.penstock_capture_as_served()
-    worker.serve([3, 1])
-    worker.penstock_end_capture(str(tmp_path / "c"), 0)
     assert not (tmp_path / "c").exists()
 
 

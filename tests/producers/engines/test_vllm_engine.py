@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.producers.interfaces import EngineError
-from penstock.producers.rollout.sampling import Siblings
-from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from penstock.schemas.rollout import SamplingSettings, unpack_ids
 from waiting import until
 
 pytestmark = [
@@ -67,17 +66,6 @@ async def test_the_fingerprint_is_what_the_engine_reports(tied_engine):
     assert tied_engine.engine.max_model_len == 512
 
 
-async def test_siblings_come_back_packed_with_a_logprob_and_a_version_for_each_token(tied_engine):
-    completions = await tied_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=20), 8, "siblings")
-    assert len(completions) == 8
-    assert len({completion.token_ids for completion in completions}) > 1
-    for completion in completions:
-        ids = unpack_ids(completion.token_ids)
-        assert 1 <= len(ids) <= 20
-        assert len(unpack_floats(completion.behavior_logprobs)) == len(ids) == completion.version_spans[-1].end
-        assert completion.finish_reason == ("length" if len(ids) == 20 and ids[-1] != 1 else "stop")
-
-
 async def test_a_seeded_request_draws_the_same_bits_alone_and_beside_others(tied_engine):
     engine, sampling = tied_engine.engine, SamplingSettings(max_tokens=20)
     alone = await engine.generate(PROMPT, sampling, 4, "alone", seed=5)
@@ -101,11 +89,12 @@ async def test_a_stop_token_ends_a_completion_and_belongs_to_it(tied_engine):
     assert stopped.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("prompt", [[], [3] * 600, [3, 64]], ids=["empty", "longer than the context", "unknown id"])
-async def test_a_prompt_that_vllm_refuses_is_an_error_of_the_request_only(tied_engine, prompt):
-    with pytest.raises(ValueError, match="request refused refused: "):
-        await tied_engine.engine.generate(prompt, SamplingSettings(max_tokens=4), 2, "refused")
-    assert len(await tied_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=4), 2, "next")) == 2
+async def test_a_prompt_that_vllm_refuses_is_an_error_of_the_request_only(tied_engine):
+    sampling = SamplingSettings(max_tokens=4)
+    for prompt in ([], [3] * 600, [3, 64]):  # empty, longer than the context, an unknown id
+        with pytest.raises(ValueError, match="request refused refused: "):
+            await tied_engine.engine.generate(prompt, sampling, 2, "refused")
+    assert len(await tied_engine.engine.generate(PROMPT, sampling, 2, "next")) == 2
 
 
 async def test_cancelling_generate_aborts_the_request(tied_engine):
@@ -114,45 +103,6 @@ async def test_cancelling_generate_aborts_the_request(tied_engine):
     with pytest.raises(asyncio.CancelledError):
         await running
     assert tied_engine.engine._llm.get_num_unfinished_requests() == 0
-
-
-async def test_siblings_that_the_engine_aborts_are_resumed(tied_engine):
-    engine = tied_engine.engine
-    asked = []
-
-    class Watched:
-        async def generate(self, *arguments):
-            completions = await engine.generate(*arguments)
-            asked.append([completion.finish_reason for completion in completions])
-            return completions
-
-    sampling = SamplingSettings(max_tokens=200, stop_token_ids=())
-    running = engine._llm.output_processor.external_req_ids
-    for attempt in range(20):  # an engine that is ahead of this loop has ended them all
-        asked.clear()
-        task = asyncio.create_task(Siblings(Watched(), PROMPT, sampling, 8, f"aborted-{attempt}").sample())
-        while not task.done() and len(asked) < 4:
-            await asyncio.sleep(0.02)
-            await engine._llm.abort(list(running))
-        completions = await task
-        if "abort" in asked[0]:
-            break
-    assert len(completions) == 8 and len(asked[0]) == 8 and "abort" in asked[0]
-    for completion in completions:
-        ids = unpack_ids(completion.token_ids)
-        assert completion.finish_reason == ("length" if len(ids) == 200 and ids[-1] != 1 else "stop")
-        assert len(unpack_floats(completion.behavior_logprobs)) == len(ids) == completion.version_spans[-1].end
-        assert 1 not in ids[:-1]
-
-
-async def test_requests_that_arrive_while_paused_are_sampled_afterwards(tied_engine):
-    core = tied_engine.engine._llm.engine_core
-    await core.pause_scheduler_async(mode="keep", clear_cache=False)
-    arrived = asyncio.create_task(tied_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=4), 2, "arrived"))
-    await asyncio.sleep(0.2)
-    assert not arrived.done()
-    await core.resume_scheduler_async()
-    assert len(await arrived) == 2
 
 
 async def test_a_setting_that_the_engine_reports_otherwise_stops_the_start(

@@ -184,24 +184,6 @@ async def test_beginning_only_the_unfinished_siblings_anew_would_favor_short_ans
     assert found[(END,)] > 1.1 * found.total() * exact()[(END,)]
 
 
-async def test_a_continued_sibling_draws_noise_of_its_own_the_same_each_time() -> None:
-    """The seed of its request could not be wound forward, and at its beginning would draw the first tokens' noise."""
-    row, seeds = [1, 2], []
-    one = Completion(
-        token_ids=pack_ids(row),
-        behavior_logprobs=pack_floats(logprobs(8, row)),
-        version_spans=(VersionSpan(0, 0, 2),),
-        finish_reason="abort",
-    )
-    shorter = replace(one, token_ids=pack_ids([1]), behavior_logprobs=pack_floats(logprobs(8, [1])), version_spans=())
-    for before in ((one,) * SIBLINGS, (one,) * SIBLINGS, (shorter,) * SIBLINGS):
-        engine = ChainEngine(0, Random(1))
-        await siblings(engine, 40, before).sample()
-        seeds.append(engine.seeds)
-    assert seeds[0] == seeds[1]
-    assert len({*seeds[0], *seeds[2], *range(40, 40 + SIBLINGS)}) == 3 * SIBLINGS
-
-
 async def test_nothing_is_said_of_siblings_between_two_requests() -> None:
     class Silent(ChainEngine):
         def sampled(self, request_id: str) -> list[Completion]:

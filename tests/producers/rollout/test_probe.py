@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from penstock.producers.interfaces import Completion, WeightLoadError
-from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, batch_dependence, pose, probe
+from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, batch_dependence, probe
 from penstock.schemas.policy import WeightManifest
-from penstock.schemas.prompt import Message, Prompt
+from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings, decode_group, encode_group, pack_floats
 from scripted_engine import FINGERPRINT, ScriptedEngine
 
@@ -67,28 +67,6 @@ async def test_an_update_or_a_prompt_that_the_engine_refuses_ends_the_probe_and_
         with pytest.raises(error, match=message):
             await probe(engine, PROMPTS, SAMPLING, group_size=2, updates=[update(1, tmp_path)])
         assert engine.num_active == 0
-
-
-def test_prompts_are_posed_as_producers_pose_them():
-    class Environment:
-        def prompt(self, index: int) -> Prompt:
-            if index == 1:
-                return Prompt(text="ab")
-            return Prompt(messages=(Message(role="user", content="c"),))
-
-    class Tokenizer:
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            assert not add_special_tokens
-            return list(text.encode())
-
-        def apply_chat_template(self, messages, add_generation_prompt: bool, return_dict: bool) -> list[int]:
-            assert add_generation_prompt
-            assert not return_dict
-            return [0, *messages[0]["content"].encode()]
-
-    posed = pose([Environment()], Tokenizer(), 2)
-    assert [each.token_ids for each in posed] == [[97, 98], [0, 99]]
-    assert posed[0].prompt == Prompt(text="ab")
 
 
 class DependsOnTheBatch(ScriptedEngine):
