@@ -19,8 +19,12 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 def running_s() -> float:
-    """Returns the time of the running event loop in seconds: of a `RunningLoop`, without standstills."""
-    return asyncio.get_running_loop().time()
+    """Returns the time of the running event loop in seconds: of a `RunningLoop`, without standstills. Outside of a
+    loop, monotonic seconds."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
 
 
 class RunningLoop(asyncio.SelectorEventLoop):
