@@ -18,11 +18,11 @@ from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.loop import Producer, QuarantinedError
 from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.observe.running_loop import RunningLoop
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.programs import end_programs
 from penstock.producers.rollout.run_environments import open_environments
 from penstock.producers.rollout.teacher import TeacherServer
-from penstock.producers.running_loop import RunningLoop
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free

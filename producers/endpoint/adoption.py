@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, Unread, decode
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
 from penstock.producers.rollout.sampling import join
-from penstock.producers.running_loop import running_s
 from penstock.schemas.rollout import RolloutGroup, decode_group, one_line
 
 

@@ -13,10 +13,10 @@ from penstock.producers.endpoint.adoption import adopt
 from penstock.producers.endpoint.chat.errors import has_ended, is_moving, try_again
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import Engine
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.teacher import TeacherError
-from penstock.producers.running_loop import running_s
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext, Teacher
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable

@@ -20,8 +20,8 @@ from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.endpoint.recording import KeptCall, RunningCall
 from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.sampling import Siblings, request_seed
-from penstock.producers.running_loop import running_s
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.outage import RedisGoneError

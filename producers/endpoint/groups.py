@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.producers.endpoint.call_ledger import Call, CallLedger, digest
 from penstock.producers.endpoint.recording import Begun, Ended, Entry, KeptCall, Opened, RunningCall, Unread, encode
-from penstock.producers.running_loop import running_s
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.journals import Journal
 from penstock.schemas.keys import number_in

@@ -28,8 +28,8 @@ from penstock.producers.endpoint.groups import AgentRollout, origin_of
 from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, SESSION, Holders
 from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.interfaces import Engine
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.run_environments import RunEnvironments
-from penstock.producers.running_loop import running_s
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.producers.stream.progress_store import ProgressStore

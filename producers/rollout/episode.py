@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from penstock.producers.interfaces import Completion, Engine, EngineError, RolloutFacts
 from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.adoption import UnusableProgressError, adopted
 from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.sampling import Siblings, request_seed
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.rollout.teacher import TeacherError
-from penstock.producers.running_loop import running_s
 from penstock.producers.stream.context import Teacher
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig

@@ -40,7 +40,7 @@ def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
-            parent = int(status.read_text(errors="replace").rpartition(")")[2].split()[1])
+            parent = int(status.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(status.parent.name))
     tracker = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]
     found = [pid for pid in children.get(os.getpid(), []) if pid != tracker]

@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from penstock.producers.running_loop import running_s
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig

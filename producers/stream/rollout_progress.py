@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.producers.running_loop import running_s
+from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim
 from penstock.producers.stream.progress_store import LARGEST_SHARE, ProgressStore, Saved
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from penstock.producers import running_loop
-from penstock.producers.running_loop import RunningLoop, running_s
+from penstock.producers.observe import running_loop
+from penstock.producers.observe.running_loop import RunningLoop, running_s
 
 
 def in_running_loop(work):
