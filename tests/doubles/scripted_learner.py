@@ -81,6 +81,9 @@ class ScriptedLearner:
             for name, tensor in weights.items()
         ]
 
+    def follow_versions(self, policies: Callable[[int], object]) -> None:
+        pass
+
     def state(self) -> dict:
         return {"num_steps": self.num_steps}
 
