@@ -27,8 +27,10 @@ NUM_BEATS = 3
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank to hit. nth: how often it passes the place before it is hit."""
+    """A rank to hit. launcher: the process that started it: a trainer that was replaced, and wakes up, is not meant.
+    nth: how often it passes the place before it is hit."""
 
+    launcher: int
     rank: int
     place: Place
     fate: Fate
@@ -36,11 +38,10 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Strike(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that was hit. launcher: the process that started the ranks. at: by the monotonic clock."""
+    """A rank that was hit. at: by the monotonic clock."""
 
     aim: Aim
     pid: int
-    launcher: int
     at: float
 
 
@@ -52,6 +53,7 @@ class Aims:
         folder.mkdir()
 
     def take(self, aim: Aim) -> None:
+        """Aims, in place of an earlier aim whose trainer has ended before it was hit."""
         _write(self._folder / "aim", aim)
 
     def strike(self) -> Strike | None:
@@ -76,14 +78,14 @@ class Target:
         if not dist.is_initialized() or not (self._folder / "aim").exists():
             return
         aim = msgspec.json.decode((self._folder / "aim").read_bytes(), type=Aim)
-        if (aim.rank, aim.place) != (dist.get_rank(), place):
+        if (aim.launcher, aim.rank, aim.place) != (os.getppid(), dist.get_rank(), place):
             return
         self._passed[aim] += 1
         if self._passed[aim] <= aim.nth:
             return
         time.sleep(self._wait_s)
         (self._folder / "aim").unlink()
-        strike = Strike(aim=aim, pid=os.getpid(), launcher=os.getppid(), at=time.monotonic())
+        strike = Strike(aim=aim, pid=os.getpid(), at=time.monotonic())
         _write(self._folder / "strike", strike)
         os.kill(os.getpid(), signal.SIGKILL if aim.fate == "killed" else signal.SIGSTOP)
 

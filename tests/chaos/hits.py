@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ENDED_WITHIN_S = RANK_TIMEOUT_S + GRACE_S + END_S + 8.0
 """The ranks' time-out, the time of a verdict, the launcher's wait for a frozen rank, and a margin."""
+LOOK_S = 1.0
+"""How often it is looked which trainer leads the run: that one is aimed at."""
 AWAKE_AFTER_S = RANK_TIMEOUT_S + 6.0
 """After the other ranks have given up a frozen rank, before the launcher kills it."""
 
@@ -50,7 +52,10 @@ class Hits:
         self._aims = Aims(folder)
         self._draw: Random | None = None
         """The random draws of the present fault."""
-        self._wakes = False
+        self._rank, self._nth, self._wakes = 0, 0, False
+        self._launcher: Process | None = None
+        """The trainer that is aimed at."""
+        self._look_at = 0.0
         self._strike: Strike | None = None
         self._hit: Hit | None = None
         self._epoch = 0
@@ -62,11 +67,17 @@ class Hits:
         has continued."""
         if draw is not self._draw:
             self._draw, self._strike, self._num_steps = draw, None, None
-            rank = draw.randrange(NUM_RANKS) if rank is None else rank
-            self._aims.take(Aim(rank=rank, place=place, fate=fate, nth=draw.randrange(1, 8)))
+            self._rank, self._nth = draw.randrange(NUM_RANKS) if rank is None else rank, draw.randrange(1, 8)
             self._wakes = fate == "frozen" and draw.random() < 0.5
-            return None
+            self._launcher = self._hit = None
+            self._look_at = 0.0
         hit = self._hit
+        if hit is None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            leader = self._supervisor.trainer(draw).process
+            if leader is not None and leader is not self._launcher:
+                self._launcher = leader
+                self._aims.take(Aim(launcher=leader.pid, rank=self._rank, place=place, fate=fate, nth=self._nth))
         if self._strike is None or hit is None or min(hit.ended_s, hit.went_on_s) < 0:
             return None
         self.done.append(hit)
@@ -96,7 +107,7 @@ class Hits:
         """Returns whether this process, which has ended, had started a rank that was hit, and checks how it ended."""
         self.tick()
         strike, hit = self._strike, self._hit
-        if strike is None or hit is None or strike.launcher != process.pid:
+        if strike is None or hit is None or strike.aim.launcher != process.pid:
             return False
         hit.ended_s = round(time.monotonic() - strike.at, 1)
         endings = endings_in(process.output())

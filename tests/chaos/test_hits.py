@@ -12,8 +12,8 @@ the trainer ends, and --resume continues it from its last checkpoint
 """
 SILENT = "has died or is frozen: not heard of for 4 s"
 LINE = f"rank 1 (backward) {SILENT} (gloo: closed)"
-BACKWARD = Aim(rank=1, place="backward", fate="killed", nth=1)
-CHECKPOINT = Aim(rank=0, place="checkpoint", fate="killed", nth=1)
+BACKWARD = Aim(launcher=7, rank=1, place="backward", fate="killed", nth=1)
+CHECKPOINT = Aim(launcher=7, rank=0, place="checkpoint", fate="killed", nth=1)
 
 
 def test_the_error_that_ends_a_trainer_is_found_among_others():
