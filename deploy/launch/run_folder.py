@@ -104,11 +104,17 @@ def try_lock(run_folder: Path) -> int | None:
 
 def find_run_folder(run: str | Path, runs: str | Path) -> Path:
     """Finds a run's folder by the run's name in `runs`, or by its path. Raises ConfigError if there is none."""
-    folders = [folder for folder in (Path(run), Path(runs) / run) if folder.is_dir()]
+    folders = [folder for folder in places_of(run, runs) if folder.is_dir()]
     if not folders:
         raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
-    runs_own = (f for f in folders if (f / RECORD_FOLDER).is_dir() or (f / RUN_FILE).is_file())
-    return next(runs_own, folders[-1])  # the last: a folder of this name in the working directory may be another's
+    return next((f for f in folders if (f / RECORD_FOLDER).is_dir() or (f / RUN_FILE).is_file()), folders[0])
+
+
+def places_of(run: str | Path, runs: str | Path) -> tuple[Path, Path]:
+    """Returns where a run may be, the likelier place first: a bare name is a run's in `runs`, even if something else in
+    the working directory is called the same."""
+    named, path = Path(runs) / run, Path(run)
+    return (named, path) if path.name == str(run) else (path, named)
 
 
 def _differences(old: msgspec.Struct, new: msgspec.Struct, path: str = "") -> list[str]:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import redis
 
 from penstock.deploy.launch.redis_server import RedisServer, ServerError, connect
-from penstock.deploy.launch.run_folder import RUN_FILE, try_lock
+from penstock.deploy.launch.run_folder import RUN_FILE, places_of, try_lock
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 from penstock.schemas.keys import Keys
+from penstock.schemas.process.outage import on_another_node
 from penstock.schemas.process.redis_url import configured_url, connection_file
 
 WAIT_S = 10.0
@@ -64,7 +65,7 @@ def open_run(run: str | Path, runs: str | Path) -> Iterator[OpenRun]:
                 raise ConfigError(f"{run}: neither a folder, nor a run in {runs} or in the Redis at REDIS_URL")
             yield OpenRun(name, folder, config, client, without_redis)
         except redis.ResponseError as error:
-            raise ServerError(f"Redis refuses: {error}") from error
+            raise ServerError(on_another_node(error, "Redis") or f"Redis refuses: {error}") from error
 
 
 def find_run(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
@@ -80,7 +81,7 @@ def find_run(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
 
 
 def _folder(run: str, runs: Path) -> Path | None:
-    for folder in (Path(run), runs / run):
+    for folder in places_of(run, runs):
         if (folder / RUN_FILE).is_file():
             return folder
     if os.environ.get("REDIS_URL") and not (runs / run).is_dir():

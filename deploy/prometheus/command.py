@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, Run, Runs
-from penstock.deploy.launch.run_folder import RUN_FILE
+from penstock.deploy.launch.run_folder import RUN_FILE, places_of
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.redis_url import connection_file
 
@@ -64,8 +64,7 @@ def command(run: Run, /, *, runs: Runs = DEFAULT_RUNS, redis_exporter: str | Non
     Args:
         redis_exporter: scrape redis_exporter at this HOST:PORT, for the memory of Redis
     """
-    folders = (Path(run), runs / run)
-    found = [folder for folder in folders if (folder / RUN_FILE).is_file()]
+    found = [folder for folder in places_of(run, runs) if (folder / RUN_FILE).is_file()]
     if not found:
         raise ConfigError(f"{run}: neither a run's folder nor a run in {runs}")
     file = write_prometheus_config(found[0], redis_exporter)

@@ -23,7 +23,7 @@ def command(run: Run, /, *, runs: Runs = DEFAULT_RUNS, once: bool = False) -> in
 
     if "://" in run:
         raise ConfigError(f"{run}: expected a run's name or folder; a run on other machines is shown by Grafana")
-    if Path(run).is_file():
+    if Path(run).is_file() and not (runs / run).is_dir():
         raise ConfigError(f"{run}: a file; expected a run's name or folder")
     _, folder, config = find_run(run, runs)
     if folder is None or config is None:
