@@ -19,7 +19,6 @@ from typing import BinaryIO, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from penstock.consumers.stream.scripts import SCRIPTS
-from slow_link import SlowLink
 
 When = Literal["before", "reply", "within"]
 TRAINER_SCRIPTS = {hashlib.sha1(script.encode()).hexdigest(): name for name, script in SCRIPTS.items()}
@@ -62,13 +61,11 @@ class CuttingProxy:
 
     Commands are counted by name from 1, over all connections, from the call of `cut` on: `XREAD`, `EXEC`, and a script
     by the name that `names` gives its SHA1 (`EVALSHA` without one). Blocking reads and pipelines pass unchanged.
-    `slow`: a link that limits the speed of commands.
 
     Use it as a context manager.
     """
 
-    def __init__(self, url: str, names: dict[str, str] | None = None, *, slow: SlowLink | None = None) -> None:
-        self.slow = slow
+    def __init__(self, url: str, names: dict[str, str] | None = None) -> None:
         self.names = names if names is not None else {}
         self.num_seen: Counter[str] = Counter()
         """Commands received, by name."""
@@ -229,8 +226,7 @@ class _Link:
             self.close()
 
     def _forward_commands(self) -> None:
-        slow = self._proxy.slow
-        stream = self._client.makefile("rb") if slow is None else slow.reader(self._client)
+        stream = self._client.makefile("rb")
         while True:
             data, args = read_command(stream)
             fault = self._proxy.fault_for(args)

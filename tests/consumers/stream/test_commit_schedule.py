@@ -44,8 +44,3 @@ def test_after_a_commit_the_tries_begin_anew():
     assert not commits.is_due(9, 0, busy=True)
     assert commits.is_due(12, 0, busy=True)
     assert [commits.failed(), commits.failed()] == [1, 2]
-
-
-def test_failures_without_end_stay_thirty_seconds_apart():
-    commits = schedule(StoppedClock())
-    assert [commits.failed() for _ in range(5000)][-1] == 30

@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from mini_producer import group_fields, make_group
 from penstock.consumers.learning.learner.step_report import StepReport
-from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
+from penstock.consumers.stream.curricula import by_solve_rate, drop_flat
 from penstock.consumers.stream.history import TaskHistory
 from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.reader import ReadyGroup
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.prompt import Reward
-from trainer_bench import TrainerBench, assert_settled_once, killed_and_resumed, tasks_taken
+from trainer_bench import assert_settled_once
 
 CURRICULA = "penstock.consumers.stream.curricula"
 
@@ -33,13 +33,6 @@ def config(path: str, *sizes: int | None, **kwargs) -> RunConfig:
         curriculum=CurriculumPlug(path=path, kwargs=kwargs),
         environments=tuple(EnvironmentConfig(path="a:B", name=f"e{n}", num_tasks=size) for n, size in enumerate(sizes)),
     )
-
-
-def test_the_uniform_curriculum_goes_on_without_end():
-    history = TaskHistory()
-    for number in (1, 2, 3):
-        history.release(number)
-    assert list(uniform(history, 4, 0)) == [4, 5, 6, 7]
 
 
 def test_a_history_has_rates_flat_groups_and_what_is_open():
@@ -212,30 +205,6 @@ def test_no_environment_is_asked_for_more_tasks_than_it_has():
 def answer(index: int, version: int) -> dict:
     """Two groups of three have no reward variance."""
     return group_fields(index, version, rewards=(0.0, float(index % 3 == 0)))
-
-
-@pytest.mark.redis
-def test_a_killed_run_goes_on_with_the_tasks_of_one_that_was_not_killed(bench, redis_client, tmp_path):
-    overrides = [f"curriculum.path={CURRICULA}:drop_flat", "curriculum.kwargs.after=1", "environment.num_tasks=30"]
-    overrides += ["mode=synchronous"]
-    bench.overrides = overrides
-    bench.resilient_producer(answer)
-    before, after, second = killed_and_resumed(bench)
-    assert second.intake.ledger.settled.ranges() == [(1, 49)]
-    assert len(before.keys() & after.keys()) >= 8
-    history = second.intake.ledger.histories["main"]
-    assert history.num_released == 48 == history.settled.sum() and (history.flat > 0).any()
-    bench.close()
-    redis_client.flushall()
-    (tmp_path / "other").mkdir()
-    whole = TrainerBench(bench.url, tmp_path / "other")
-    whole.overrides = overrides
-    whole.resilient_producer(answer)
-    trainer = whole.trainer()
-    unharmed = tasks_taken(trainer)
-    assert trainer.run()
-    whole.close()
-    assert before | after == unharmed and {**after, **before} == unharmed
 
 
 @pytest.mark.redis

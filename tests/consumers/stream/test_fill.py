@@ -14,7 +14,7 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.release import Releaser
 from penstock.schemas.config import AdvantageConfig, BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.record_reader import Record
-from trainer_bench import assert_balanced, killed_and_resumed, tasks_taken
+from trainer_bench import assert_balanced, tasks_taken
 
 FILL = "batch.fill=with_variance"
 pytestmark = pytest.mark.redis
@@ -65,13 +65,6 @@ def test_a_batch_that_has_skipped_enough_takes_what_arrives(bench, redis_client)
     assert_balanced(bench, trainer)
     assert [line["fill_skipped_groups"] for line in bench.lines("updates.jsonl")] == [6] * 12
     assert trainer.intake.ledger.count("skipped") >= 12 * (6 + 4)
-
-
-def test_a_synchronous_run_that_was_killed_repeats_itself_while_it_fills_batches(bench, redis_client):
-    bench.overrides = [FILL, "mode=synchronous", "batch.max_skipped=9"]
-    bench.resilient_producer(answer)
-    before, after, _ = killed_and_resumed(bench)
-    assert sorted(before | after) == list(range(3, 3 * 48 + 1, 3)), "the first that teach, and none twice"
 
 
 def test_a_run_that_was_stopped_while_it_filled_a_batch_goes_on_with_that_batch(bench, redis_client):

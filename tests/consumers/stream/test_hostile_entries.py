@@ -61,18 +61,6 @@ def test_a_reason_is_one_short_line_whatever_the_entry_holds(reader, redis_clien
     assert record.reason.isprintable() and 20 < len(record.reason) <= MAX_REASON_CHARACTERS
 
 
-@pytest.mark.parametrize("kind", [Kind.GROUP, Kind.DEAD])
-def test_a_payload_beyond_the_entry_cap_is_cut_and_the_reason_says_so(reader, redis_client, kind):
-    payload = b"x" * (MAX_ENTRY_BYTES + 1)
-    entry = {Field.INDEX: "1", Field.KIND: kind, Field.REASON: HUGE, Field.PAYLOAD: payload}
-    redis_client.xadd(KEYS.rollouts, entry)
-    (record,) = read(reader)
-    assert record.payload == payload[:MAX_ENTRY_BYTES]
-    assert record.reason.startswith("reward: line" if kind == Kind.DEAD else "poison: payload: 4,194,305 bytes")
-    assert record.reason.endswith("(payload of 4,194,305 bytes cut to 4,194,304)")
-    assert record.reason.isprintable() and len(record.reason) <= MAX_REASON_CHARACTERS
-
-
 def test_a_run_among_hostile_dead_entries_finishes_and_its_letters_and_lines_are_short(bench, redis_client, caplog):
     dead = {3, 9}
 

@@ -115,13 +115,6 @@ def test_the_trainer_that_goes_on_keeps_the_quarantine_and_a_restart_of_the_prod
     assert names["bad-1"] == 0 and names["bad-2"] > 0
 
 
-def test_what_another_went_on_with_from_it_is_not_trained_either(gated):
-    trainer = gated.trainer()
-    trainer.intake.quarantine.add("bad-1", ProducerParity(producer_id="bad", quarantined_s=1.0), refuses=True)
-    assert trainer.intake.quarantine.holds(("bad-1", "good-1"))
-    assert not trainer.intake.quarantine.holds(("bad-2", "good-1"))
-
-
 def test_what_a_refused_batch_s_producers_sampled_is_sampled_again_once_the_run_is_resumed(gated, redis_client):
     own = ProducerInstances("bad-1")
     gated.producer(own.answer)

@@ -4,20 +4,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import redis
 
-from mini_producer import dead_fields, group_fields
 from penstock.consumers.checkpoints.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.leadership import CHECK_S, Leadership
-from penstock.consumers.stream.scripts import FencedError
+from penstock.consumers.stream.leadership import Leadership
 from scripted_learner import KilledError
 from trainer_bench import TrainerBench, assert_settled_once
 from trainer_process import wait_until_stopped, with_learner
-from trainer_thread import TrainerThread
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis
@@ -33,50 +29,6 @@ def contents(client: redis.Redis) -> dict[bytes, object]:
     """Everything in Redis but the lease."""
     read = {b"stream": client.xrange, b"hash": client.hgetall, b"string": client.get}
     return {key: read[client.type(key)](key) for key in client.scan_iter() if not key.endswith(b":lease")}
-
-
-# Before a command is executed, or after with the reply under way.
-@pytest.mark.parametrize(("when", "command", "nth"), [("before", "commit", 2), ("reply", "announce", 6)])
-def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, redis_client, command, nth, when):
-    stale_once = set()
-
-    def answer(index: int, version: int) -> dict:
-        if index in (7, 17):
-            return dead_fields(index, "reward: boom")
-        if index == 21 and index not in stale_once:
-            stale_once.add(index)
-            return group_fields(index, 0)
-        return group_fields(index, version)
-
-    bench.overrides = ["weights.keep_versions=2"]
-    bench.resilient_producer(answer)
-    with bench.proxy() as proxy:
-        asleep = proxy.hold(command, nth, when)
-        sleeper = bench.trainer(url=proxy.url)
-        first = TrainerThread(sleeper)
-        asleep.wait()
-        second = bench.trainer(resume=True)
-        second.learner.fail_at[11] = KilledError()  # so that there is something left for the first to spoil
-        with pytest.raises(KilledError):
-            second.run()
-        wait_for(lambda: not redis_client.xlen(bench.keys.prompts) + redis_client.xlen(bench.keys.evaluations))
-        second.publisher.wait()
-        before, streams = files(bench), contents(redis_client)
-        time.sleep(CHECK_S)  # or it would go on a little before its next check
-        asleep.release()
-        first.join(60)
-        assert isinstance(first.outcome, FencedError), first.outcome
-        assert "this trainer is of epoch 0, the run is in epoch 1" in str(first.outcome)
-        after = files(bench)
-        assert {*after} <= {*before}, "it adds no file"
-        taken = {Path(path).relative_to(bench.folder).parts[1] for path in {*before} - {*after}}
-        assert not taken & {*second.leadership.checkpoints._committed}, (
-            "what it deletes is what it wrote itself and nobody needs"
-        )
-        assert contents(redis_client) == streams
-        third = bench.trainer(resume=True)
-        assert third.run()
-    assert_settled_once(bench, redis_client, dead={7, 17})
 
 
 @pytest.fixture

@@ -124,24 +124,6 @@ async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_att
     assert indexes(await holder.claims.take()) == [3]
 
 
-async def test_claims_found_before_a_command_failed_are_handed_out_all_the_same(streams, monkeypatch) -> None:
-    holder = await Holder(streams.connection).opened()
-    release(streams.client, 1, 2, 3)
-    streams.client.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=3)
-    lose_one_reply(streams.connection)
-    xclaim, claimed = streams.connection.commands.xclaim, []
-
-    async def fail_after_the_second(*arguments, **keywords):
-        claimed.append(arguments)
-        if len(claimed) == 3:
-            raise exceptions.ConnectionError("cut")
-        return await xclaim(*arguments, **keywords)
-
-    monkeypatch.setattr(streams.connection.commands, "xclaim", fail_after_the_second)
-    assert indexes(await holder.claims.take()) == [1, 2]
-    assert indexes(await holder.claims.take()) == [3]
-
-
 async def test_an_idle_claim_is_taken_over_one_at_a_time_as_another_attempt(streams) -> None:
     first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
     release(streams.client, 1, 2)
@@ -274,16 +256,6 @@ async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, monkeypat
     assert [row["message_id"] for row in rows] == [claim.entry_id] and len(holder.table) == 0
 
 
-async def test_handing_back_includes_claims_whose_reply_never_came(streams) -> None:
-    holder = await Holder(streams.connection, "a").opened()
-    release(streams.client, 1)
-    streams.client.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=1)
-    assert await holder.claims.hand_back() == 1
-    other = await Holder(streams.connection, "b").opened()
-    (claim,) = await other.claims.take()
-    assert claim.index == 1 and claim.attempt == 1
-
-
 async def test_a_prompt_whose_numbers_no_record_can_carry_is_removed_in_a_short_line(streams, caplog) -> None:
     holder = await Holder(streams.connection).opened()
     for field, number in (("version", "9" * 5000), ("attempt", "9" * 30), ("index", "seven")):
@@ -295,22 +267,6 @@ async def test_a_prompt_whose_numbers_no_record_can_carry_is_removed_in_a_short_
     assert indexes(claims) == [8] and streams.count(KEYS.prompts) == 1
     lines = [record.getMessage() for record in caplog.records if "names no task" in record.getMessage()]
     assert len(lines) == 3 and max(map(len, lines)) < 250 and "field version = b'9999" in lines[0]
-
-
-@pytest.mark.redis
-async def test_an_emptied_server_gets_its_consumer_groups_again(redis_server, connect) -> None:
-    server = redis_server()
-    holder = await Holder(connect(server)).opened()
-    release(server.client, 1)
-    await holder.claims.take()
-    server.client.flushall()
-    await holder.claims.refresh(holder.claims.to_be_kept())
-    assert await holder.claims.take() == []
-    # In the same millisecond it would get the id of the entry that is still held.
-    server.client.xadd(KEYS.prompts, {Field.INDEX: 1, Field.VERSION: 3}, id=f"{int(time.time() * 1000) + 60_000}-0")
-    assert indexes(await holder.claims.take()) == [1]
-    server.client.flushall()
-    assert await holder.claims.hand_back() == 2
 
 
 @pytest.mark.redis

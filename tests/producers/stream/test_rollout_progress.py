@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 from redis.exceptions import ConnectionError
 
 from penstock.producers.rollout.episode import UNSCORED
@@ -134,30 +133,6 @@ async def test_what_one_producer_has_saved_is_found_by_the_next(desk) -> None:
     assert 0 < one.client.ttl(KEYS.progress(3)) <= SHORTEST_TTL_S
 
 
-async def test_only_what_has_grown_is_written_again(desk) -> None:
-    one = desk()
-    one.claim(1, 5)
-    await one.progress.save()
-    one.client.delete(KEYS.progress(1))
-    await one.progress.save()
-    assert one.saved() == []
-
-
-async def test_groups_are_written_together_up_to_a_size(desk, streams) -> None:
-    one, num_keys = desk(), []
-
-    async def write(execute) -> object:
-        answers = await execute()
-        num_keys.append(len(answers))
-        return answers
-
-    intercept(streams.connection, write)
-    for n, num_tokens in enumerate((5, 5, 100_000, 100_000, 5), 1):  # 8 bytes a token
-        one.claim(n, num_tokens)
-    await one.progress.save()
-    assert one.saved() == [1, 2, 3, 4, 5] and num_keys == [4, 1]
-
-
 async def test_what_a_write_without_an_answer_may_have_left_goes_with_the_append(desk, streams) -> None:
     one, cuts = desk(), [ConnectionError("reset")]
 
@@ -201,25 +176,6 @@ async def test_progress_written_beside_the_append_does_not_stay(desk, streams) -
     assert one.saved() == []
 
 
-async def test_progress_of_an_index_settled_meanwhile_goes_with_the_late_append_or_expires(desk) -> None:
-    """Its holder was frozen; another one has appended the group and the trainer has settled it."""
-    frozen, other = desk(), desk()
-    claims = [frozen.claim(n, 5) for n in (1, 2)]
-    await frozen.progress.save()
-    for n in (1, 2):
-        claim = other.claim(n)
-        await other.progress.find(claim)
-        other.writer.put(claim, Dead("why"))
-    await appended(other)
-    assert frozen.saved() == []
-    for n in (1, 2):
-        claims[n - 1].in_flight = SoFar(n, 9)
-    await frozen.progress.save()
-    frozen.writer.put(claims[0], so_far(1, 9))
-    await appended(frozen)
-    assert frozen.saved() == [2] and 0 < frozen.client.ttl(KEYS.progress(2)) <= SHORTEST_TTL_S
-
-
 async def test_a_finished_run_leaves_no_progress(desk) -> None:
     one = desk()
     one.claim(1, 5), one.claim(2, 5)
@@ -228,26 +184,6 @@ async def test_a_finished_run_leaves_no_progress(desk) -> None:
     assert one.saved() == []
     one.claim(3, 5)
     await one.progress.save()
-    assert one.saved() == []
-
-
-async def test_progress_on_its_way_when_the_run_ends_does_not_stay(desk, streams) -> None:
-    one = desk()
-    one.claim(1, 5)
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def late(execute) -> object:
-        """What is to be set reaches Redis after the end."""
-        begun.set()
-        await ended.wait()
-        return await execute()
-
-    intercept(streams.connection, late)
-    saving = asyncio.create_task(one.progress.save())
-    await begun.wait()
-    await one.store.end()
-    ended.set()
-    await saving
     assert one.saved() == []
 
 
@@ -282,13 +218,6 @@ async def test_the_last_attempt_begins_anew(desk, caplog) -> None:
     assert await one.progress.find(one.claim(1, attempt=2)) is not None
     assert await one.progress.find(one.claim(1, attempt=3)) is None
     assert caplog.messages == ["group 1 starts again at its last attempt"]
-
-
-async def test_the_only_attempt_goes_on_with_what_was_handed_back(desk) -> None:
-    one = desk(max_attempts=1)
-    one.claim(1, 5)
-    await one.progress.save()
-    assert await one.progress.find(one.claim(1)) is not None
 
 
 @pytest.mark.parametrize("converses", [False, True])
@@ -344,14 +273,6 @@ async def test_progress_is_bounded_the_oldest_first(desk, caplog, monkeypatch) -
     await one.progress.save()
     assert one.saved() == [1, 2, 3]
     assert caplog.messages == ["progress of rollouts is not kept: group 3: no room left (1 MB)"]
-
-
-async def test_a_group_too_large_for_an_entry_has_no_progress(desk, caplog) -> None:
-    one = desk()
-    one.claim(1, 600_000)
-    one.claim(2, 5)
-    await one.progress.save()
-    assert one.saved() == [2] and "group 1: 4,800," in caplog.text
 
 
 async def test_a_redis_that_is_away_costs_a_log_line_and_no_more(metrics, caplog) -> None:
@@ -510,25 +431,6 @@ async def test_a_journal_without_room_is_given_up_as_a_whole(desk, caplog, monke
     await one.journals.append(journal)
     assert one.saved() == [] and journal.entries == []
     assert caplog.messages == ["progress of rollouts is not kept: group 1: no room left (1 MB)"]
-
-
-async def test_appends_that_the_server_refuses_drop_the_progress_too(desk, monkeypatch) -> None:
-    one = desk()
-    one.claim(1, 5)
-    await one.progress.save()
-    monkeypatch.setattr(one.connection, "_full_since", 1.0)
-    await one.progress.save()
-    assert one.saved() == []
-
-
-async def test_a_replaced_reward_does_not_matter(desk) -> None:
-    """A group is found as far as it came: its siblings have no rewards."""
-    one = desk()
-    one.claim(1, 5)
-    await one.progress.save()
-    found = await one.progress.find(one.claim(1))
-    assert found is not None and found.rollouts[0].reward.value != found.rollouts[0].reward.value
-    assert replace(found, rollouts=(), sampled_by=()) == replace(so_far(1, 5), rollouts=())
 
 
 async def test_groups_that_may_be_done_before_the_next_time_are_left_out_unless_it_is_the_last(desk) -> None:

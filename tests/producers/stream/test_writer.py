@@ -6,8 +6,6 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from cutting_proxy import CuttingProxy
-from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.in_flight import Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import MAX_APPEND_GROUPS, Writer
@@ -30,7 +28,6 @@ from penstock.schemas.rollout import (
 )
 from pipelines import intercept
 from scripted_engine import FINGERPRINT
-from slow_link import SlowLink
 
 KEYS = Keys("test")
 
@@ -228,46 +225,3 @@ async def test_while_one_append_is_under_way_the_next_goes_out(desk: WriterDesk,
     await asyncio.wait_for(draining, 60)
     running.cancel()
     assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
-
-
-async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> list[int]:
-    """Appends groups of so many tokens through `link`; the indexes that the server has then, in order."""
-    desk = WriterDesk(connect(server), server.client, metrics)
-    claims = await desk.claim(len(sizes))
-    with CuttingProxy(server.url, slow=link) as proxy:
-        connection = connect(proxy)
-        desk.writer = Writer(connection, KEYS, desk.table, metrics, "p1", "i1")
-        for claim, size in zip(claims, sizes, strict=True):
-            desk.writer.put(claim, a_group(claim.index, num_tokens=size))
-        running = asyncio.create_task(desk.writer.run())
-        draining = asyncio.create_task(desk.writer.drain())
-        async with asyncio.timeout(60):
-            while not draining.done():
-                await connection.retrying(connection.commands.ping)  # as claims and heartbeats go on
-                await asyncio.sleep(0.05)
-        running.cancel()
-        await asyncio.wait([running])
-    assert desk.num_open() == (0, 0) and len(desk.table) == 0
-    return [int(fields[Field.INDEX]) for fields in desk.rollouts()]
-
-
-@pytest.mark.redis
-@pytest.mark.exhaustive
-async def test_an_append_over_a_link_slower_than_any_is_done_in_the_end_and_told_once(
-    redis_server, connect, metrics, monkeypatch, caplog
-) -> None:
-    monkeypatch.setattr(connection_module, "ANSWER_S", 0.5)
-    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 10_000_000)
-    append, tries = Writer._append, []
-
-    async def append_and_count(writer, batch) -> None:
-        tries.append(batch)
-        await append(writer, batch)
-
-    monkeypatch.setattr(Writer, "_append", append_and_count)
-    link = SlowLink(300_000)  # 2.7 s for the group, which gets 0.6, 1.2, 2.4 and 4.7 s
-    assert await append_over(link, redis_server(), connect, metrics, 100_000) == [1]
-    (told,) = [line for line in caplog.messages if "answers, but not to" in line]
-    assert "trying again with more and more time" in told
-    # Nothing of a try that was given up is sent on.
-    assert link.num_bytes < 0.85 * 800_000 * len(tries)
