@@ -35,7 +35,7 @@ from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.run_progress import RunProgress
-from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
+from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of, new_run_id
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.best import BestPolicy
@@ -190,17 +190,26 @@ def _open(
     config: RunConfig, runs: Path, metrics: TrainerMetrics, leadership: Leadership, ranks: Ranks, *, resume: bool
 ) -> Trainer:
     connection, checkpoints = leadership.scripts.connection, leadership.checkpoints
-    known = int(connection.call(lambda client: client.hget(leadership.scripts.keys.commit, Commit.EPOCH)) or -1)
+    key = leadership.scripts.keys.commit
+    known = int(connection.call(lambda client: client.hget(key, Commit.EPOCH)) or -1)
+    there = (connection.call(lambda client: client.hget(key, Commit.RUN_ID)) or b"").decode()
     exists = f"name = {config.name!r}: this run exists; continue it with --resume or choose another name"
     if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
         raise ConfigError(exists)
+    here = checkpoints.run_id()
+    if there and here and there != here:
+        raise ConfigError(
+            f"name = {config.name!r}: Redis holds another run of this name ({there}) than the folder "
+            f"{config.folder(runs)} ({here}); expected the Redis and the folder of one run, or another name"
+        )
+    run_id = there or here or new_run_id()
     description = encode_description(describe(config))
     learner = load_learner(config, ranks)
     # Claimed late: a trainer that ends before it opens its epoch leaves no trace of one.
-    epoch = checkpoints.claim_epoch(known + 1)
+    epoch = checkpoints.claim_epoch(known + 1, run_id)
     if epoch and not resume:
         raise ConfigError(exists)
-    commit = leadership.open(epoch, description)
+    commit = leadership.open(epoch, description, run_id)
     state = _load_checkpoint(commit.get(Commit.CHECKPOINT), learner, leadership) if epoch else None
     if state is None:
         state = CheckpointState(policy_version=0 if epoch else -1)
@@ -279,7 +288,7 @@ def _assemble(
         publisher=publisher,
         evaluator=evaluator,
         best=best,
-        commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, record.sync),
+        commits=Commits(leadership, learner, intake, progress, config.checkpoint.every, record.sync),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, LoadedChecks(config), judge_by, learner.ranks),
         producers=producers,

@@ -233,6 +233,7 @@ class Trainer:
     def _request_evaluation(self) -> None:
         if self.evaluator.request(self.policy.version, self.progress.num_batches):
             self.best.expect(self.policy.version)
+            self.best.expect_only(self.evaluator.pending)
 
     def _collect_evaluations(self) -> None:
         for result in self.evaluator.collect():

@@ -103,7 +103,7 @@ class Producer:
         reader = WeightReader(connection.call, keys)
         copy = HostCopy(config.weights.host_folder, config.name, connection.place, reader, context.metrics)
         on_load = partial(context.events.write, "weights")
-        self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, on_load)
+        self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, on_load, self._on_run)
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
         self.claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
@@ -122,7 +122,7 @@ class Producer:
         self.heartbeat = HeartbeatSender(
             connection, keys, context.producer_id, self._describe, self._on_finished, self._on_quarantined
         )
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], Claim] = {}
         self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
         """Claims of `endpoint` for prompts that are not conversations."""
         self._run_is_finished = False
@@ -270,8 +270,8 @@ class Producer:
         if is_alone:
             await self._wait_until_appended()
         task = groups.create_task(self._run(claim))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[task] = claim
+        task.add_done_callback(self._running.pop)
         if is_alone:
             await self._wait_until_appended()
 
@@ -294,7 +294,8 @@ class Producer:
             found = await self.progress.left_by_the_dead(claim)
             self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result", group=found))
             return
-        await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
+        lag_bound = self._config.lag_bound if claim.evaluation_id is None else 0
+        await self.weights.wait_for(claim.version, lag_bound, claim.run_id)
         found = await self.progress.find(claim)
         try:
             if self.endpoint is not None and self._environments.converses(claim.environment):
@@ -309,6 +310,19 @@ class Producer:
             if ends_caller(error):
                 raise
             self.writer.put(claim, Dead.of("producer", error))
+
+    def _on_run(self, run_id: str) -> None:
+        """Joins a run, and drops what was claimed in an earlier one of its name: its trainer is gone."""
+        self.context.run_id = run_id
+        if others := {claim for claim in self.table if claim.run_id not in ("", run_id)}:
+            log.warning("%d claims of an earlier run of this name are dropped", len(others))
+        for task, claim in self._running.items():
+            if claim in others:
+                task.cancel()
+        if self.endpoint is not None:
+            self.endpoint.agents.leave(others)
+        for claim in others:
+            self.table.remove(claim)
 
     def _on_finished(self) -> None:
         if not self._run_is_finished:
@@ -370,6 +384,8 @@ class Producer:
             last_error=self.weights.last_error,
             endpoint="" if self.endpoint is None else self.endpoint.url,
             instance=self.context.instance,
+            run_id=self.weights.run_id,
+            unreadable_version=self.weights.unreadable_version,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import EngineFingerprint
 
 HEARTBEAT_TTL_S = 15
@@ -31,6 +32,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """URL at which agents reach this producer; empty without an endpoint."""
     instance: str = ""
     """Unique to each start of a producer, as in `RolloutGroup.sampled_by`. Empty in earlier releases."""
+    run_id: str = ""
+    """Of the run whose weights the engine holds, see `penstock.schemas.keys.Commit`; empty before the first."""
+    unreadable_version: int = UNKNOWN_VERSION
+    """The newest policy, if a chunk on the way to it cannot be read or is wrong."""
 
 
 encode_heartbeat = msgspec.json.Encoder().encode

@@ -32,16 +32,16 @@ class Keys:
         self.run = run
         tag = "{" + run + "}"
         self.prompts = f"{tag}:prompts"
-        """Stream: the releases not yet appended (`index`, `version`, and the task: `environment`, `task`)."""
+        """Stream: the releases not yet appended (`index`, `version`, `run_id`, and the task: `environment`, `task`)."""
         self.tasks = f"{tag}:tasks"
         """Hash: index to `<number> <environment>` of its task, of indexes released since the last checkpoints."""
         self.rollouts = f"{tag}:rollouts"
-        """Stream: one entry per group (`index`, `kind`, `payload`); a dead group's also has `producer`, `reason` and
-        `traceback`, and its payload may be incomplete."""
+        """Stream: one entry per group (`index`, `kind`, `payload`, `run_id`); a dead group's also has `producer`,
+        `reason` and `traceback`, and its payload may be incomplete."""
         self.evaluations = f"{tag}:evaluations"
-        """Stream: evaluation prompts (`environment`, `task`), entry id `<version>-<n>`."""
+        """Stream: evaluation prompts (`environment`, `task`, `run_id`), entry id `<version>-<n>`."""
         self.evaluation_results = f"{tag}:evaluation_results"
-        """Stream: evaluation groups (`evaluation`, `kind`, `payload`)."""
+        """Stream: evaluation groups (`evaluation`, `kind`, `payload`, `run_id`)."""
         self.policy = f"{tag}:policy"
         """Stream: weight manifests, entry id `<version>-1`, as far back as the log reaches; the newest is the current
         policy."""
@@ -50,7 +50,7 @@ class Keys:
         self.chunks = f"{tag}:chunks"
         """Hash: chunk key to chunk, for weights that are stored in Redis."""
         self.commit = f"{tag}:commit"
-        """Hash: trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
+        """Hash: the run's id, trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
         self.description = f"{tag}:run"
         """Hash: the run file, the base model's digest and its files other than weights (schemas/description.py)."""
         self.lease = f"{tag}:lease"
@@ -73,11 +73,11 @@ class Keys:
         """String with a time to live: the producer's heartbeat."""
         return self._producer_prefix + producer_id
 
-    def progress(self, index: int) -> str:
+    def progress(self, index: int, run_id: str = "") -> str:
         """With a time to live: the siblings of an index sampled so far. A string, encoded as a group that was given up,
         in which an unfinished sibling has the finish reason `abort`; for conversations a hash of their parts
         (`<instance>/<part>`) and the producer that holds them (`producer`, `instance`)."""
-        return f"{self._progress_prefix}{index}"
+        return f"{self._progress_prefix}{run_id}:{index}"
 
     @property
     def producer_pattern(self) -> str:
@@ -95,6 +95,8 @@ class Field:
     TRACEBACK = b"traceback"
     """Of the exception in a user's code for which a group or a rollout died; empty without one."""
     VERSION = b"version"
+    RUN_ID = b"run_id"
+    """Of the run that released the prompt, see `Commit.RUN_ID`; absent from entries that were written by hand."""
     ENVIRONMENT = b"environment"
     """Name of a task's environment; absent for the first environment."""
     TASK = b"task"
@@ -124,6 +126,8 @@ class Kind:
 class Commit:
     """Fields of the commit hash. `fork:<epoch>` and `announced:<epoch>` are one field per epoch."""
 
+    RUN_ID = b"run_id"
+    """Tells this run from one that is begun anew under its name; its trainers' epoch files hold it too."""
     EPOCH = b"epoch"
     RELEASED = b"released"
     VERSION = b"policy_version"
@@ -140,3 +144,9 @@ def number_in(field: bytes | None) -> int | None:
     thousands of digits, and return numbers that no record can hold.
     """
     return int(field) if field is not None and len(field) <= _MAX_DIGITS and field.isdigit() else None
+
+
+def entry_key(entry_id: bytes) -> tuple[int, int]:
+    """Returns a stream entry id as a sortable pair."""
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence)

@@ -54,6 +54,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     created_s: when it was announced, in seconds since 1970; 0 if unknown.
     base_digest: of the base model if the tensors are an adapter, see `penstock.schemas.model_digest`; unset if they are
         a whole model.
+    run_id: of the run, see `penstock.schemas.keys.Commit`. Empty in earlier releases.
     """
 
     version: int
@@ -65,6 +66,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     store: str = "redis"
     created_s: float = 0.0
     base_digest: str | msgspec.UnsetType = msgspec.UNSET
+    run_id: str = ""
 
     @property
     def chunk_bytes(self) -> int:

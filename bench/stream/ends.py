@@ -130,7 +130,7 @@ class TrainerEnd:
 
     def acknowledge(self) -> int:
         """Commits, the protocol's only acknowledgement, which trims the stream. Returns the entries trimmed."""
-        return self._scripts.commit("bench", self._reader.first_unsettled(), b"0-0")
+        return self._scripts.commit("bench", self._reader.first_unsettled())
 
     def close(self) -> None:
         self._connection.close()

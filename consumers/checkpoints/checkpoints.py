@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import random
 import re
 import shutil
@@ -45,7 +44,8 @@ class CheckpointWriteError(OSError):
 
 
 class Checkpoints:
-    """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer.
+    """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer, which holds the
+    run's id.
 
     Configuration and tokenizer of `base_model` are copied into each checkpoint, so that it is a complete model. The
     first trainer that claims an epoch creates the folder: a standby trainer alone leaves no trace of a run.
@@ -61,19 +61,25 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._abandoned = threading.Event()
 
-    def claim_epoch(self, at_least: int) -> int:
+    def claim_epoch(self, at_least: int, run_id: str = "") -> int:
         """Creates the file of a new epoch, above every epoch on disk or in Redis (`at_least`); returns the epoch."""
         make_private(self._folder.parent)
         self._folder.mkdir(exist_ok=True)
         epoch = max(at_least, self.newest_epoch() + 1)
         while True:
             try:
-                os.close(os.open(self._folder / f"epoch-{epoch}", os.O_CREAT | os.O_EXCL))
+                with (self._folder / f"epoch-{epoch}").open("x") as file:
+                    file.write(run_id)
             except FileExistsError:
                 epoch += 1
                 continue
+            fsync(self._folder / f"epoch-{epoch}")
             fsync(self._folder)
             return epoch
+
+    def run_id(self) -> str:
+        """Returns the id of the run whose trainers have claimed epochs here; empty if none has."""
+        return max((file.read_text() for file in self._folder.glob("epoch-*")), key=len, default="")
 
     def newest_epoch(self) -> int:
         """Returns the newest epoch that any trainer has claimed here; -1 if none has."""

@@ -9,12 +9,11 @@ from penstock.consumers.checkpoints.checkpoints import CheckpointWriteError, rng
 from penstock.consumers.checkpoints.schedule import CommitSchedule
 from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.learner.learner import Learner
-from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import RunFailedError
-from penstock.consumers.stream.reader import entry_key
 from penstock.consumers.stream.run_progress import RunProgress
+from penstock.schemas.keys import entry_key
 
 
 class Snapshot(NamedTuple):
@@ -25,7 +24,6 @@ class Snapshot(NamedTuple):
     num_settled: int
     num_released: int
     keep_rollouts: bytes
-    keep_results: bytes
     began_s: float
     took_s: float
 
@@ -57,7 +55,6 @@ class Commits:
         leadership: Leadership,
         learner: Learner,
         intake: Intake,
-        evaluator: Evaluator,
         progress: RunProgress,
         every: int,
         sync_record: Callable[[], None],
@@ -66,7 +63,6 @@ class Commits:
         self._leadership = leadership
         self._learner = learner
         self._intake = intake
-        self._evaluator = evaluator
         self._progress = progress
         self._sync_record = sync_record
         self._snapshot: Snapshot | None = None
@@ -96,7 +92,6 @@ class Commits:
             num_settled=len(self._intake.ledger.settled),
             num_released=self._intake.ledger.num_released,
             keep_rollouts=self._intake.reader.first_unsettled(),
-            keep_results=self._evaluator.first_needed(),
             began_s=began_s,
             took_s=time.monotonic() - began_s,
         )
@@ -117,10 +112,9 @@ class Commits:
         leadership, reader = self._leadership, self._intake.reader
         # A server that was emptied meanwhile and whose clock is behind reuses ids, and not all were read yet.
         keep_rollouts = min(snapshot.keep_rollouts, reader.first_unsettled(), key=entry_key)
-        keep_results = min(snapshot.keep_results, self._evaluator.first_needed(), key=entry_key)
         # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the
         # successor may continue from it. If it does not, its next commit deletes the checkpoint.
-        trimmed = leadership.scripts.commit(name, keep_rollouts, keep_results, self._num_released)
+        trimmed = leadership.scripts.commit(name, keep_rollouts, self._num_released)
         self._num_released = snapshot.num_released
         leadership.checkpoints.committed(name)
         reader.forget_trimmed(keep_rollouts)

@@ -8,13 +8,17 @@ import msgspec
 
 from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
-from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
+from penstock.consumers.stream.reader import ENTRIES_PER_READ, LARGEST_CLOCK, START
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.config import HeldOut
-from penstock.schemas.keys import Field, Kind, number_in
+from penstock.schemas.keys import Field, Kind, entry_key, number_in
 from penstock.schemas.rollout import RecordError, decode_group
 
 log = logging.getLogger(__name__)
+
+MOST_OPEN = 8
+"""Evaluations that wait for producers at once. They answer held-out prompts before all others, so more are open only if
+they answer none."""
 
 
 class EvaluationResult(NamedTuple):
@@ -79,6 +83,7 @@ class Evaluator:
         self._pending[policy_version] = {}
         self._update_of.setdefault(policy_version, update)
         self._ask({(policy_version, n): (policy_version, n) for n in range(1, len(self._held_out) + 1)})
+        self._drop_replaced()
         return True
 
     def request_again(self) -> None:
@@ -96,6 +101,8 @@ class Evaluator:
             for entry_id, fields in entries:
                 self._receive(fields)
                 self._cursor = entry_id
+            if entries:
+                self._trim()
             if len(entries) < ENTRIES_PER_READ:
                 break
         self._ask_others()
@@ -106,10 +113,29 @@ class Evaluator:
     def pending(self) -> list[int]:
         return sorted(self._pending)
 
-    def first_needed(self) -> bytes:
-        """Returns the entry id up to which the result stream may be trimmed."""
+    def _trim(self) -> None:
+        """Removes the answers read: a trainer that resumes asks for evaluations of its own."""
         milliseconds, sequence = entry_key(self._cursor)
-        return START if self._pending else f"{milliseconds}-{sequence + 1}".encode()
+        if milliseconds > LARGEST_CLOCK:
+            self._scripts.renew()
+            self._cursor = START
+        else:
+            self._scripts.trim_results(f"{milliseconds}-{sequence + 1}")
+
+    def _drop_replaced(self) -> None:
+        """Withdraws the oldest evaluations that no producer has begun to answer, if too many are open."""
+        waiting = [version for version in sorted(self._pending)[:-1] if not self._pending[version]]
+        for version in waiting[: max(0, len(self._pending) - MOST_OPEN)]:
+            log.warning("the evaluation of policy %d is dropped: %d others wait for producers", version, MOST_OPEN)
+            self._scripts.drop_evaluations([f"{entry[0]}-{entry[1]}" for entry in self._forget(version)])
+
+    def _forget(self, version: int) -> list[EntryId]:
+        """Forgets an open evaluation; returns the ids of its requests."""
+        del self._pending[version]
+        entries = [entry for entry, prompt in self._asked.items() if prompt[0] == version]
+        for entry in entries:
+            del self._asked[entry]
+        return entries
 
     def _ask(self, more: Mapping[EntryId, tuple[int, int]]) -> None:
         """Requests these prompts, and all pending ones again: Redis may have lost them. Existing requests stay
@@ -140,6 +166,8 @@ class Evaluator:
         version, n = number_in(before), number_in(after)
         if version is None or n is None or (version, n) not in self._asked:
             return  # an evaluation that is complete, or of an earlier trainer
+        if fields.get(Field.RUN_ID, self._scripts.run_id.encode()) != self._scripts.run_id.encode():
+            return  # answered by the weights of another run of this name
         entry, (version, n) = (version, n), self._asked[version, n]
         samplers: tuple[str, ...] = ()
         found = HeldOutAnswers(self._held_out[n - 1].environment)
@@ -154,8 +182,8 @@ class Evaluator:
         self._pending[version].setdefault(n, ReceivedAnswers(entry, samplers, found))
 
     def _result(self, version: int) -> EvaluationResult:
-        answers = [each.found for each in self._pending.pop(version).values()]
-        self._asked = {entry: prompt for entry, prompt in self._asked.items() if prompt[0] != version}
+        answers = [each.found for each in self._pending[version].values()]
+        self._forget(version)
         num_failed = sum(not each.rewards for each in answers)
         if num_failed:
             log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(answers))

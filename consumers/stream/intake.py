@@ -8,12 +8,13 @@ from penstock.consumers.learning.batch.lag import LagTable, is_stale, known_lags
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.quarantine import Quarantine
-from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key, readable
+from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, readable
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
+from penstock.schemas.keys import entry_key
 from penstock.schemas.record import PASSED_OVER
 from penstock.schemas.rollout import RolloutGroup, died_of_length, encode_group
 
@@ -35,7 +36,9 @@ class Intake:
     ) -> None:
         self.ledger = ledger
         self.lag_of = lag_of
-        self.reader = Reader(scripts.connection, scripts.keys, ledger, config.group_size, check)
+        self.reader = Reader(
+            scripts.connection, scripts.keys, ledger, config.group_size, check, scripts.renew, scripts.run_id
+        )
         self.died: list[Refused] = []
         """Groups that died or were skipped before a batch took them, for the record, if the run keeps one."""
         self.quarantine = Quarantine(scripts)

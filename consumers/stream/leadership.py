@@ -85,11 +85,11 @@ class Leadership:
             return "no trainer has begun it"
         return f"no trainer holds it; it is taken over after {self._lease_s:g} s of that"
 
-    def open(self, epoch: int, description: Mapping[str, bytes]) -> dict[bytes, bytes]:
+    def open(self, epoch: int, description: Mapping[str, bytes], run_id: str = "") -> dict[bytes, bytes]:
         """Raises the run's epoch, which fences every earlier trainer, and writes the run's description; returns the
-        commit hash."""
+        commit hash. run_id: see `Scripts.open_epoch`."""
         self._description = description
-        commit = self.scripts.open_epoch(epoch)
+        commit = self.scripts.open_epoch(epoch, run_id)
         self.scripts.describe(description)
         self._start_renewing()
         return commit

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.scripts import Scripts
-from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.heartbeat import Heartbeat, decode_heartbeat
 from penstock.schemas.producer_parity import ProducerParity, encode_parity, quarantine_in
 from penstock.schemas.rollout import RolloutGroup, one_line
 
@@ -52,7 +52,7 @@ class Quarantine:
             RunFailedError: no other producer is alive, and the run `refuses` to be trained from this one.
         """
         name = one_line(finding.producer_id)
-        alive = self._everyone()
+        alive = self._instances()
         if alive <= {*self._quarantined, instance}:
             if refuses:
                 raise RunFailedError(
@@ -105,21 +105,21 @@ class Quarantine:
         if kept or self._measured:
             self._scripts.note_parity({name: encode_parity(finding) for name, finding in kept.items()})
 
-    def _everyone(self) -> set[str]:
-        """Returns the instances of the run that are alive."""
-        pattern = self._scripts.keys.producer_pattern
-        return self._instances(
-            self._scripts.connection.call(lambda client: list(client.scan_iter(pattern, count=1000)))
-        )
+    def _instances(self, names: Sequence[str] | None = None) -> set[str]:
+        """Returns the instances that send the heartbeats of these keys, or any."""
+        return {beat.instance or beat.producer_id for beat in live_heartbeats(self._scripts, names)}
 
-    def _instances(self, names: Sequence[str | bytes]) -> set[str]:
-        """Returns the instances that send the heartbeats of these keys."""
-        values: Any = self._scripts.connection.call(lambda client: client.mget(names)) if names else ()
-        instances = set()
-        for value in values:
-            try:
-                heartbeat = decode_heartbeat(value or b"")
-            except msgspec.DecodeError:
-                continue
-            instances.add(heartbeat.instance or heartbeat.producer_id)
-        return instances
+
+def live_heartbeats(scripts: Scripts, names: Sequence[str | bytes] | None = None) -> list[Heartbeat]:
+    """Returns the heartbeats of these keys; of every producer of the run without them."""
+    call, pattern = scripts.connection.call, scripts.keys.producer_pattern
+    if names is None:
+        names = call(lambda client: list(client.scan_iter(pattern, count=1000)))
+    values: Any = call(lambda client: client.mget(names)) if names else ()
+    heartbeats = []
+    for value in values:
+        try:
+            heartbeats.append(decode_heartbeat(value or b""))
+        except msgspec.DecodeError:
+            continue
+    return heartbeats

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from penstock.consumers.stream.connection import BLOCK_S, TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
-from penstock.schemas.keys import Field, Keys, Kind, number_in
+from penstock.schemas.keys import Field, Keys, Kind, entry_key, number_in
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
@@ -25,6 +25,8 @@ from penstock.schemas.rollout import (
 log = logging.getLogger(__name__)
 
 START = b"0-0"
+LARGEST_CLOCK = 2**63
+"""No server's clock shows so many milliseconds. Entry ids begin with it, and go up to 2**64."""
 ENTRIES_PER_READ = 64
 FIRST_READ_ENTRIES = 8
 """Entries of the first read: their size is not known yet."""
@@ -68,6 +70,8 @@ class Reader:
     trims.
 
     check: raises RecordError for a group that the trainer cannot reproduce.
+    renew: called for a stream whose entry ids are used up, once all its entries are read; it deletes the stream.
+    run_id: of the run, see `penstock.schemas.keys.Commit`.
     """
 
     def __init__(
@@ -77,8 +81,11 @@ class Reader:
         ledger: Ledger,
         group_size: int,
         check: Callable[[RolloutGroup], None] = lambda group: None,
+        renew: Callable[[], object] = lambda: None,
+        run_id: str = "",
     ) -> None:
         self._connection = connection
+        self._renew, self._run_id = renew, run_id.encode()
         self._stream = keys.rollouts
         self._ledger = ledger
         self._group_size = group_size
@@ -101,8 +108,9 @@ class Reader:
         With `block` waits at most `BLOCK_S` for the first; a producer that appends one unblocks it.
         """
         block_ms = int(BLOCK_S * 1000) if block else None
+        count = self._count
         reply = self._connection.call(
-            lambda client: client.xread({self._stream: self.cursor}, count=self._count, block=block_ms)
+            lambda client: client.xread({self._stream: self.cursor}, count=count, block=block_ms)
         )
         entries = reply[0][1] if reply else []
         if entries:
@@ -111,7 +119,11 @@ class Reader:
         for entry_id, fields in entries:
             self._receive(entry_id, fields, lag_of)
             self.cursor = entry_id
-            self._ledger.last_read = max(self._ledger.last_read.encode(), entry_id, key=entry_key).decode()
+            if entry_key(entry_id)[0] <= LARGEST_CLOCK:
+                self._ledger.last_read = max(self._ledger.last_read.encode(), entry_id, key=entry_key).decode()
+        if entry_key(self.cursor)[0] > LARGEST_CLOCK and len(entries) < count:
+            self._renew()
+            self.rewind()
         return len(entries)
 
     def read_to_end(self, lag_of: LagOf) -> None:
@@ -128,7 +140,10 @@ class Reader:
         On a server that was emptied and whose clock is behind, ids of ready groups are above those still to be read.
         """
         milliseconds, sequence = entry_key(self.cursor)
-        ids = [f"{milliseconds}-{sequence + 1}".encode(), *(held.entry_id for held in self.ready.values())]
+        ids = [
+            f"{milliseconds}-{min(sequence + 1, 2**64 - 1)}".encode(),
+            *(held.entry_id for held in self.ready.values()),
+        ]
         return min(ids, key=entry_key)
 
     def forget_trimmed(self, first: bytes) -> None:
@@ -142,6 +157,9 @@ class Reader:
     def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
         payload = fields.get(Field.PAYLOAD, b"")
         index = number_in(fields.get(Field.INDEX))
+        if fields.get(Field.RUN_ID, self._run_id) != self._run_id:
+            log.warning("entry %s is of another run of this name: dropped", entry_id.decode())
+            return
         if index is None:
             found = _shown(fields.get(Field.INDEX))
             self.refuse(Refused(None, f"poison: index field {found}", payload, entry_id))
@@ -282,9 +300,3 @@ def _letter(reason: str, payload: bytes) -> tuple[str, bytes]:
 def _shown(field: bytes | None) -> str:
     """Returns a field of an entry, cut to what a reason may quote."""
     return repr(field if field is None else field[:MAX_REASON_CHARACTERS])
-
-
-def entry_key(entry_id: bytes) -> tuple[int, int]:
-    """Returns a stream entry id as a sortable pair."""
-    milliseconds, _, sequence = entry_id.partition(b"-")
-    return int(milliseconds), int(sequence)

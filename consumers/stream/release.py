@@ -92,7 +92,10 @@ class Releaser:
         scripts, reader = self._scripts, self._reader
         entries = self._reachable_prompts()
         # Producers may append here, and one may be broken or hostile.
-        open_prompts = {number_in(fields.get(Field.INDEX)) for _, fields in entries}
+        own = scripts.run_id.encode()
+        open_prompts = {
+            number_in(fields.get(Field.INDEX)) for _, fields in entries if fields.get(Field.RUN_ID, own) == own
+        }
         if None in open_prompts:
             log.warning("prompts: an entry names no task; the producer that claims it removes it")
         reader.read_to_end(lag_of)

@@ -6,6 +6,7 @@ Payloads never pass through a script (ARGV is slow at 16 kB and more); dead lett
 starts, are the rare exceptions.
 """
 
+import logging
 import os
 import socket
 import uuid
@@ -17,18 +18,32 @@ import redis
 
 from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.reader import Refused
+from penstock.consumers.stream.reader import LARGEST_CLOCK, Refused
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
+from penstock.schemas.process.outage import takes_no_more
+
+log = logging.getLogger(__name__)
 
 MOST_PENDING = 1_000_000
 """More prompts than any credit allows to be open at once."""
 
 INDEXES_PER_CALL = 1000
+MOST_RENEWED = 10
+"""How often one script runs again because a stream was made anew."""
 
 _HEAD = "#!lua flags=allow-oom\n"
 
-# ARGV begins with the trainer's epoch, KEYS with the commit hash.
-_FENCE = """
+_OF_THIS_RUN = """
+local there = redis.call('HGET', KEYS[1], 'run_id')
+if there and there ~= run_id then
+  return redis.error_reply('FENCED run ' .. there .. ' has begun here under the name of this one, ' .. run_id)
+end
+"""
+
+# ARGV begins with the trainer's epoch and ends with its run's id, which is removed; KEYS begins with the commit hash.
+_FENCE = f"""
+local run_id = table.remove(ARGV)
+{_OF_THIS_RUN}
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
 if epoch > tonumber(ARGV[1]) then
   return redis.error_reply('FENCED this trainer is of epoch ' .. ARGV[1] .. ', the run is in epoch ' .. epoch)
@@ -38,27 +53,31 @@ end
 """
 
 _UNFENCED = {
-    # ARGV: epoch, owner, lease in ms
+    # ARGV: epoch, owner, lease in ms, id of a new run
     "open_epoch": """
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
 if tonumber(ARGV[1]) < epoch or (tonumber(ARGV[1]) == epoch and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then
   return redis.error_reply('FENCED epoch ' .. epoch .. ' is open already')
 end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2])
+if not redis.call('HGET', KEYS[1], 'run_id') then redis.call('HSET', KEYS[1], 'run_id', ARGV[4]) end
 redis.call('HDEL', KEYS[1], 'finished')
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+for i = 3, 4 do redis.call('XTRIM', KEYS[i], 'MAXLEN', 0) end
 return redis.call('HGETALL', KEYS[1])
 """,
-    # ARGV: epoch, owner, release cursor, field, value, field, value...
-    "restore": """
+    # ARGV: epoch, owner, release cursor, run id, field, value, field, value...
+    "restore": f"""
+local run_id = ARGV[4]
+{_OF_THIS_RUN}
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
 if epoch > tonumber(ARGV[1]) or (epoch == tonumber(ARGV[1]) and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then
   return redis.error_reply('FENCED this trainer is of epoch ' .. ARGV[1] .. ', the run is in epoch ' .. epoch)
 end
 local released = math.max(tonumber(redis.call('HGET', KEYS[1], 'released') or '0'), tonumber(ARGV[3]))
-redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'released', released)
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'released', released, 'run_id', run_id)
 redis.call('HDEL', KEYS[1], 'finished')
-for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return epoch
 """,
     # ARGV: owner, lease in ms
@@ -82,7 +101,8 @@ for i = 4, #ARGV, 2 do
   index = index + 1
   if index > released then
     redis.call(
-      'XADD', KEYS[2], '*', 'index', index, 'version', ARGV[2], 'environment', ARGV[i], 'task', ARGV[i + 1])
+      'XADD', KEYS[2], '*', 'index', index, 'version', ARGV[2], 'environment', ARGV[i], 'task', ARGV[i + 1],
+      'run_id', run_id)
     redis.call('HSET', KEYS[3], index, ARGV[i + 1] .. ' ' .. ARGV[i])
   end
 end
@@ -96,7 +116,8 @@ return released
 for i = 3, #ARGV, 3 do
   redis.call('HDEL', KEYS[3], ARGV[i])
   redis.call(
-    'XADD', KEYS[2], '*', 'index', ARGV[i], 'version', ARGV[2], 'environment', ARGV[i + 1], 'task', ARGV[i + 2])
+    'XADD', KEYS[2], '*', 'index', ARGV[i], 'version', ARGV[2], 'environment', ARGV[i + 1], 'task', ARGV[i + 2],
+    'run_id', run_id)
   redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 2] .. ' ' .. ARGV[i + 1])
 end
 return (#ARGV - 2) / 3
@@ -160,7 +181,8 @@ return ARGV[2]
     "evaluate": """
 local added = 0
 for i = 2, #ARGV, 3 do
-  local reply = redis.pcall('XADD', KEYS[2], ARGV[i], 'environment', ARGV[i + 1], 'task', ARGV[i + 2])
+  local reply = redis.pcall(
+    'XADD', KEYS[2], ARGV[i], 'environment', ARGV[i + 1], 'task', ARGV[i + 2], 'run_id', run_id)
   if type(reply) ~= 'table' then added = added + 1 end
 end
 return added
@@ -179,14 +201,31 @@ local id = redis.call('XADD', KEYS[2], '*', unpack(fields))
 if ARGV[2] ~= '' then redis.call('HSET', KEYS[3], ARGV[2], id) end
 return 1
 """,
-    # ARGV: epoch, checkpoint, first rollout entry to keep, first evaluation result to keep, index up to which the
-    # checkpoints hold every task
+    # ARGV: epoch, then ids of held-out prompts
+    "drop_evaluations": "for i = 2, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end",
+    # ARGV: epoch, first entry to keep
+    "trim_results": "return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])",
+    # ARGV: epoch, then the largest first number of an entry id for each key after the first. Deletes streams that hold,
+    # or held, larger ones: nothing, or nothing with the ids it needs, can be added to them. Returns their names.
+    "renew": """
+local renewed = {}
+for i = 2, #KEYS do
+  local flat = redis.call('EXISTS', KEYS[i]) == 1 and redis.call('XINFO', 'STREAM', KEYS[i]) or {}
+  for j = 1, #flat, 2 do
+    if flat[j] == 'last-generated-id' and tonumber(string.match(flat[j + 1], '%d+')) > tonumber(ARGV[i]) then
+      redis.call('DEL', KEYS[i])
+      renewed[#renewed + 1] = KEYS[i]
+    end
+  end
+end
+return renewed
+""",
+    # ARGV: epoch, checkpoint, first rollout entry to keep, index up to which the checkpoints hold every task
     "commit": """
 redis.call('HSET', KEYS[1], 'checkpoint', ARGV[2])
-for _, index in ipairs(redis.call('HKEYS', KEYS[4])) do
-  if tonumber(index) <= tonumber(ARGV[5]) then redis.call('HDEL', KEYS[4], index) end
+for _, index in ipairs(redis.call('HKEYS', KEYS[3])) do
+  if tonumber(index) <= tonumber(ARGV[4]) then redis.call('HDEL', KEYS[3], index) end
 end
-redis.call('XTRIM', KEYS[3], 'MINID', ARGV[4])
 return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[3])
 """,
     "finish": """
@@ -234,7 +273,7 @@ return found
 
 
 class FencedError(RuntimeError):
-    """A newer trainer has taken over the run; this one must stop."""
+    """A newer trainer has taken over the run, or another run has begun under its name; this one must stop."""
 
 
 class GoneError(RuntimeError):
@@ -263,22 +302,31 @@ class Scripts:
         self.keys = keys
         self.epoch = -1
         """-1 until `open_epoch`."""
+        self.run_id = ""
+        """See `penstock.schemas.keys.Commit`; empty until `open_epoch`."""
+        self._version = -1
+        """The newest policy announced."""
+        self._has_renewed = False
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         self._lease_ms = int(lease_s * 1000)
         self._on_gone = on_gone
         self._scripts = {name: connection.client.register_script(text) for name, text in SCRIPTS.items()}
 
-    def open_epoch(self, epoch: int) -> dict[bytes, bytes]:
-        """Raises the run's epoch, takes the lease whoever holds it, and returns the commit hash."""
+    def open_epoch(self, epoch: int, run_id: str = "") -> dict[bytes, bytes]:
+        """Raises the run's epoch, takes the lease whoever holds it, and returns the commit hash. Evaluations that an
+        earlier trainer asked for are dropped. run_id: of a run that Redis does not hold; a new one if it is empty."""
         self.epoch = epoch
-        keys, args = [self.keys.commit, self.keys.lease], (epoch, self._owner, self._lease_ms)
+        keys = [self.keys.commit, self.keys.lease, self.keys.evaluations, self.keys.evaluation_results]
+        args = epoch, self._owner, self._lease_ms, run_id or new_run_id()
         flat = self.connection.call(lambda _: self._call("open_epoch", keys, args))
-        return dict(zip(flat[::2], flat[1::2], strict=True))
+        commit = dict(zip(flat[::2], flat[1::2], strict=True))
+        self.run_id = commit[Commit.RUN_ID].decode()
+        return commit
 
     def restore(self, released: int, fields: Mapping[str, str | int]) -> int:
         """Restores `fields` of the commit hash of an unfinished run; returns the epoch that was there, -1 for none. Not
         retried."""
-        args = (self.epoch, self._owner, released, *chain(*fields.items()))
+        args = (self.epoch, self._owner, released, self.run_id, *chain(*fields.items()))
         return self._call("restore", [self.keys.commit], args)
 
     def hold_lease(self) -> bool:
@@ -329,13 +377,50 @@ class Scripts:
     def announce(self, version: int, manifest: bytes, anchor: bytes, floor: int, parent: int | None = None) -> None:
         """Puts `manifest` onto the policy stream and `anchor` among the anchors, either unless it is empty; then drops
         everything older than version `floor`. parent: of an epoch's first policy after a resume."""
-        keys = [self.keys.policy, self.keys.anchors]
+        keys, self._version = [self.keys.policy, self.keys.anchors], max(self._version, version)
         self._run("announce", keys, version, manifest, anchor, floor, "" if parent is None else parent)
 
     def evaluate(self, prompts: Sequence[tuple[str, ReleasedTask]]) -> int:
         """Requests held-out prompts, by entry id, ascending; returns how many were not requested before."""
-        requests = ((entry_id, *task) for entry_id, task in prompts)
-        return self._run("evaluate", [self.keys.evaluations], *chain(*requests))
+        requests = [*chain(*((entry_id, *task) for entry_id, task in prompts))]
+        added: int = self._run("evaluate", [self.keys.evaluations], *requests)
+        return added or (self._run("evaluate", [self.keys.evaluations], *requests) if self.renew() else 0)
+
+    def drop_evaluations(self, entry_ids: Sequence[str]) -> None:
+        """Withdraws requested held-out prompts."""
+        self._run("drop_evaluations", [self.keys.evaluations], *entry_ids)
+
+    def trim_results(self, first: str) -> None:
+        """Removes the answers to held-out prompts before entry `first`."""
+        self._run("trim_results", [self.keys.evaluation_results], first)
+
+    def renew(self) -> bool:
+        """Deletes the streams whose entry ids are used up, as if Redis had lost them; returns whether there were any.
+
+        One XADD with the largest id is enough, and whoever may append may send it. Until the stream is gone nothing can
+        be added: producers wait, and `has_renewed` tells the trainer to release what was lost.
+        """
+        keys = self.keys
+        by_clock = [
+            keys.prompts, keys.rollouts, keys.evaluation_results, keys.dead, keys.dead_rollouts,
+        ]  # fmt: skip
+        limits = [
+            *((key, LARGEST_CLOCK) for key in by_clock),
+            (keys.evaluations, self._version),
+            (keys.policy, self._version),
+        ]
+        renewed = self._run("renew", [key for key, _ in limits], *(limit for _, limit in limits))
+        for name in renewed:
+            log.warning(
+                "%s: its entry ids are used up; it is made anew, and what it held is released again", name.decode()
+            )
+        self._has_renewed |= bool(renewed)
+        return bool(renewed)
+
+    def has_renewed(self) -> bool:
+        """Returns True once after `renew` has deleted a stream."""
+        had, self._has_renewed = self._has_renewed, False
+        return had
 
     def dead_letter(self, refused: Refused) -> None:
         index = "" if refused.index is None else refused.index
@@ -343,11 +428,10 @@ class Scripts:
         keys = [self.keys.dead, self.keys.dead_index]
         self._run("dead_letter", keys, index, refused.reason, refused.payload, *origin)
 
-    def commit(self, checkpoint: str, keep_rollouts: bytes, keep_results: bytes, forget_tasks: int = 0) -> int:
-        """Points the run at `checkpoint`, trims the streams up to it, and forgets the tasks of indexes up to
+    def commit(self, checkpoint: str, keep_rollouts: bytes, forget_tasks: int = 0) -> int:
+        """Points the run at `checkpoint`, trims the rollouts up to it, and forgets the tasks of indexes up to
         `forget_tasks`; returns the number of rollout entries trimmed."""
-        keys = [self.keys.rollouts, self.keys.evaluation_results, self.keys.tasks]
-        return self._run("commit", keys, checkpoint, keep_rollouts, keep_results, forget_tasks)
+        return self._run("commit", [self.keys.rollouts, self.keys.tasks], checkpoint, keep_rollouts, forget_tasks)
 
     def finish(self) -> int:
         """Marks the run finished; returns the number of prompts still open."""
@@ -357,8 +441,9 @@ class Scripts:
         """Runs a fenced script, with the commit hash before `keys` and the epoch before `args`."""
 
         def run(_: redis.Redis) -> Any:
-            return self._call(name, [self.keys.commit, *keys], (self.epoch, *args))
+            return self._call(name, [self.keys.commit, *keys], (self.epoch, *args, self.run_id))
 
+        num_renewed = 0
         while True:
             try:
                 return self.connection.call(run)
@@ -366,6 +451,11 @@ class Scripts:
                 if self._on_gone is None:
                     raise
                 self._on_gone()  # the server may be emptied again before the next try
+            except redis.ResponseError as error:
+                if not takes_no_more(error) or num_renewed == MOST_RENEWED:
+                    raise
+                num_renewed += 1
+                self.renew()  # another thread may have been faster
 
     def _call(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         try:
@@ -375,6 +465,11 @@ class Scripts:
             if code in _REFUSALS:
                 raise _REFUSALS[code](problem) from error
             raise
+
+
+def new_run_id() -> str:
+    """Returns an id for a run that begins."""
+    return uuid.uuid4().hex[:12]
 
 
 def forks_of(commit: dict[bytes, bytes]) -> dict[int, int]:

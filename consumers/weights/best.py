@@ -61,6 +61,10 @@ class BestPolicy:
         if self._figure is not None:
             self._expected |= {version}
 
+    def expect_only(self, versions: Collection[int]) -> None:
+        """Keeps no longer what was expected beside these: evaluations were dropped."""
+        self._expected &= frozenset(versions)
+
     @property
     def pinned(self) -> Collection[int]:
         """The versions whose weights must stay in the log. May be called in any thread."""

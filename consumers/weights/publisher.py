@@ -85,8 +85,6 @@ class Publisher:
         self._on_published = on_published
         self._newest: tuple[int, int, bool] | None = None
         """Of the last policy announced: version, parent version, and True for an epoch's first one after a resume."""
-        self._compared = -1
-        """The version whose chunks were read back."""
         self._under_way: Future[None] = Future()
         self._under_way.set_result(None)
         self._worker = Worker("publisher")
@@ -156,7 +154,7 @@ class Publisher:
         """Begins to write the newest policy whole and announce it, unless it is announced and all chunks that lead to
         it exist. Called after Redis has lost data.
 
-        thoroughly: compares each of these chunks with its digest, once per version; otherwise existence is enough.
+        thoroughly: compares each of these chunks with its digest; otherwise existence is enough.
 
         Raises:
             OSError, RedisGoneError, FencedError: see `wait`.
@@ -201,10 +199,7 @@ class Publisher:
         assert self._newest is not None
         version, parent, fork = self._newest
         self._kept.load(self._reader.log())
-        reader = self._reader if thoroughly and self._compared != version else None
-        if self._kept.newest == version and self._kept.can_be_read(version, reader):
-            self._compared = version if thoroughly else self._compared
-        else:
+        if self._kept.newest != version or not self._kept.can_be_read(version, self._reader if thoroughly else None):
             log.warning("policy %d is announced again: the log has lost it, or chunks on the way to it", version)
             self._announce(self._write(version, parent, None), fork=fork)
         done.set_result(None)
@@ -270,6 +265,7 @@ class Publisher:
 
     def _announce(self, manifest: WeightManifest, *, fork: bool = False, anchor_only: bool = False) -> None:
         """Appends a manifest to the stream, adds a whole one to the anchors, and drops versions that are not kept."""
+        manifest = msgspec.structs.replace(manifest, run_id=self._scripts.run_id)
         version, is_whole, encoded = manifest.version, manifest.delta_of is None, msgspec.json.encode(manifest)
         oldest = self._kept.oldest_to_keep(version, is_anchor=is_whole)
         stream, anchor = b"" if anchor_only else encoded, encoded if is_whole else b""

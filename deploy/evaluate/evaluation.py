@@ -185,7 +185,7 @@ async def answer_held_out(
 class _Loaded:
     """The weights of an engine that are never replaced."""
 
-    async def wait_for(self, version: int, lag_bound: int) -> None:
+    async def wait_for(self, version: int, lag_bound: int, run_id: str) -> None:
         """Returns at once: the weights are the right ones."""
 
 

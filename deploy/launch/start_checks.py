@@ -24,6 +24,7 @@ from penstock.producers.rollout.run_environments import RunEnvironments, open_en
 from penstock.schemas.adapter import adapter_shapes
 from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, EnvironmentConfig, RunConfig, environment_fields
 from penstock.schemas.keys import Keys
+from penstock.schemas.process.outage import on_another_node
 from penstock.schemas.process.plugins import construct, ends_caller, is_whole
 from penstock.schemas.process.redis_url import configured_url, place_of
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line, shown_error
@@ -202,10 +203,13 @@ def _check_memory(config: RunConfig) -> Iterator[str]:
 
 
 def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
-    needed_mb = 2 * config.most_open * min(estimated_group_bytes(config), MAX_ENTRY_BYTES) / 1e6
+    groups_mb = config.most_open * min(estimated_group_bytes(config), MAX_ENTRY_BYTES) / 1e6
+    answers_mb = estimated_evaluation_bytes(config) / 1e6
+    needed_mb = 2 * (groups_mb + answers_mb)
     if limit_mb < needed_mb:
+        answers = f" and the answers of an evaluation {answers_mb:.0f} MB" if answers_mb else ""
         raise ConfigError(
-            f"{found}: the {config.most_open} groups that may wait take up to {needed_mb / 2:.0f} MB; "
+            f"{found}: the {config.most_open} groups that may wait take up to {groups_mb:.0f} MB{answers}; "
             f"expected at least twice that, {needed_mb:.0f}"
         )
 
@@ -228,7 +232,7 @@ def check_redis(config: RunConfig, *, resume: bool) -> None:
         asked = f"{place} does not answer INFO"
         info: Any = client.info()
     except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
-        raise ServerError(f"{asked}: {error}") from None
+        raise ServerError(on_another_node(error, place) or f"{asked}: {error}") from None
     finally:
         client.close()
     if exists and not resume:
@@ -261,9 +265,20 @@ def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None
 
 def estimated_group_bytes(config: RunConfig) -> int:
     """Estimates the size of an encoded group whose completions all reach max_tokens."""
-    sampled = config.max_tokens
+    return config.group_size * _estimated_rollout_bytes(config, config.max_tokens)
+
+
+def estimated_evaluation_bytes(config: RunConfig) -> int:
+    """Estimates the size of all answers of one evaluation that reach their max_tokens."""
+    return sum(
+        (how.num_prompts or 0)
+        * min(how.num_samples * _estimated_rollout_bytes(config, how.max_tokens), MAX_ENTRY_BYTES)
+        for how in config.held_out.values()
+    )
+
+
+def _estimated_rollout_bytes(config: RunConfig, sampled: int) -> int:
     context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
     per_sampled = config.sampling.token_bytes + _BYTES_PER_SPAN
     per_sampled += _BYTES_PER_TEACHER_LOGPROB * (config.teacher_url is not None)
-    rollout = per_sampled * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
-    return int(config.group_size * rollout)
+    return int(per_sampled * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT)

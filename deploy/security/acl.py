@@ -48,10 +48,12 @@ _TRAINER = (
     # Whoever may write the run's description chooses the modules that its producers import.
     Right("commit dead_index run anchors chunks tasks parity", "hset hdel"),
     Right("prompts evaluations policy dead", "xadd"),
-    Right("rollouts evaluation_results policy", "xtrim"),
+    Right("rollouts evaluations evaluation_results policy", "xtrim"),
     Right("lease", "set del"),
-    Right("prompts", "xdel"),
+    Right("prompts evaluations", "xdel"),
     Right("prompts", "xinfo|groups", read_only=True),
+    # A stream whose entry ids are used up is made anew.
+    Right("prompts rollouts evaluations evaluation_results policy dead dead_rollouts", "xinfo|stream del"),
 )
 _OBSERVER = (
     # EVAL_RO (in `penstock audit`) may call the reading commands of its user.

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -191,8 +191,13 @@ class Agents:
                 self._leave(group)
                 self._table.remove(group.claim)
 
+    def leave(self, claims: Collection[Claim]) -> None:
+        """Ends what runs here for these claims; the caller removes them from the table."""
+        for group in [group for group in self._groups if group.claim in claims]:
+            self._leave(group)
+
     def _leave(self, group: AgentGroup) -> None:
-        """Ends what runs here for a group that another producer continues."""
+        """Ends what runs here for a group that another producer, or nobody, continues."""
         group.journal.has_moved = True  # what would be saved now lacks the calls that end here
         for rollout in group.rollouts:
             self._open.pop(rollout.id, None)

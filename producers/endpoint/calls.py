@@ -46,8 +46,8 @@ FATAL = (EngineError, RedisGoneError, RedisError)
 
 
 class FreshWeights(Protocol):
-    async def wait_for(self, version: int, lag_bound: int) -> None:
-        """Returns once the engine's weights are at most `lag_bound` older than `version`."""
+    async def wait_for(self, version: int, lag_bound: int, run_id: str) -> None:
+        """Returns once the engine's weights are at most `lag_bound` older than `version` of run `run_id`."""
 
 
 class Listener(Protocol):
@@ -224,7 +224,7 @@ class Calls:
         rollout.calls[number] = running
         telling = listener and asyncio.create_task(self._tell(listener, request, prompt.token_ids, siblings))
         try:
-            await self._weights.wait_for(group.claim.version, self._config.lag_bound)
+            await self._weights.wait_for(group.claim.version, self._config.lag_bound, group.claim.run_id)
             (completion,) = await siblings.sample()
         except ValueError as error:
             raise bad_request(str(error), "messages") from error

@@ -58,7 +58,7 @@ class Holders:
         data: object = None
         try:
             async with asyncio.timeout(LOOK_UP_S):
-                holder = await self._journals.holder_of(index)
+                holder = await self._journals.holder_of(index, context.run_id)
                 producer_id = opener if holder is None else holder.producer_id
                 if producer_id != context.producer_id:
                     data = await context.connection.commands.get(context.keys.producer(producer_id))

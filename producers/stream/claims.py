@@ -12,7 +12,7 @@ from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
-from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, number_in
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 from penstock.schemas.process.outage import has_code
 from penstock.schemas.rollout import one_line
 
@@ -63,6 +63,8 @@ class Claims:
         self.refresh_s = config.claim_idle_s / 3
         """Interval at which claims are refreshed."""
         self._takeover_from = 0.0
+        self._run_id = ""
+        """Of the run that releases prompts; empty until the first one."""
 
     async def open(self) -> None:
         """Creates missing consumer groups, and frees the claims of an earlier process of this id."""
@@ -192,8 +194,9 @@ class Claims:
     async def _accept(self, stream: str, entry_id: bytes, fields: Fields, num_deliveries: int) -> Claim | None:
         """Adds an entry's claim to the table and returns it; None if there is nothing to start.
 
-        An entry that names no task is removed: the trainer's reconciliation releases its index again. An entry is
-        already in the table if Redis has lost the claim but not the entry, or received the entry again.
+        An entry that names no task, or is of an earlier run of this name, is removed: the trainer's reconciliation
+        releases its index again. An entry is already in the table if Redis has lost the claim but not the entry, or
+        received the entry again.
         """
         if (stream, entry_id) in self._table:
             return None
@@ -208,6 +211,7 @@ class Claims:
                 entry_id=entry_id,
                 index=_number(Field.INDEX, before.get(Field.INDEX)),
                 version=_number(Field.VERSION, before.get(Field.VERSION)),
+                run_id=await self._run_of(before.get(Field.RUN_ID, b"").decode(errors="replace")),
                 attempt=released + num_deliveries,
                 attempt_released=released,
                 evaluation_id=entry_id.decode() if is_evaluation else None,
@@ -216,7 +220,7 @@ class Claims:
                 num_handed_back=_number(Field.TRIES_LOST, before.get(Field.TRIES_LOST, b"0")),
             )
         except ValueError as error:
-            log.error("%s entry %s names no task, removed: %s", stream, entry_id.decode(), error)
+            log.error("%s entry %s names no task of this run, removed: %s", stream, entry_id.decode(), error)
             pipeline = self._connection.commands.pipeline(transaction=True)
             pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)
             pipeline.execute_command("XDEL", stream, entry_id)
@@ -225,6 +229,16 @@ class Claims:
         self._table.add(claim)
         self._accepted.append(claim)
         return claim
+
+    async def _run_of(self, run_id: str) -> str:
+        """Returns the run of a prompt. Raises ValueError if it is not the run that releases them now."""
+        if run_id and run_id != self._run_id:
+            self._run_id = (
+                await self._connection.commands.hget(self._keys.commit, Commit.RUN_ID.decode()) or b""
+            ).decode()
+            if run_id != self._run_id:
+                raise ValueError(f"field run_id = {run_id[:SHOWN_BYTES]!r}, and this is run {self._run_id}")
+        return run_id
 
     async def take_over(self, stream: str) -> Claim | None:
         """Takes over one entry that was not refreshed for `claim_idle_s`; returns None if there is none.
@@ -343,6 +357,7 @@ class Claims:
                     Field.TRIES_LOST: claim.num_handed_back + claim.has_begun,
                     Field.ENVIRONMENT: claim.environment,
                     Field.TASK: claim.task,
+                    Field.RUN_ID: claim.run_id,
                 }
                 pipeline.xadd(stream, fields)  # type: ignore[arg-type]
                 pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)

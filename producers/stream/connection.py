@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import redis
 from redis import exceptions
@@ -16,7 +15,15 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as SyncRetry
 
 from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.schemas.process.outage import OutageTracker, RedisGoneError, is_passing, open_client, pause_s
+from penstock.schemas.process.outage import (
+    OutageTracker,
+    RedisGoneError,
+    is_passing,
+    open_client,
+    pause_s,
+    takes_no_more,
+)
+from penstock.schemas.process.redis_url import server_of
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +70,7 @@ class AdaptiveTimeout:
 class ProducerConnection:
     """The clients of one Redis server, and the state of the link to it.
 
-    place: the server's address and database, without user and password.
+    place: the server's address and database; see `penstock.schemas.process.redis_url.server_of`.
     """
 
     def __init__(
@@ -76,8 +83,7 @@ class ProducerConnection:
         metrics: ProducerMetrics,
         url: str = "",
     ) -> None:
-        parts = urlsplit(url)
-        self.place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        self.place = server_of(url)
         self.commands = commands
         self.blocking = blocking
         """For reads with BLOCK, each of which occupies a connection while it waits."""
@@ -111,7 +117,8 @@ class ProducerConnection:
         """Repeats `command()`, with jittered pauses, until the server has answered it. The command must send something:
         its success is taken for an answer.
 
-        Waits for Redis to be reachable (at most `outage_s`) or, at its memory limit, for the trainer to free some. A
+        Waits for Redis to be reachable (at most `outage_s`) or, at its memory limit, for the trainer to free some, and
+        for the trainer to make a stream anew whose entry ids are used up. A
         command whose reply was lost may have been executed, so it must be harmless when executed twice. One that times
         out gets more time when it is repeated: see `AdaptiveTimeout`.
 
@@ -138,10 +145,12 @@ class ProducerConnection:
                 self._note_full(error)
             except (exceptions.RedisError, OSError) as error:
                 self._outage.check_refused(error)
-                if not is_passing(error):
+                if takes_no_more(error):
+                    self._note_no_more(error, is_first=not num_failures)
+                elif not is_passing(error):
                     self._metrics.stream_errors.labels("response").inc()
                     raise
-                if limit.expired() and time.monotonic() - self._last_answer < limit_s / 2:
+                elif limit.expired() and time.monotonic() - self._last_answer < limit_s / 2:
                     self._note_slow(error, limit_s, num_bytes)
                 else:
                     self._note_away(error, limit_s)
@@ -188,6 +197,11 @@ class ProducerConnection:
             log.warning(
                 "%s is at its memory limit (%s): pausing until the trainer frees some", self._outage.where, error
             )
+
+    def _note_no_more(self, error: Exception, *, is_first: bool) -> None:
+        self._metrics.stream_errors.labels("response").inc()
+        if is_first:
+            log.warning("%s: %s; waiting for the trainer to make the stream anew", self._outage.where, error)
 
     def _note_free(self) -> None:
         if self._full_since is not None:

@@ -24,6 +24,7 @@ class ProducerContext:
     metrics_port: of this process; 0 if nothing serves its metrics.
     teacher: None in a run without a teacher's server.
     instance: of this start of the producer, see `penstock.schemas.heartbeat.Heartbeat`.
+    run_id: of the run that this producer has joined, see `penstock.schemas.keys.Commit`; empty before that.
     """
 
     config: RunConfig
@@ -34,6 +35,7 @@ class ProducerContext:
     metrics_port: int = 0
     teacher: Teacher | None = None
     instance: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    run_id: str = ""
 
     def __post_init__(self) -> None:
         self.keys = Keys(self.config.name)

@@ -108,7 +108,8 @@ class HeartbeatSender:
         self._on_quarantined = on_quarantined
         self._left_by_another: bytes | None = None
         self._epoch = -1
-        """The newest trainer epoch seen."""
+        """The newest trainer epoch seen of run `_run_id`."""
+        self._run_id = b""
         self.clock_ahead_s: float | None = None
         """Seconds by which this host's clock is ahead of Redis', at the last heartbeat; None before the first."""
 
@@ -147,20 +148,22 @@ class HeartbeatSender:
     async def _exchange(self) -> bool:
         """Sends the heartbeat; returns whether the run is finished."""
         pipeline = self._connection.commands.pipeline(transaction=False)
-        pipeline.hget(self._keys.commit, Commit.FINISHED)
-        pipeline.hget(self._keys.commit, Commit.EPOCH)
+        for field in (Commit.FINISHED, Commit.EPOCH, Commit.RUN_ID):
+            pipeline.hget(self._keys.commit, field.decode())
         pipeline.get(self._key)
         own = self._describe()
         pipeline.hget(self._keys.parity, own.instance)
         pipeline.time()
         before_s = time.time()
-        finished, epoch, held, parity, redis_time = await pipeline.execute()
+        finished, epoch, run_id, held, parity, redis_time = await pipeline.execute()
         self._compare_clocks(clock.seconds_ahead(redis_time, before_s, time.time()))
         if (quarantine := quarantine_in(parity)) is not None:
             self._on_quarantined(quarantine)
         if held is not None and held != self._left_by_another:
             self._check_own(held, own)
         await self._connection.commands.set(self._key, encode_heartbeat(own), ex=HEARTBEAT_TTL_S)
+        if run_id is not None and run_id != self._run_id:
+            self._run_id, self._epoch = run_id, -1
         # In a Redis that fell back to an older state, an older epoch's flag is of a run that was continued since.
         is_newest, self._epoch = int(epoch or -1) >= self._epoch, max(int(epoch or -1), self._epoch)
         return finished == b"1" and is_newest

@@ -28,6 +28,7 @@ class Claim:
     index: the task index; of an evaluation, the number of the held-out prompt.
     environment, task: the name of the environment (the first one if empty) and the number of its task.
     version: the policy version announced when it was released.
+    run_id: of the run that released it, see `penstock.schemas.keys.Commit`; empty if the entry does not say.
     attempt: how often it was delivered, this time included. Being handed back is no attempt, and deliveries before a
         holder whose progress grew for long do not count.
     num_handed_back: how often it was handed back by a producer that had begun to sample.
@@ -39,6 +40,7 @@ class Claim:
     entry_id: bytes
     index: int
     version: int
+    run_id: str = ""
     attempt: int = 1
     attempt_released: int = 0
     evaluation_id: str | None = None

@@ -116,7 +116,8 @@ class Journals:
                 await store.forget(claim)
             return True
         elements = [self._prefix + entry for entry in journal.entries[journal.num_written or 0 :]]
-        key, pipeline = store.keys.progress(claim.index), store.commands.pipeline(transaction=True)
+        key = store.keys.progress(claim.index, claim.run_id)
+        pipeline = store.commands.pipeline(transaction=True)
         if journal.num_written is None:
             pipeline.delete(key)
             elements.insert(0, self._holder.encoded())
@@ -145,19 +146,20 @@ class Journals:
             return
         pipeline = store.commands.pipeline(transaction=False)
         for journal in journals:
-            pipeline.lindex(store.keys.progress(journal.claim.index), 0)
-            pipeline.expire(store.keys.progress(journal.claim.index), store.ttl_s)  # an agent may be silent for long
+            key = store.keys.progress(journal.claim.index, journal.claim.run_id)
+            pipeline.lindex(key, 0)
+            pipeline.expire(key, store.ttl_s)  # an agent may be silent for long
         if (answers := await store.tried(pipeline.execute)) is not None:
             for journal, first in zip(journals, answers[::2], strict=True):
                 journal.has_moved |= JournalHolder.of(first) not in (None, self._holder)
 
-    async def holder_of(self, index: int) -> JournalHolder | None:
-        """Returns the producer that keeps the journal of an index; None without one.
+    async def holder_of(self, index: int, run_id: str = "") -> JournalHolder | None:
+        """Returns the producer that keeps the journal of an index of a run; None without one.
 
         Raises:
             RedisError: it cannot be read.
         """
-        return JournalHolder.of(await self._store.commands.lindex(self._store.keys.progress(index), 0))
+        return JournalHolder.of(await self._store.commands.lindex(self._store.keys.progress(index, run_id), 0))
 
     async def read(self, claim: Claim) -> list[bytes]:
         """Returns the entries of a claim's last holder; none if there is nothing to continue from."""

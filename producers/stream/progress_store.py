@@ -87,7 +87,7 @@ class ProgressStore:
         """
         if not self.config.progress_s:
             return None
-        key = self.keys.progress(claim.index)
+        key = self.keys.progress(claim.index, claim.run_id)
         try:
             found = await self.connection.retrying(lambda: command(key))
         except ResponseError as error:
@@ -163,7 +163,7 @@ class ProgressStore:
             await self._delete(*claims)
 
     async def _delete(self, *claims: Claim) -> None:
-        keys = [self.keys.progress(claim.index) for claim in claims]
+        keys = [self.keys.progress(claim.index, claim.run_id) for claim in claims]
         if await self.tried(lambda: self.commands.delete(*keys)) is not None:
             for claim in claims:
                 claim.has_progress = False

@@ -96,7 +96,7 @@ class RolloutProgress:
             return None
         claim.has_progress = True
         store = self._store
-        payload: Any = await store.tried(lambda: store.commands.get(store.keys.progress(claim.index)))
+        payload: Any = await store.tried(lambda: store.commands.get(store.keys.progress(claim.index, claim.run_id)))
         with contextlib.suppress(RecordError):
             return None if payload is None else _decoded(claim, payload)
         return None
@@ -128,7 +128,7 @@ class RolloutProgress:
             return
         pipeline = store.commands.pipeline(transaction=False)
         for claim, (_, payload) in batch.items():
-            pipeline.set(store.keys.progress(claim.index), payload, ex=store.ttl_s)
+            pipeline.set(store.keys.progress(claim.index, claim.run_id), payload, ex=store.ttl_s)
             claim.has_progress = True  # of a batch that fails Redis may have a part
         if await store.tried(pipeline.execute) is not None:
             for claim, (num_tokens, payload) in batch.items():

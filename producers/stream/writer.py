@@ -145,7 +145,9 @@ class Writer:
         automatic."""
         keys = self._keys
         pipeline = self._connection.commands.pipeline(transaction=True)
-        if done := [keys.progress(entry.claim.index) for entry in batch if entry.claim.has_progress]:
+        if done := [
+            keys.progress(entry.claim.index, entry.claim.run_id) for entry in batch if entry.claim.has_progress
+        ]:
             pipeline.execute_command("DEL", *done)
         by_stream: dict[str, list[bytes]] = {}
         for claim, kind, fields, is_letter in batch:
@@ -158,7 +160,8 @@ class Writer:
                 target, name, subject = keys.rollouts, Field.INDEX, str(claim.index)
             else:
                 target, name, subject = keys.evaluation_results, Field.EVALUATION, claim.evaluation_id
-            pipeline.execute_command("XADD", target, "*", name, subject, Field.KIND, kind, *fields)
+            origin = (Field.RUN_ID, claim.run_id) if claim.run_id else ()
+            pipeline.execute_command("XADD", target, "*", name, subject, Field.KIND, kind, *origin, *fields)
         for stream, ids in by_stream.items():
             pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, *ids)
             pipeline.execute_command("XDEL", stream, *ids)

@@ -36,6 +36,10 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
     lock_id: int
 
 
+class UnreadableWeightsError(WeightLoadError):
+    """The log does not lead to a policy, or a chunk on the way to it is lost or wrong."""
+
+
 class _UnavailableError(Exception):
     """A manifest whose chunks are not available."""
 
@@ -62,7 +66,7 @@ class HostCopy:
 
     One instance serves one producer; its methods are called by one thread at a time, `close` by any.
 
-    place: of the Redis server, which distinguishes runs of one name.
+    place: of the Redis server, which distinguishes runs of one name whose manifests name no run.
     num_bytes: fetched so far.
 
     Raises:
@@ -73,6 +77,7 @@ class HostCopy:
         self, host_folder: str | None, run: str, place: str, reader: WeightReader, metrics: ProducerMetrics
     ) -> None:
         self._host = HostFolder(host_folder, run, place)
+        self._run, self._is_closed = run, False
         self._reader = reader
         self._metrics = metrics
         self._is_verified = False
@@ -108,7 +113,8 @@ class HostCopy:
             The manifest of the policy in the copy, each piece of which has been compared with its digest.
 
         Raises:
-            WeightLoadError: the log does not lead there, a chunk is not what was announced, or there is no room.
+            UnreadableWeightsError: the log does not lead there, or a chunk is not what was announced.
+            WeightLoadError: there is no room, or the copy is closed.
             OSError: a chunk store fails.
             ConfigError: see `HostFolder.join`.
         """
@@ -116,13 +122,14 @@ class HostCopy:
             if self._host.stopping:
                 raise WeightLoadError("the host's copy is closed")
             self.release()
-            if self._host.rejoin_if_removed():
-                self._is_verified = False
+            self._join(wanted.run_id)
             self._log_progress_at = time.monotonic() + LONG_WAIT_S
             with self._host.locked("patch"):
                 try:
                     policy = self._bring_to(wanted, exactly)
-                except (ChunkError, VersionGoneError, ConfigError, redis.RedisError) as error:
+                except (ChunkError, VersionGoneError) as error:
+                    raise UnreadableWeightsError(str(error)) from error
+                except (ConfigError, redis.RedisError) as error:
                     raise WeightLoadError(str(error)) from error
                 self._host.lock("read", shared=True)
                 return policy
@@ -133,15 +140,28 @@ class HostCopy:
 
     def close(self) -> None:
         """Ends a running `lock_at` and leaves the copy; the last producer to leave removes it."""
-        self._host.stopping = True
+        self._is_closed = self._host.stopping = True
         with self._busy:
             self._host.leave()
+
+    def _join(self, run_id: str) -> None:
+        """Joins the copy of this run, whatever address of Redis its other producers use, and again if it was removed.
+        Raises as `HostFolder.join`."""
+        if run_id and run_id != self._host.owner:
+            self._host.leave()
+            self._host = HostFolder(str(self._host.parent), self._run, run_id)
+            self._host.stopping |= self._is_closed
+            self.open()
+        elif self._host.rejoin_if_removed():
+            self._is_verified = False
 
     def _bring_to(self, wanted: WeightManifest, exactly: bool) -> WeightManifest:
         """Returns the policy that the copy holds from now on: `wanted` or, unless `exactly`, the newest announced."""
         held, problem = self._held()
         if self._is_at(held, wanted):
             return wanted
+        if held is not None and held.run_id != wanted.run_id:
+            held = None  # its versions are another run's
         if held is not None and held.version == wanted.delta_of and not exactly:
             try:
                 self._change(held, [wanted], wanted, problem)
@@ -152,7 +172,8 @@ class HostCopy:
                 log.warning("the host's copy is rebuilt: %s", error)
                 held, problem = None, "wrong"
         weights = self._reader.log()
-        target = wanted if exactly else max((wanted, *weights.announced.values()), key=lambda policy: policy.version)
+        announced = [policy for policy in weights.announced.values() if policy.run_id == wanted.run_id]
+        target = wanted if exactly else max((wanted, *announced), key=lambda policy: policy.version)
         if not self._is_at(held, target):
             self._bring_by(weights, target, held, problem)
         return target
@@ -180,7 +201,7 @@ class HostCopy:
         """Returns whether the copy holds `policy`; it may have been announced again since, after a resume."""
         if held is None or identity(held) != identity(policy):
             return False
-        if held.version != policy.version:
+        if (held.run_id, held.version) != (policy.run_id, policy.version):
             self._set_state(policy)
         return True
 

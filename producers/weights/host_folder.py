@@ -55,7 +55,7 @@ class HostFolder:
     Locks hold as long as their files exist. If somebody removes the files, the next producer that looks makes new ones,
     with another `lock_id`: a file named by it is never read under one lock and written under another.
 
-    place: of the Redis server, which distinguishes runs of one name.
+    owner: distinguishes runs of one name: the run's id, or the place of its Redis server.
     stopping: ends waits for a lock once it is set.
     lock_id: the inode of `read`; 0 before `join`.
 
@@ -63,9 +63,10 @@ class HostFolder:
         ConfigError: see `folder_of_copies`.
     """
 
-    def __init__(self, host_folder: str | None, run: str, place: str) -> None:
+    def __init__(self, host_folder: str | None, run: str, owner: str) -> None:
         self.parent = folder_of_copies(host_folder)
-        self.path = self.parent / f"{_PREFIX}{run}-{digest(place.encode())[:12]}"
+        self.owner = owner
+        self.path = self.parent / f"{_PREFIX}{run}-{digest(owner.encode())[:12]}"
         self.stopping = False
         self.lock_id = 0
         self._locks: dict[str, int] = {}

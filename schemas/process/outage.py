@@ -64,13 +64,14 @@ class OutageTracker:
         """Raises for an error that waiting cannot fix. While connecting, redis-py wraps a refusal in a ConnectionError.
 
         Raises:
-            RedisGoneError: Redis refuses the credentials or the command, or shows a certificate that does not verify.
+            RedisGoneError: Redis refuses the credentials or the command, keeps the run on another node of a cluster, or
+                shows a certificate that does not verify.
         """
         if isinstance(error, exceptions.NoPermissionError):
             raise RedisGoneError(f"{self.where} refuses a command: {error}") from error
         if any(isinstance(reason, _REFUSALS) for reason in (error, error.__cause__, error.__context__)):
             raise RedisGoneError(f"{self.where} refuses the credentials: {error}") from error
-        problem = certificate_problem(error, self._url)
+        problem = on_another_node(error, self.where) or certificate_problem(error, self._url)
         if problem is not None:
             raise RedisGoneError(problem) from error
 
@@ -99,6 +100,17 @@ class OutageTracker:
                 log.info("%s is back after %.1f s", self.where, time.monotonic() - self.since)
                 self.since = None
                 self.num_ended += 1
+
+
+def on_another_node(error: BaseException, where: str) -> str | None:
+    """Says what to do if the server is a node of a cluster that does not hold the run's keys; None for other errors."""
+    if not isinstance(error, exceptions.AskError):  # MOVED is one
+        return None
+    host, port = error.node_addr
+    return (
+        f"{where} is a node of a Redis cluster, and the run's keys are on node {host}:{port} (slot {error.slot_id}); "
+        "set REDIS_URL or redis.url to that node, or to a server that is no cluster: all keys of a run are in one slot"
+    )
 
 
 def open_client(kind: type[Client], url: str, **settings: Any) -> Client:
@@ -131,6 +143,11 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError, *_PASSING)):
         return True
     return isinstance(error, exceptions.ResponseError) and has_code(error, *_PASSING_CODES)
+
+
+def takes_no_more(error: BaseException) -> bool:
+    """Returns whether a stream refuses an entry because the largest ids are taken; the trainer makes it anew."""
+    return any(text in str(error) for text in ("exhausted the last possible ID", "smaller than the target stream top"))
 
 
 def has_code(error: exceptions.ResponseError, *codes: str) -> bool:

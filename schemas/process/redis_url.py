@@ -11,6 +11,7 @@ from penstock.schemas.process.files import read_secret
 
 URL = "REDIS_URL"
 PASSWORD_FILE = "REDIS_PASSWORD_FILE"
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "localhost.localdomain")
 _CERTIFICATES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 
@@ -73,6 +74,17 @@ def place_of(url: str) -> str:
     """Returns the address in a Redis URL, without user and password, for messages."""
     parts = urlsplit(url)
     return parts.netloc.rpartition("@")[2] or parts.path
+
+
+def server_of(url: str) -> str:
+    """Returns the server and database of a Redis URL in one spelling, without user, password and options: equal URLs
+    differ in names of this machine, defaults and slashes."""
+    parts = urlsplit(url)
+    database = dict(parse_qsl(parts.query)).get("db", "")
+    if parts.scheme == "unix":
+        return f"unix://{Path(parts.path).resolve()}?db={int(database or 0)}"
+    host = "localhost" if parts.hostname in _THIS_MACHINE else parts.hostname
+    return f"{host}:{parts.port or 6379}/{int(database or parts.path.strip('/') or 0)}"
 
 
 def certificate_problem(error: BaseException, url: str) -> str | None:

@@ -24,12 +24,13 @@ def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
-def beat(redis_client) -> Callable[[Keys, str], None]:
+def beat(redis_client) -> Callable[..., None]:
     """Writes the heartbeat of an instance, which does not expire. Its producer is the part before the dash."""
 
-    def send(keys: Keys, instance: str) -> None:
+    def send(keys: Keys, instance: str, unreadable_version: int = -1) -> None:
         name = instance.partition("-")[0]
-        sent = heartbeat(name, policy_version=0, in_flight=(), instance=instance)
+        changes = {"instance": instance, "unreadable_version": unreadable_version}
+        sent = heartbeat(name, policy_version=0, in_flight=(), **changes)
         redis_client.set(keys.producer(name), encode_heartbeat(sent))
 
     return send

@@ -9,6 +9,7 @@ from redis.retry import Retry
 
 from mini_producer import MiniProducer
 from penstock.schemas.keys import PRODUCERS_GROUP
+from penstock.schemas.process.outage import takes_no_more
 
 _TEMPORARY = ("NOGROUP", "UNBLOCKED", "MISCONF")
 
@@ -70,4 +71,4 @@ class ResilientProducer(MiniProducer):
         if isinstance(error, redis.exceptions.OutOfMemoryError) or "because of: OOM " in str(error):
             self.num_pauses += 1
             return True
-        return str(error).startswith(_TEMPORARY)
+        return str(error).startswith(_TEMPORARY) or takes_no_more(error)

@@ -20,7 +20,7 @@ from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
-from penstock.schemas.keys import Field, Keys
+from penstock.schemas.keys import Commit, Field, Keys
 from penstock.schemas.policy import WeightManifest
 from producer_process import ProducerProcesses
 from producer_run import QUICK, Numbers, ProducerRun
@@ -83,12 +83,23 @@ def make_config(model_folder: Path) -> Callable[..., RunConfig]:
 
 
 class HandTrainer:
-    """The trainer's side of the streams, operated by the test with plain commands."""
+    """The trainer's side of the streams, operated by the test with plain commands.
+
+    run_id: of the run that it leads; empty for none.
+    """
 
     def __init__(self, client: redis.Redis, config: RunConfig, runs: Path) -> None:
         self.keys = Keys(config.name)
         self.log = WeightWriter(client, config.name)
         self._cursor: bytes = b"0-0"
+        self.run_id = ""
+
+    def begin_anew(self, run_id: str) -> None:
+        """Empties Redis and begins another run of the same name."""
+        self.client.flushall()
+        self._cursor, self.run_id = b"0-0", run_id
+        if run_id:
+            self.client.hset(self.keys.commit, mapping={Commit.EPOCH: 0, Commit.RUN_ID: run_id})
 
     @property
     def client(self) -> redis.Redis:
@@ -99,12 +110,16 @@ class HandTrainer:
         self.log.client = client
 
     def announce(self, version: int, **changes: object) -> WeightManifest:
-        """Announces a whole policy with one tensor that holds `version`; `changes` replace fields of the manifest."""
-        return self.log.whole(version, {"weight": numpy.array([version], numpy.float32).view(numpy.uint32)}, **changes)
+        """Announces a whole policy with one tensor that holds `version`, or `number` if it is given; `changes` replace
+        fields of the manifest."""
+        bits = numpy.array([changes.pop("number", version)], numpy.float32).view(numpy.uint32)
+        return self.log.whole(version, {"weight": bits}, **{"run_id": self.run_id, **changes})
 
     def release(self, first: int, last: int, version: int = 0, environment: str = "") -> None:
         for index in range(first, last + 1):
             fields = {Field.INDEX: index, Field.VERSION: version, Field.ENVIRONMENT: environment}
+            if self.run_id:
+                fields[Field.RUN_ID] = self.run_id
             self.client.xadd(self.keys.prompts, fields)
 
     def evaluate(self, version: int, last: int, first: int = 1, environment: str = "") -> None:

@@ -14,6 +14,7 @@ from penstock.consumers.checkpoints.checkpoints import (
     CheckpointError,
     Checkpoints,
     CheckpointWriteError,
+    read_state,
     restore_rng,
     rng_state,
 )
@@ -21,8 +22,9 @@ from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.model.packed_model import PackedModel
-from penstock.schemas.config import TrainerConfig
+from penstock.schemas.config import ConfigError, TrainerConfig
 from scripted_learner import ScriptedLearner
+from trainer_bench import assert_settled_once, at_step
 from training_groups import configuration, lag_from, random_group, tiny_model
 
 
@@ -62,10 +64,6 @@ def test_what_was_written_is_read_back(checkpoints, tmp_path):
     loaded, learner = load(tmp_path, name)
     assert loaded == state(5)
     assert (learner.num_steps, learner.trained) == (5, [0, 1, 2, 3, 4])
-
-
-def test_a_run_without_checkpoints_has_none_to_load(tmp_path):
-    assert load(tmp_path, None)[0] is None
 
 
 def test_the_last_two_committed_are_kept(checkpoints, tmp_path):
@@ -112,6 +110,36 @@ def test_no_two_trainers_get_one_epoch(tmp_path):
     assert second.claim_epoch(0) == 1
     assert first.claim_epoch(7) == 7, "Redis may know of epochs that this disk does not"
     assert second.claim_epoch(0) == 8
+
+
+@pytest.mark.redis
+def test_a_run_keeps_its_id_and_the_folder_of_another_is_refused(bench, redis_client):
+    bench.resilient_producer()
+    first = bench.trainer()
+    at_step(first, 5, first.stop)
+    assert first.run() is False
+    redis_client.flushall()
+    second = bench.trainer(resume=True)
+    assert second.leadership.scripts.run_id == first.leadership.scripts.run_id != ""
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+    redis_client.hset(bench.keys.commit, "run_id", "other")
+    with pytest.raises(
+        ConfigError, match=r"name = 'test': Redis holds another run of this name \(other\) than the folder"
+    ):
+        bench.trainer(resume=True)
+
+
+@pytest.mark.redis
+def test_redis_keeps_the_tasks_of_what_the_older_checkpoint_kept_has_not_released(bench, redis_client):
+    bench.resilient_producer()
+    trainer = bench.trainer()
+    at_step(trainer, 9, trainer.stop)
+    assert trainer.run() is False
+    states = [read_state(folder) for folder in (bench.folder / "checkpoints").glob("*-*") if folder.is_dir()]
+    before, _ = sorted(state.ledger.num_released for state in states)
+    released = int(redis_client.hget(bench.keys.commit, "released"))
+    assert {int(index) for index in redis_client.hkeys(bench.keys.tasks)} == set(range(before + 1, released + 1))
 
 
 def test_a_checkpoint_s_model_folder_holds_the_configuration_and_the_tokenizer(tmp_path):

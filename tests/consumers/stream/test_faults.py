@@ -7,13 +7,13 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import msgspec
 import pytest
 import redis
 
 import penstock.consumers.__main__ as entry
-import penstock.consumers.stream.connection
 import penstock.consumers.stream.recovery as recovery_module
 import penstock.consumers.trainer as trainer_module
 from mini_producer import dead_fields, group_fields
@@ -23,9 +23,7 @@ from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import RunFailedError
-from penstock.consumers.stream.reader import entry_key
-from penstock.schemas.config import ConfigError
-from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, entry_key
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
 from penstock.schemas.weights.codec import ChunkError
 from penstock.schemas.weights.reading import WeightReader
@@ -38,6 +36,7 @@ from waiting import wait_for
 pytestmark = pytest.mark.redis
 
 NOT_FINITE = "loss is not finite"
+LARGEST_ID = "18446744073709551615-18446744073709551615"
 
 
 def killed_at(bench, step: int):
@@ -55,58 +54,6 @@ def resumed(bench, client, continued_from: int) -> None:
     assert trainer.learner.num_steps == continued_from
     assert trainer.run()
     assert_settled_once(bench, client)
-
-
-CUT = {
-    # The nth of each that is cut; chosen within the run below.
-    "open_epoch": [1],
-    "announce": [1, 6, 11],
-    "release": [1, 5],
-    "release_again": [1],
-    "evaluate": [1, 3],
-    "dead_letter": [1, 2],
-    "commit": [1, 3],
-    "finish": [1],
-    "XREAD": [1, 4, 9],
-    "XRANGE": [1, 3],
-    "INFO": [1, 3],
-    "HGET": [1],
-}
-
-
-@pytest.mark.parametrize("when", ["before", "reply", "within"])
-def test_a_cut_connection_changes_nothing(bench, redis_client, caplog, when):
-    stale_once = set()
-
-    def answer(index: int, version: int) -> dict:
-        if index == 7:
-            return dead_fields(7, "reward: boom")
-        if index == 21 and index not in stale_once:
-            stale_once.add(index)
-            return group_fields(index, 0)  # as old as policy 0: sampled again
-        return group_fields(index, version)
-
-    redis_client.xadd(bench.keys.rollouts, {Field.KIND: Kind.GROUP, Field.PAYLOAD: b"a record that names no index"})
-    with bench.proxy() as proxy:
-        faults = [proxy.cut(command, nth, when) for command, every in CUT.items() for nth in every]
-        trainer = bench.trainer(url=proxy.url)
-        producer = bench.resilient_producer(answer)
-        assert trainer.run()
-        missed = [(fault.command, fault.nth) for fault in faults if not fault.happened.is_set()]
-        assert not missed, proxy.num_seen
-        bench.close()
-    assert_settled_once(bench, redis_client, dead={7})
-    assert bench.ledger()["num_groups_trained"] == 48
-    repeated = {index: count for index, count in producer.answers.items() if count > 1}
-    assert repeated.keys() <= {21} and repeated[21] <= 3, f"released more than once: {repeated}"
-    letters = sorted(fields[Field.INDEX] for _, fields in redis_client.xrange(bench.keys.dead))
-    assert letters == [b"", b"7"]
-    manifests = [fields[Field.MANIFEST] for _, fields in redis_client.xrange(bench.keys.policy)]
-    assert len(set(manifests)) == len(manifests) == 8, "one announcement for each of the last eight policies"
-    assert [line["update"] for line in bench.lines("evaluations.jsonl")] == [0, 5, 10, 12]
-    assert redis_client.xlen(bench.keys.rollouts) == redis_client.xlen(bench.keys.prompts) == 0
-    assert redis_client.hget(bench.keys.commit, "finished") == b"1"
-    assert not tracebacks(caplog), "an expected fault is a line, no traceback"
 
 
 # Killed
@@ -274,12 +221,16 @@ def test_groups_that_a_failed_batch_is_not_to_blame_for_stay_ready(bench, redis_
 # Emptied, killed and replaced servers
 
 
-@pytest.mark.parametrize(("harm", "when"), [("lost", "training"), ("other bytes", "the last evaluation")])
+@pytest.mark.parametrize(
+    ("harm", "when"),
+    [("lost", "training"), ("other bytes", "a producer says so"), ("other bytes", "the last evaluation")],
+)
 def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_them(
-    bench, redis_client, caplog, monkeypatch, harm, when
+    bench, beat, redis_client, caplog, monkeypatch, harm, when
 ):
     monkeypatch.setattr(trainer_module, "WAITING_LOG_S", 0.1)
-    monkeypatch.setattr(recovery_module, "SUSPICIOUS_S", 0.2)
+    if when == "the last evaluation":
+        monkeypatch.setattr(recovery_module, "SUSPICIOUS_S", 0.2)
     caplog.set_level("INFO")
     is_stuck, collect = threading.Event(), Evaluator.collect
     producer = bench.resilient_producer() if when == "the last evaluation" else None
@@ -298,6 +249,8 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
         redis_client.hdel(bench.keys.chunks, key)
         if harm == "other bytes":
             redis_client.hset(bench.keys.chunks, key, chunk[:-1] + b"?")
+    if when == "a producer says so":
+        beat(bench.keys, "late-1", unreadable_version=0)
     wait_for(lambda: "is announced again: the log has lost it, or chunks on the way to it" in caplog.text)
     reader = WeightReader(lambda command: command(redis_client), bench.keys)
 
@@ -315,23 +268,7 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
         bench.resilient_producer()
     thread.join(60)
     assert thread.outcome is True
-
-
-def test_a_redis_emptied_before_the_last_evaluation_is_answered_is_asked_again(bench, redis_client):
-    bench.resilient_producer()
-    trainer = bench.trainer()
-    collect = trainer.evaluator.collect
-    flushed = []
-
-    def collect_late():
-        if 12 in trainer.evaluator.pending and not flushed:
-            flushed.append(redis_client.flushall())
-        return collect()
-
-    trainer.evaluator.collect = collect_late
-    assert trainer.run()
-    assert flushed and {line["update"] for line in bench.lines("evaluations.jsonl")} == {0, 5, 10, 12}
-    assert_settled_once(bench, redis_client)
+    assert caplog.text.count("producer late cannot read policy 0: its chunks are read back") == ("producer" in when)
 
 
 def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis_client, monkeypatch):
@@ -372,21 +309,6 @@ def test_a_redis_emptied_under_a_sleeping_trainer_does_not_give_it_the_run_back(
     bench.resilient_producer()
     assert second.run()
     assert_settled_once(bench, redis_client)
-
-
-@pytest.mark.parametrize("arguments", [("--appendfsync", "always"), ("--appendfsync", "everysec")])
-def test_a_redis_killed_during_a_step_and_started_again_is_noticed(bench, start_server, caplog, arguments):
-    # An idle connection that breaks is replaced by redis-py without any error.
-    server = start_server(*arguments)
-    bench.url = server.url
-    bench.resilient_producer()
-    trainer = bench.trainer()
-    at_step(trainer, 5, server.restart)
-    assert trainer.run()
-    assert_settled_once(bench, server.client)
-    assert "redis is another process now" in caplog.text
-    assert not tracebacks(caplog)
-    bench.close()
 
 
 def test_a_promoted_replica_that_lacks_the_last_updates_is_reconciled(bench, start_server, caplog):
@@ -436,24 +358,6 @@ def test_a_continued_run_is_not_finished_again_by_a_redis_that_fell_back(bench, 
 # Out of reach
 
 
-def test_a_redis_out_of_reach_for_a_while_is_waited_for(bench, redis_client, caplog):
-    with bench.proxy() as proxy:
-        trainer = bench.trainer(url=proxy.url)
-        bench.resilient_producer(url=proxy.url)
-
-        def come_back() -> None:
-            wait_for(lambda: "is away" in caplog.text)
-            proxy.accept()
-
-        back = threading.Thread(target=come_back, daemon=True)
-        at_step(trainer, 5, lambda: (proxy.refuse(), back.start()))
-        assert trainer.run()
-        bench.close()
-    assert_settled_once(bench, redis_client)
-    assert len([text for text in caplog.messages if text.startswith("Redis at") and "is away" in text]) == 1
-    assert not tracebacks(caplog)
-
-
 def test_a_redis_that_stays_away_ends_the_trainer_with_one_line_and_its_work_is_done_again(
     bench, redis_client, monkeypatch, caplog
 ):
@@ -476,23 +380,6 @@ def test_a_redis_that_stays_away_ends_the_trainer_with_one_line_and_its_work_is_
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4
     assert second.run()
-    assert_settled_once(bench, redis_client)
-
-
-def test_a_read_that_blocks_for_longer_than_the_socket_waits_is_no_outage_without_end(bench, redis_client, monkeypatch):
-    # The margin between the two is what keeps this from happening; without it a waiting trainer must still go on.
-    monkeypatch.setattr(penstock.consumers.stream.connection, "SOCKET_TIMEOUT_S", 0.3)
-    assert penstock.consumers.stream.connection.BLOCK_S > 0.3
-    trainer = bench.trainer()
-    assert trainer.leadership.scripts.connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
-
-    def feed() -> None:
-        wait_for(lambda: trainer.leadership.scripts.connection.num_outages)
-        bench.resilient_producer()
-
-    threading.Thread(target=feed, daemon=True).start()
-    assert trainer.run()
-    assert trainer.leadership.scripts.connection.num_outages >= 1
     assert_settled_once(bench, redis_client)
 
 
@@ -543,12 +430,6 @@ def test_any_other_error_answer_ends_the_trainer_with_one_line(bench, redis_clie
     monkeypatch.setenv("REDIS_URL", bench.url)
     assert entry.main(bench.config, runs=bench.runs) == 1
     assert "WRONGTYPE" in caplog.messages[-1] and not tracebacks(caplog)
-
-
-def test_a_url_that_is_none_is_refused_without_quoting_it():
-    with pytest.raises(ConfigError, match="no Redis URL; expected redis://") as caught:
-        TrainerConnection("http://user:secret@host", outage_s=1)
-    assert "secret" not in str(caught.value)
 
 
 # Out of memory, and a stream that nobody trains from
@@ -605,19 +486,6 @@ def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(benc
     bench.close()
 
 
-def test_memory_that_no_commit_can_free_is_no_reason_to_commit_all_the_time(bench, redis_client, monkeypatch):
-    monkeypatch.setattr("penstock.consumers.checkpoints.schedule.MEMORY_HIGH", 0.0)  # somebody else's data
-    monkeypatch.setattr("penstock.consumers.checkpoints.schedule.MEMORY_COMMIT_SHARE", 0.001)
-    bench.overrides = ["checkpoint.every=1000"]
-    bench.resilient_producer()
-    trainer = bench.trainer()
-    written = []
-    begin = trainer.leadership.checkpoints.begin
-    trainer.leadership.checkpoints.begin = lambda *args: (written.append(1), begin(*args))[1]
-    assert trainer.run()
-    assert len(written) < 12, "fewer than one for each update"
-
-
 def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_client):
     producers = [bench.resilient_producer(), bench.resilient_producer()]
     first = bench.trainer()
@@ -635,6 +503,43 @@ def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_clie
 
 
 # Entries that nobody should have written
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_streams_whose_entry_ids_are_used_up_are_made_anew(bench, redis_client, monkeypatch, caplog, is_seen):
+    monkeypatch.setattr(trainer_module, "WAITING_LOG_S", 0.1)
+    keys, client = bench.keys, redis_client
+    streams = [
+        keys.prompts, keys.rollouts, keys.evaluation_results, keys.evaluations, keys.policy, keys.dead,
+        keys.dead_rollouts,
+    ]  # fmt: skip
+    bench.resilient_producer(
+        lambda index, version: dead_fields(index, "reward: boom") if index in (1, 40) else group_fields(index, version)
+    )
+    first = bench.trainer()
+
+    def use_up(stream: str) -> None:
+        fields = {Field.INDEX: 1, Field.VERSION: 0}
+        if stream == keys.policy:
+            fields[Field.MANIFEST] = client.xrevrange(stream, count=1)[0][1][Field.MANIFEST]
+        with client.pipeline() as both:
+            both.xadd(stream, fields, id=LARGEST_ID)
+            if not is_seen or stream == keys.evaluations:
+                both.xdel(stream, LARGEST_ID)
+            both.execute()
+
+    for step, stream in enumerate(streams[1:], 2):
+        at_step(first, step, partial(use_up, stream))
+    first.learner.fail_at[9] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    use_up(keys.prompts)  # while no trainer runs
+    assert bench.trainer(resume=True).run()
+    assert_settled_once(bench, redis_client, dead={1, 40})
+    assert {line["update"] for line in bench.lines("evaluations.jsonl")} == {0, 5, 8, 10, 12}
+    said = [text.partition(":")[2].partition(": its entry ids")[0] for text in caplog.messages if "are used up" in text]
+    assert {f"{{test}}:{name}" for name in said} >= set(streams) - {keys.dead_rollouts}
+    client.xadd(keys.prompts, {"index": 1})  # it takes entries again
 
 
 @pytest.mark.parametrize("fields", [{"foo": "bar"}, {"index": "x", "version": "0"}, {"index": "9" * 5000}])

@@ -7,7 +7,7 @@ from mini_producer import dead_fields, group_fields, make_group
 from penstock.consumers.checkpoints.state import CheckpointState, ReleasedTask
 from penstock.consumers.learning.batch.lag import LagTable, is_stale
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.evaluation import Evaluator
+from penstock.consumers.stream.evaluation import MOST_OPEN, Evaluator
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
@@ -72,7 +72,7 @@ def test_every_write_of_an_older_epoch_is_refused(connection, scripts):
         lambda: scripts.announce(1, b"{}", b"", 0),
         lambda: scripts.evaluate([(f"0-{n}", task) for n, task in enumerate(tasks(1, 3), 1)]),
         lambda: scripts.dead_letter(Refused(1, "poison", b"")),
-        lambda: scripts.commit("c", b"0-0", b"0-0"),
+        lambda: scripts.commit("c", b"0-0"),
         lambda: scripts.describe({"run_file": b"{}"}),
         lambda: scripts.note_tasks({1: ReleasedTask("main", 1)}),
         lambda: scripts.note_parity({"one": b"{}"}),
@@ -83,6 +83,77 @@ def test_every_write_of_an_older_epoch_is_refused(connection, scripts):
     ):
         with pytest.raises(FencedError):
             write()
+
+
+def test_a_trainer_that_finds_another_run_of_its_name_changes_nothing(connection, scripts, redis_client):
+    redis_client.flushall()
+    Scripts(connection, KEYS).open_epoch(0)
+    before = redis_client.hgetall(KEYS.commit)
+    for write in (scripts.check, lambda: scripts.release(0, tasks(1, 5), 0), lambda: scripts.restore(7, {})):
+        with pytest.raises(FencedError, match="has begun here under the name of this one"):
+            write()
+    assert redis_client.hgetall(KEYS.commit) == before and not redis_client.exists(KEYS.prompts)
+
+
+def test_a_group_of_another_run_of_the_name_is_dropped_and_its_index_stays_open(scripts, redis_client):
+    scripts.release(0, tasks(1, 2), 0)
+    ledger = Ledger()
+    for task in tasks(1, 2):
+        ledger.release(task)
+    reader = Reader(scripts.connection, KEYS, ledger, 2, run_id=scripts.run_id)
+    for run_id in ("other", scripts.run_id):
+        redis_client.xadd(KEYS.rollouts, {**group_fields(1, 0), Field.RUN_ID: run_id})
+    redis_client.xadd(KEYS.rollouts, {**dead_fields(2, "reward: boom"), Field.RUN_ID: "other"})
+    reader.read_to_end(lag_table())
+    assert list(reader.ready) == [1] and reader.take_refused() == [] and ledger.num_duplicates_dropped == 0
+    redis_client.xtrim(KEYS.prompts, maxlen=0)
+    for run_id in ("other", scripts.run_id):
+        redis_client.xadd(KEYS.prompts, {Field.INDEX: 2, Field.VERSION: 0, Field.RUN_ID: run_id})
+        releaser = Releaser(scripts, ledger, reader, config(), RunProgress(0, CheckpointState(policy_version=0)))
+        assert releaser.reconcile(lag_table()) == (run_id == "other"), "another run's prompt is nobody's"
+        ledger.postponed.clear()
+
+
+def test_a_restored_run_releases_nothing_again_that_redis_knows_of(scripts, redis_client):
+    scripts.release(0, tasks(1, 9), 0)
+    scripts.restore(4, {})
+    assert redis_client.hget(KEYS.commit, "released") == b"9"
+    scripts.restore(12, {})
+    assert redis_client.hget(KEYS.commit, "released") == b"12"
+
+
+def test_answers_are_removed_as_they_are_read_and_a_new_trainer_asks_anew(connection, scripts, redis_client):
+    evaluator = Evaluator(scripts, sets(main=3))
+    failed = {Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
+
+    def answer(*names: str, run_id: str = scripts.run_id) -> list[int]:
+        for name in names:
+            redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: name, Field.RUN_ID: run_id, **failed})
+        found = [result.policy_version for result in evaluator.collect()]
+        assert redis_client.xlen(KEYS.evaluation_results) == 0, "also while an evaluation is open"
+        return found
+
+    evaluator.request(0, update=0)
+    evaluator.request(1, update=1)
+    assert answer("0-1", "0-2", "1-1") == []
+    assert answer("0-3", run_id="other") == [], "answered by the weights of another run"
+    assert answer("0-3") == [0]
+    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "1-2", **failed})
+    Scripts(connection, KEYS).open_epoch(1)
+    assert redis_client.xlen(KEYS.evaluations) == redis_client.xlen(KEYS.evaluation_results) == 0
+
+
+def test_too_many_open_evaluations_drop_the_oldest_that_nobody_has_begun(scripts, redis_client):
+    evaluator = Evaluator(scripts, sets(main=2))
+    evaluator.request(0, update=0)
+    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "0-1", Field.KIND: Kind.DEAD})
+    assert evaluator.collect() == []
+    for version in range(1, 20):
+        evaluator.request(version, update=version)
+    kept = [0, *range(20 - MOST_OPEN + 1, 20)]
+    assert evaluator.pending == kept
+    asked = {entry_id.decode() for entry_id, _ in redis_client.xrange(KEYS.evaluations)}
+    assert asked == {f"{version}-{n}" for version in kept for n in (1, 2)}
 
 
 def test_opening_an_epoch_again_after_a_lost_reply_is_no_fence(scripts):
@@ -331,7 +402,7 @@ def test_a_release_says_which_task_it_is_until_checkpoints_hold_it(scripts, redi
     redis_client.delete(KEYS.tasks)
     scripts.release_again(0, [(1, ReleasedTask("words", 1)), (3, ReleasedTask("sums", 2))])
     assert redis_client.hgetall(KEYS.tasks) == {b"1": b"1 words", b"3": b"2 sums"}, "a second release as the first"
-    scripts.commit("c", b"0-0", b"0-0", 2)
+    scripts.commit("c", b"0-0", 2)
     assert redis_client.hgetall(KEYS.tasks) == {b"3": b"2 sums"}
 
 

@@ -180,7 +180,7 @@ class DeliveryProtocol(RuleBasedStateMachine):
         trainer = self.former[data.draw(st.integers(0, len(self.former) - 1), label="trainer")]
         scripts, ledger = trainer.leadership.scripts, trainer.intake.ledger
         writes: dict[str, Callable[[], Any]] = {
-            "commit": partial(scripts.commit, "0-stale", b"9999999999999-0", b"0-0"),
+            "commit": partial(scripts.commit, "0-stale", b"9999999999999-0"),
             "release": partial(
                 scripts.release, ledger.num_released, list(ledger.tasks.values())[:1] or [("main", 1)], 0
             ),

@@ -10,6 +10,7 @@ from penstock.deploy.launch.machine import Machine
 from penstock.deploy.launch.start_checks import (
     check,
     check_objective,
+    estimated_evaluation_bytes,
     estimated_group_bytes,
     place_parts,
 )
@@ -145,6 +146,15 @@ def test_memory_must_hold_twice_the_credit(config):
     small = changed(config, redis=RedisConfig(maxmemory_mb=1), sampling=SamplingConfig(max_tokens=4096))
     with pytest.raises(ConfigError, match=r"redis\.maxmemory_mb = 1: the 96 groups .* expected at least twice that"):
         check(small)
+
+
+def test_memory_must_hold_twice_the_answers_of_an_evaluation(config):
+    large = EvaluationConfig(num_prompts=64, num_samples=16, temperature=1.0, max_tokens=4096)
+    small = changed(config, redis=RedisConfig(maxmemory_mb=16), evaluation=large)
+    assert 64 * 16 * 4096 * 8 < estimated_evaluation_bytes(small) < 64 * 16 * 4096 * 16
+    with pytest.raises(ConfigError, match=r"wait take up to \d MB and the answers of an evaluation \d\d MB; expected"):
+        check(small)
+    check(changed(small, redis=RedisConfig(maxmemory_mb=256)))
 
 
 def test_a_group_that_may_pass_the_entry_cap_is_warned_of(config):

@@ -80,7 +80,7 @@ _NOBODY = [
     "ACL LIST", "ACL SETUSER x on", "CLIENT LIST", "CLIENT KILL TYPE normal", "MONITOR", "REPLICAOF NO ONE", "SAVE",
     "BGREWRITEAOF", "SCRIPT FLUSH", "SCRIPT KILL", "FUNCTION LIST", "MODULE LIST", "SWAPDB 0 1", "PUBLISH c m",
     "SUBSCRIBE c", "RENAME {test}:prompts {test}:x", "COPY {test}:policy {test}:x", "DUMP {test}:commit",
-    "SET free 1", "GET free", "DEL {test}:rollouts", "UNLINK {test}:rollouts", "EXPIRE {test}:rollouts 1",
+    "SET free 1", "GET free", "UNLINK {test}:rollouts", "EXPIRE {test}:rollouts 1",
     "EVAL return{redis.call('flushall')} 0", "MIGRATE h 1 {test}:policy 0 1", "XSETID {test}:rollouts 9-9",
     "XADD {test2}:prompts * index 1", "XADD {test2}:rollouts * index 1", "HSET {test2}:commit epoch 9",
     "HGET {test2}:commit epoch", "XREAD STREAMS {test2}:rollouts 0", "GET {test2}:producers:a",
@@ -99,7 +99,7 @@ _FORBIDDEN = {
         "SCRIPT LOAD return", "INFO", "WATCH {test}:prompts", "GET {test2}:progress:1", "SET {test2}:progress:1 x",
         "HSET {test}:chunks 1 x", "HDEL {test}:chunks 1", "DEL {test}:chunks", "HKEYS {test}:chunks",
         "HSET {test}:anchors 1 x", "HDEL {test}:anchors 1", "HSET {test}:run run_file x", "HDEL {test}:run run_file",
-        "HGET {test2}:chunks 1", "HGETALL {test2}:anchors", "HGETALL {test2}:run",
+        "HGET {test2}:chunks 1", "HGETALL {test2}:anchors", "HGETALL {test2}:run", "DEL {test}:rollouts",
     ],
     "trainer": [
         "XREADGROUP GROUP producers me STREAMS {test}:prompts >", "XGROUP CREATE {test}:prompts g 0 MKSTREAM",
@@ -116,6 +116,7 @@ _FORBIDDEN = {
         "EVAL_RO return{redis.call('hset','{test}:commit','a','b')} 1 {test}:commit",
         "EVAL_RO return{redis.call('hget','{test2}:commit','a')} 1 {test}:commit", "SCRIPT LOAD return",
         "XREADGROUP GROUP producers me STREAMS {test}:prompts >", "XTRIM {test}:rollouts MAXLEN 0",
+        "DEL {test}:rollouts",
     ],
     "operator": [
         "HDEL {test}:requeued 1", "DEL {test}:commit",

@@ -3,22 +3,20 @@
 import asyncio
 import logging
 import os
-import signal
 
 import msgspec
 import pytest
-import redis
 
 from cutting_proxy import CuttingProxy
 from forked_programs import PYTHONPATH
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream import heartbeat as heartbeat_module
+from penstock.producers.stream.in_flight import Claim, DeadRollout
 from penstock.schemas.config import EnvironmentConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
 from producer_run import KEYS, ProducerRun, ids
-from real_server import at_free_port
 from scripted_engine import ScriptedEngine
 from waiting import until, wait_for
 
@@ -80,6 +78,47 @@ def test_a_producer_killed_between_generation_and_append_costs_one_attempt_at_mo
     assert next(g.producer_id for g in groups if g.index == 1) == ("producer-0" if appended else "producer-1")
     assert server.client.xlen(KEYS.prompts) == server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
     assert ("took group 1 over from producer-0, attempt 2" in start_producer.log("producer-1")) == (not appended)
+
+
+async def test_nothing_of_an_earlier_run_of_its_name_is_sampled_or_appended_in_a_run_begun_anew(run, caplog) -> None:
+    one = run()
+    one.trainer.begin_anew("one")
+    one.trainer.announce(5)
+    engine = ScriptedEngine()
+    engine.may_sample.clear()
+    producer, task = await one.producer(engine)
+    one.trainer.release(1, 4, version=5)
+    await until(lambda: engine.num_active == 4)
+    one.trainer.begin_anew("two")
+    for version in range(6):
+        one.trainer.announce(version, number=100 + version)
+    # Handed back by a producer that had not noticed yet.
+    one.client.xadd(KEYS.prompts, {Field.INDEX: 9, Field.VERSION: 5, Field.RUN_ID: "one"})
+    one.trainer.release(1, 4, version=5)
+    await until(lambda: engine.loaded_versions == [5, 5])
+    engine.may_sample.set()
+    entries = await one.read(4)
+    await until(lambda: one.num_open() == 0)
+    assert {fields[Field.RUN_ID] for fields in entries} == {b"two"} and set(one.appended()) == {1, 2, 3, 4}
+    assert set(one.appended().values()) == {1} and not task.done()
+    assert decode_heartbeat(one.client.get(KEYS.producer("a"))).run_id in ("one", "two")
+    assert "claims of an earlier run of this name are dropped" in caplog.text
+    assert "field run_id = 'one', and this is run two" in caplog.text and len(producer.table) == 0
+
+
+@pytest.mark.parametrize("stream", [KEYS.rollouts, KEYS.dead_rollouts])
+async def test_a_stream_whose_entry_ids_are_used_up_is_waited_for(run, caplog, stream) -> None:
+    one = run()
+    producer, task = await one.producer(ScriptedEngine())
+    one.trainer.release(1, NUM_PROMPTS)
+    one.client.xadd(stream, {"index": 1}, id="18446744073709551615-18446744073709551615")
+    if stream == KEYS.dead_rollouts:
+        rollout = DeadRollout("a.1.0", "gone")
+        producer.writer.put_letter(Claim(stream=KEYS.prompts, entry_id=b"0-1", index=1, version=0), rollout)
+    await until(lambda: "waiting for the trainer to make the stream anew" in caplog.text)
+    one.client.delete(stream)
+    await until(lambda: set(range(1, NUM_PROMPTS + 1)) <= set(one.appended()))
+    assert not task.done()
 
 
 @pytest.mark.slow
@@ -187,31 +226,6 @@ async def test_a_blocking_read_longer_than_the_timeout_of_the_client_loses_nothi
     assert not task.done() and one.num_claimed() == 0
 
 
-def release_lost(one: ProducerRun, last: int) -> None:
-    """What a trainer does after an outage: on a slow disk a server that does not sync always loses 2 s of it all."""
-    released = {int(fields[Field.INDEX]) for _, fields in one.server.client.xrange(KEYS.prompts)}
-    for index in sorted(set(range(1, last + 1)) - released - set(one.appended())):
-        one.trainer.release(index, index)
-
-
-@pytest.mark.parametrize("fsync", ["everysec", "always"])
-async def test_a_server_killed_and_started_again_in_the_middle_costs_nothing(run, fsync: str, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    one = run("--appendfsync", fsync)
-    tasks = [(await one.producer(ScriptedEngine(token_s=0.01), name))[1] for name in "ab"]
-    for first in range(1, 61, 20):
-        one.trainer.release(first, first + 19)
-        await until(lambda first=first: len(one.appended()) >= first)
-        await asyncio.to_thread(one.server.stop)
-        await asyncio.to_thread(one.server.start)
-        release_lost(one, first + 19)
-    await until(lambda: all_appended(one, 60))
-    assert not any(task.done() for task in tasks)
-    # Tasks 13 and 14 raise by themselves, and only they have a traceback.
-    own = ("prompt: LookupError: task 13 is missing", "reward: ZeroDivisionError: division by zero")
-    assert all(record.getMessage().endswith(own) for record in caplog.records if record.exc_info)
-
-
 async def test_while_redis_is_away_a_producer_fills_its_table_and_no_more(run) -> None:
     one = run()
     bound = one.config.producers.groups_in_flight
@@ -269,59 +283,3 @@ async def test_a_limit_reached_between_an_append_and_its_exec_is_a_pause_too(run
         one.client.config_set("maxmemory", 0)
         await until(lambda: all_appended(one, 1))
     assert not task.done()
-
-
-async def test_a_failover_to_a_replica_is_waited_out(run, redis_server, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    arguments = ("--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0", "--port")
-    one = at_free_port(lambda port: run(*arguments, str(port)))
-    replica = redis_server("--replicaof", "127.0.0.1", str(one.client.config_get("port")["port"]))
-    await until(lambda: replica.client.info("replication").get("master_link_status") == "up")
-    with CuttingProxy(one.server.url) as proxy:
-        _, task = await one.producer(ScriptedEngine(token_s=0.01), via=proxy)
-        one.trainer.release(1, 60)
-        assert await asyncio.to_thread(one.client.wait, 1, 60_000) == 1
-        await until(lambda: len(one.appended()) >= 10)
-        await asyncio.to_thread(one.server.stop)
-        # The address leads to the replica before anybody has promoted it.
-        proxy.point_to(replica.url)
-        await until(lambda: ("is away" in caplog.text and "READONLY" in caplog.text) or "read only" in caplog.text)
-        replica.client.execute_command("REPLICAOF", "NO", "ONE")
-        one.client = replica.client
-        await until(lambda: all_appended(one, 60))
-        assert not task.done()
-
-
-@pytest.mark.slow
-def test_producers_that_come_and_go_leave_nothing_open(
-    redis_server, make_config, hand_trainer, start_producer, tmp_path
-) -> None:
-    server = redis_server()
-    config = make_config(producers=ProducersConfig(groups_in_flight=8, claim_idle_s=1.0))
-    trainer = hand_trainer(server.client, config, tmp_path)
-    trainer.announce(0)
-    trainer.release(1, 40)
-    # Neither finishes a group: prompts are left for the second however much later than the first it is up.
-    first = start_producer(config, server.url, "first", token_s=60.0)
-    second = start_producer(config, server.url, "second", token_s=60.0)
-    wait_for(lambda: _num_claimed(server.client, "second") > 0)
-    first.send_signal(signal.SIGTERM)
-    third = start_producer(config, server.url, "third")
-    assert first.wait(timeout=90) == 0
-    second.kill()
-    entries = trainer.read(40)
-    assert sorted(int(fields[Field.INDEX]) for fields in entries) == list(range(1, 41))
-    third.send_signal(signal.SIGTERM)
-    assert third.wait(timeout=90) == 0
-    assert server.client.xlen(KEYS.prompts) == 0
-    for name in ("first", "second", "third"):
-        assert "Traceback" not in start_producer.log(name)
-
-
-def _num_claimed(client: redis.Redis, consumer: str) -> int:
-    """0 too while no producer has made the consumer group."""
-    try:
-        return len(client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 100, consumername=consumer))
-    except redis.ResponseError as error:
-        assert "NOGROUP" in str(error)
-        return 0

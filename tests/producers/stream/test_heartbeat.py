@@ -48,6 +48,17 @@ async def test_the_end_of_the_run_is_heard_with_the_heartbeat(streams) -> None:
     running.cancel()
 
 
+async def test_a_run_that_is_begun_anew_ends_by_its_own_epochs(streams) -> None:
+    finished = asyncio.Event()
+    streams.client.hset(KEYS.commit, mapping={Commit.EPOCH: 3, Commit.RUN_ID: "one"})
+    sender = HeartbeatSender(streams.connection, KEYS, "a", described, finished.set)
+    running = asyncio.create_task(sender.run())
+    await until(lambda: streams.client.exists(KEY))
+    streams.client.hset(KEYS.commit, mapping={Commit.EPOCH: 0, Commit.RUN_ID: "two", Commit.FINISHED: b"1"})
+    await asyncio.wait_for(finished.wait(), 60)
+    running.cancel()
+
+
 @pytest.mark.parametrize(("ahead_s", "said"), [(600, "600 s ahead of"), (-300, "300 s behind"), (1, None)])
 async def test_a_host_whose_clock_is_wrong_is_told_once(streams, monkeypatch, caplog, ahead_s, said) -> None:
     seconds, microseconds = streams.client.time()

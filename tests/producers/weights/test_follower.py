@@ -121,22 +121,23 @@ async def test_versions_announced_during_a_load_are_overtaken(pickup) -> None:
 
 async def test_a_load_that_fails_leaves_the_old_version_serving_until_it_is_overtaken(pickup, metrics, caplog) -> None:
     made = await pickup(refuse_versions=(1,)).serving(0)
-    failures: list[tuple[dict[str, Any], str]] = [
-        ({}, "1"),  # the engine refuses it
-        ({"tensors": ()}, "the pieces of its chunks are not all elements of its tensors"),
-        ({"store": "/no/such/folder"}, "folder /no/such/folder does not give 5-whole-0-0"),
-        ({"store": "nowhere://bucket"}, "no file system for this URL is installed"),
+    failures: list[tuple[dict[str, Any], str, bool]] = [
+        ({}, "1", False),  # the engine refuses it
+        ({"tensors": ()}, "the pieces of its chunks are not all elements of its tensors", True),
+        ({"store": "/no/such/folder"}, "folder /no/such/folder does not give 5-whole-0-0", True),
+        ({"store": "nowhere://bucket"}, "no file system for this URL is installed", False),
     ]
-    for number, (falsified, message) in enumerate(failures):
+    for number, (falsified, message, is_unreadable) in enumerate(failures):
         serving, num_failed = 2 * number, made.weights.num_failed
         made.trainer.announce(serving + 1, **falsified)
         await until(lambda before=num_failed: made.weights.num_failed >= before + 2)
         assert made.engine.policy_version == serving and made.weights.behind == 1
         assert re.search(message, made.weights.last_error)
         assert f"policy {serving} serves on" in caplog.text
+        assert made.weights.unreadable_version == (serving + 1 if is_unreadable else -1), message
         made.trainer.announce(serving + 2)
         await made.serves(serving + 2)
-        await until(lambda: made.weights.last_error == "")
+        await until(lambda: made.weights.last_error == "" and made.weights.unreadable_version == -1)
     made.trainer.client.xadd(KEYS.policy, {"manifest": "{}"}, id="8-2")
     await until(lambda: "is no manifest" in made.weights.last_error)
     assert metrics.registry.get_sample_value("penstock_weight_loads_total", {"result": "failed"}) >= 9
@@ -192,6 +193,40 @@ async def test_producers_of_one_host_fetch_once_and_load_the_same_bits(pickup) -
         await made.serves(19)
         assert all(label == number for label, number in made.engine.read)
     assert sum(load["bytes"] for made in pair for load in made.loads) <= num_bytes
+
+
+@pytest.mark.parametrize("ids", [("one", "two"), ("", "two"), ("", "")])
+async def test_the_same_versions_of_a_run_that_is_begun_anew_are_other_weights(pickup, ids) -> None:
+    made = pickup(ReadingEngine)
+    made.trainer.begin_anew(ids[0])
+    for version in range(6):
+        made.trainer.announce(version)
+    made.start()
+    await made.serves(5)
+    made.trainer.begin_anew(ids[1])
+    made.engine.may_load.clear()
+    for version in range(6):
+        made.trainer.announce(version, number=100 + version)
+    await until(lambda: made.engine.is_loading)
+    waiting = asyncio.create_task(made.weights.wait_for(0, 2, ids[1]))
+    await asyncio.sleep(0)
+    assert made.weights.behind == float("inf") and not waiting.done()
+    made.engine.may_load.set()
+    await asyncio.wait_for(waiting, 60)
+    assert made.engine.read[-1] == (5, 105) and made.weights.run_id == ids[1] and made.weights.behind == 0
+
+
+async def test_the_same_policy_that_an_emptied_server_gets_again_is_not_loaded_again(pickup) -> None:
+    made = pickup()
+    made.trainer.begin_anew("one")
+    await made.serving(5)
+    made.trainer.begin_anew("one")
+    await until(lambda: made.weights.behind == float("inf"))
+    made.trainer.announce(5)
+    await until(lambda: made.weights.behind == 0)
+    made.trainer.announce(6)
+    await made.serves(6)
+    assert made.engine.loaded_versions == [5, 6]
 
 
 async def test_work_waits_for_weights_within_its_bound_and_for_those_of_a_resumed_trainer(pickup) -> None:

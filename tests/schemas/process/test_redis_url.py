@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RedisConfig, RunConfig, load_config
-from penstock.schemas.process.redis_url import configured_url, redis_url
+from penstock.schemas.process.redis_url import configured_url, redis_url, server_of
 
 
 def config(url: str | None = None) -> RunConfig:
@@ -44,6 +44,17 @@ def test_a_password_file_completes_a_url_without_a_password(monkeypatch, tmp_pat
     assert found == expected.format("a%2Fb%3Fc%23d%40e%3Af%25g%20%C3%A9")
     with redis.Redis.from_url(found) as client:
         assert client.get_connection_kwargs()["password"] == "a/b?c#d@e:f%g é"
+
+
+def test_a_server_has_one_spelling() -> None:
+    same = [
+        "redis://localhost", "redis://127.0.0.1", "redis://127.0.0.1/", "redis://localhost:6379/0", "redis://[::1]?db=0",
+        "redis://user:secret@LOCALHOST:6379",
+    ]  # fmt: skip
+    assert {server_of(url) for url in same} == {"localhost:6379/0"}
+    assert server_of("unix:///run/redis.sock") == server_of("unix://:secret@/run/../run/redis.sock?db=0")
+    others = ["redis://localhost:6380", "redis://localhost/1", "redis://elsewhere", "redis://localhost?db=2"]
+    assert len({server_of(url) for url in (*others, same[0])}) == 5
 
 
 @pytest.mark.parametrize(
