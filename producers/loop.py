@@ -265,6 +265,8 @@ class Producer:
     async def _begin(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
         """Starts a claim. From attempt `ALONE_FROM` on, and at the last of several attempts, it runs alone, after
         all finished groups are appended: it may be what ended its producers, and must cost no other an attempt."""
+        if (claim.stream, claim.entry_id) not in self.table:
+            return  # dropped since it was claimed
         max_attempts = self._config.producers.max_attempts
         is_alone = max(2, min(ALONE_FROM, max_attempts)) <= claim.attempt <= max_attempts
         if is_alone:
@@ -313,13 +315,14 @@ class Producer:
 
     def _on_run(self, run_id: str) -> None:
         """Joins a run, and drops what was claimed in an earlier one of its name: its trainer is gone."""
-        self.context.run_id = run_id
+        self.context.run_id = self.claims.run_id = run_id
         if others := {claim for claim in self.table if claim.run_id not in ("", run_id)}:
             log.warning("%d claims of an earlier run of this name are dropped", len(others))
         for task, claim in self._running.items():
             if claim in others:
                 task.cancel()
         if self.endpoint is not None:
+            self.endpoint.agents.claims.run_id = run_id
             self.endpoint.agents.leave(others)
         for claim in others:
             self.table.remove(claim)

@@ -78,7 +78,7 @@ class Quarantine:
                 self._quarantined[instance] = ProducerParity(
                     producer_id=group.producer_id, quarantined_s=time.time(), reason=reason
                 )
-        self._write(self._everyone())
+        self._write(self._instances())
 
     def note(self, measured: Mapping[str, ProducerParity]) -> None:
         """Writes the findings to Redis, at most every `NOTE_S`. measured: by instance, quarantined or not."""

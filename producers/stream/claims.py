@@ -63,8 +63,8 @@ class Claims:
         self.refresh_s = config.claim_idle_s / 3
         """Interval at which claims are refreshed."""
         self._takeover_from = 0.0
-        self._run_id = ""
-        """Of the run that releases prompts; empty until the first one."""
+        self.run_id = ""
+        """The run that releases prompts; empty until it is known."""
 
     async def open(self) -> None:
         """Creates missing consumer groups, and frees the claims of an earlier process of this id."""
@@ -232,12 +232,12 @@ class Claims:
 
     async def _run_of(self, run_id: str) -> str:
         """Returns the run of a prompt. Raises ValueError if it is not the run that releases them now."""
-        if run_id and run_id != self._run_id:
-            self._run_id = (
+        if run_id and run_id != self.run_id:
+            self.run_id = (
                 await self._connection.commands.hget(self._keys.commit, Commit.RUN_ID.decode()) or b""
             ).decode()
-            if run_id != self._run_id:
-                raise ValueError(f"field run_id = {run_id[:SHOWN_BYTES]!r}, and this is run {self._run_id}")
+            if run_id != self.run_id:
+                raise ValueError(f"field run_id = {run_id[:SHOWN_BYTES]!r}, and this is run {self.run_id}")
         return run_id
 
     async def take_over(self, stream: str) -> Claim | None:
@@ -357,8 +357,7 @@ class Claims:
                     Field.TRIES_LOST: claim.num_handed_back + claim.has_begun,
                     Field.ENVIRONMENT: claim.environment,
                     Field.TASK: claim.task,
-                    Field.RUN_ID: claim.run_id,
-                }
+                } | ({Field.RUN_ID: claim.run_id} if claim.run_id else {})
                 pipeline.xadd(stream, fields)  # type: ignore[arg-type]
                 pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)
                 pipeline.execute_command("XDEL", stream, entry_id)

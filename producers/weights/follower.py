@@ -63,7 +63,6 @@ class WeightFollower:
         """Id and content of the last entry read."""
         self._is_rewound = False
         """True if the stream was emptied, or begun anew, before the last entry read."""
-        self._recoveries_seen = -1
         self._changed = asyncio.Event()
         self.newest: WeightManifest | None = None
         self.loaded = False
@@ -164,7 +163,7 @@ class WeightFollower:
     async def _read(self) -> WeightManifest | None:
         """Returns the newest manifest not yet seen, or None after `BLOCK_MS`."""
         entries: Any = []
-        if self._recoveries_seen == self._connection.num_recoveries and self._cursor is not None:
+        if self._cursor is not None:
             reply: Any = await self._connection.blocking.xread(
                 {self._stream: self._cursor}, MANIFESTS_PER_READ, BLOCK_MS
             )
@@ -172,7 +171,6 @@ class WeightFollower:
         if not entries:
             # The newest entry, wherever the cursor is: the stream may have been emptied, and filled by another run.
             entries = await self._connection.blocking.xrevrange(self._stream, count=1)
-            self._recoveries_seen = self._connection.num_recoveries
         if not entries:
             self._note_emptied()
             return None

@@ -92,12 +92,17 @@ async def test_nothing_of_an_earlier_run_of_its_name_is_sampled_or_appended_in_a
     one.trainer.begin_anew("two")
     for version in range(6):
         one.trainer.announce(version, number=100 + version)
-    # Handed back by a producer that had not noticed yet.
-    one.client.xadd(KEYS.prompts, {Field.INDEX: 9, Field.VERSION: 5, Field.RUN_ID: "one"})
+
+    def hand_back() -> None:
+        """As a producer does that has not noticed yet."""
+        one.client.xadd(KEYS.prompts, {Field.INDEX: 9, Field.VERSION: 5, Field.RUN_ID: "one"})
+
+    hand_back()
     one.trainer.release(1, 4, version=5)
     await until(lambda: engine.loaded_versions == [5, 5])
     engine.may_sample.set()
     entries = await one.read(4)
+    hand_back()
     await until(lambda: one.num_open() == 0)
     assert {fields[Field.RUN_ID] for fields in entries} == {b"two"} and set(one.appended()) == {1, 2, 3, 4}
     assert set(one.appended().values()) == {1} and not task.done()

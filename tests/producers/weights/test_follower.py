@@ -55,11 +55,12 @@ async def pickup(
     monkeypatch.setattr(module, "LONGEST_RETRY_S", 0.1)
     server, config, built = redis_server(), make_config(), []
 
-    def build(engine_type: type[ScriptedEngine] = ScriptedEngine, **engine_settings) -> Pickup:
+    def build(engine_type: type[ScriptedEngine] = ScriptedEngine, *, place: str = "", **engine_settings) -> Pickup:
         engine, loads = engine_type(**engine_settings), []
         trainer = hand_trainer(server.client, config, tmp_path)
         connection = connect(server)
-        copy = HostCopy(str(tmp_path), "test", connection.place, WeightReader(connection.call, KEYS), metrics)
+        reader = WeightReader(connection.call, KEYS)
+        copy = HostCopy(str(tmp_path), "test", place or connection.place, reader, metrics)
         weights = WeightFollower(connection, KEYS, engine, copy, metrics, lambda **load: loads.append(load))
         built.append(Pickup(weights, engine, trainer, loads))
         return built[-1]
@@ -181,8 +182,11 @@ async def test_after_a_load_that_failed_half_way_the_engine_gets_its_old_weights
     assert made.engine.read[-1] == (3, 3)
 
 
-async def test_producers_of_one_host_fetch_once_and_load_the_same_bits(pickup) -> None:
-    pair = [pickup(ReadingEngine), pickup(ReadingEngine, pause_s=0.01)]
+async def test_producers_of_one_host_fetch_once_and_load_the_same_bits_whatever_address_they_know(
+    pickup, tmp_path
+) -> None:
+    pair = [pickup(ReadingEngine, place="here:6379"), pickup(ReadingEngine, place="elsewhere:6379", pause_s=0.01)]
+    pair[0].trainer.begin_anew("one")
     for made in pair:
         made.start()
     num_bytes = 0
@@ -193,6 +197,7 @@ async def test_producers_of_one_host_fetch_once_and_load_the_same_bits(pickup) -
         await made.serves(19)
         assert all(label == number for label, number in made.engine.read)
     assert sum(load["bytes"] for made in pair for load in made.loads) <= num_bytes
+    assert len(list(tmp_path.glob("penstock-*"))) == 1
 
 
 @pytest.mark.parametrize("ids", [("one", "two"), ("", "two"), ("", "")])

@@ -154,20 +154,6 @@ def test_libraries_that_set_themselves_up_are_adopted(capsys):
     assert [(record["logger"], record["message"]) for record in records(capsys)] == [("a_library.part", "said once")]
 
 
-def test_transformers_writes_through_the_same_handler():
-    program = (
-        "from penstock.schemas.process import logs\n"
-        "logs.configure('trainer', run='r', id='t')\n"
-        "import transformers\n"
-        "logs.adopt()\n"
-        "transformers.utils.logging.get_logger('transformers.x').warning('from there')\n"
-    )
-    shown = run(program, PENSTOCK_LOG="json")
-    assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stderr.splitlines()[-1])["message"] == "from there"
-    assert shown.stderr.count("from there") == 1
-
-
 def test_an_unknown_form_is_refused(monkeypatch):
     monkeypatch.setenv(logs.FORM, "xml")
     with pytest.raises(ConfigError, match="PENSTOCK_LOG = 'xml': expected 'json' or 'text'"):
@@ -208,13 +194,3 @@ def test_a_child_process_inherits_form_and_fields():
     (line,) = run(program, PENSTOCK_LOG="json", PROGRAM=program).stderr.splitlines()
     record = json.loads(line)
     assert (record["role"], record["id"], record["run"]) == ("engine", "producer-3", "r")
-
-
-def test_without_configuration_nothing_is_touched():
-    program = (
-        "import logging, sys\n"
-        "from penstock.schemas.process import logs\n"
-        "logs.adopt(); logs.bind(a=1); logs.hand_down(); logs.inherit('engine')\n"
-        "assert not logging.getLogger().handlers\n"
-    )
-    assert run(program).returncode == 0
