@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from penstock.producers.endpoint.access import api_key
 from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError
-from penstock.producers.loop import Producer, QuarantinedError
+from penstock.producers.loop import OtherRunError, Producer, QuarantinedError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.observe.running_loop import RunningLoop
 from penstock.producers.rollout.episode import load_tokenizer
@@ -40,7 +40,15 @@ T = TypeVar("T")
 EngineFactory = Callable[..., Awaitable[Engine]]
 """`await factory(config, seed=...)` boots an engine that is ready to sample, or raises EngineError."""
 
-EXPECTED_ERRORS = (ConfigError, EngineError, RedisGoneError, ProducerIdTakenError, QuarantinedError, RedisError)
+EXPECTED_ERRORS = (
+    ConfigError,
+    EngineError,
+    RedisGoneError,
+    ProducerIdTakenError,
+    QuarantinedError,
+    OtherRunError,
+    RedisError,
+)
 """Each ends the process with one logged line."""
 
 

@@ -51,6 +51,10 @@ class QuarantinedError(RuntimeError):
     """The trainer found that this instance's logprobs keep differing from its own. A new instance is judged anew."""
 
 
+class OtherRunError(RuntimeError):
+    """Another run of this name has begun, for which this producer was not started."""
+
+
 class Producer:
     """Turns prompts into rollouts with one engine.
 
@@ -122,6 +126,8 @@ class Producer:
         self.heartbeat = HeartbeatSender(
             connection, keys, context.producer_id, self._describe, self._on_finished, self._on_quarantined
         )
+        self._described: list[bytes | None] = []
+        """The run file and the model's digest in Redis when the run was joined."""
         self._running: dict[asyncio.Task[None], Claim] = {}
         self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
         """Claims of `endpoint` for prompts that are not conversations."""
@@ -166,6 +172,7 @@ class Producer:
             EngineError: the engine has stopped. Its claims stay, and count as an attempt when they are taken over.
             RedisGoneError: Redis was away for too long.
             QuarantinedError: the trainer does not train from this instance any more. Everything is handed back.
+            OtherRunError: another run of this name has begun, with other settings.
         """
         parts = (
             self.heartbeat.run,
@@ -313,8 +320,23 @@ class Producer:
                 raise
             self.writer.put(claim, Dead.of("producer", error))
 
-    def _on_run(self, run_id: str) -> None:
-        """Joins a run, and drops what was claimed in an earlier one of its name: its trainer is gone."""
+    async def _on_run(self, run_id: str) -> None:
+        """Joins a run, and drops what was claimed in an earlier one of its name: its trainer is gone.
+
+        Raises:
+            OtherRunError: it is described otherwise than the earlier one.
+        """
+        commands, key = self.context.connection.commands, self.context.keys.description
+        described = [
+            await self.context.connection.retrying(partial(commands.hget, key, field))  # type: ignore[arg-type]
+            for field in ("run_file", "model_digest")
+        ]
+        if self.context.run_id and described != self._described:
+            raise OtherRunError(
+                f"another run of this name has begun ({run_id}, after {self.context.run_id}), with other settings or "
+                "another model: start the producer again with those"
+            )
+        self._described = described
         self.context.run_id = self.claims.run_id = run_id
         if others := {claim for claim in self.table if claim.run_id not in ("", run_id)}:
             log.warning("%d claims of an earlier run of this name are dropped", len(others))

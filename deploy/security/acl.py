@@ -34,7 +34,7 @@ _PRODUCER = (
     Right("prompts rollouts evaluation_results dead_rollouts", "xadd"),
     Right("policy", "xread xrevrange xrange", read_only=True),
     Right("anchors run", "hgetall", read_only=True),
-    Right("chunks commit parity", "hget", read_only=True),
+    Right("chunks commit parity run", "hget", read_only=True),
     Right("parity", "hmget", read_only=True),
     Right("producers:* progress:*", "get set del"),
     # Progress of conversations.

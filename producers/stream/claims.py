@@ -233,9 +233,8 @@ class Claims:
     async def _run_of(self, run_id: str) -> str:
         """Returns the run of a prompt. Raises ValueError if it is not the run that releases them now."""
         if run_id and run_id != self.run_id:
-            self.run_id = (
-                await self._connection.commands.hget(self._keys.commit, Commit.RUN_ID.decode()) or b""
-            ).decode()
+            found: Any = await self._connection.commands.hget(self._keys.commit, Commit.RUN_ID.decode())
+            self.run_id = (found or b"").decode()
             if run_id != self.run_id:
                 raise ValueError(f"field run_id = {run_id[:SHOWN_BYTES]!r}, and this is run {self.run_id}")
         return run_id

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.producers.interfaces import Engine, WeightLoadError
@@ -46,7 +46,7 @@ class WeightFollower:
         copy: HostCopy,
         metrics: ProducerMetrics,
         on_load: Callable[..., None] = lambda **load: None,
-        on_run: Callable[[str], None] = lambda run_id: None,
+        on_run: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._connection = connection
         self._stream = keys.policy
@@ -116,7 +116,8 @@ class WeightFollower:
                 self._num_runs += 1
             if manifest.run_id != self._run_id:
                 self._run_id = manifest.run_id
-                self._on_run(manifest.run_id)
+                if self._on_run is not None:
+                    await self._on_run(manifest.run_id)
             self.newest = manifest
             self._notify()
 

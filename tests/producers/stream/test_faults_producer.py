@@ -9,6 +9,7 @@ import pytest
 
 from cutting_proxy import CuttingProxy
 from forked_programs import PYTHONPATH
+from penstock.producers.loop import OtherRunError
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream import heartbeat as heartbeat_module
 from penstock.producers.stream.in_flight import Claim, DeadRollout
@@ -109,6 +110,24 @@ async def test_nothing_of_an_earlier_run_of_its_name_is_sampled_or_appended_in_a
     assert decode_heartbeat(one.client.get(KEYS.producer("a"))).run_id in ("one", "two")
     assert "claims of an earlier run of this name are dropped" in caplog.text
     assert "field run_id = 'one', and this is run two" in caplog.text and len(producer.table) == 0
+
+
+async def test_a_producer_ends_when_a_run_of_its_name_is_begun_anew_with_other_settings(run) -> None:
+    one = run()
+
+    def begin(run_id: str, run_file: str) -> None:
+        one.trainer.begin_anew(run_id)
+        one.client.hset(KEYS.description, "run_file", run_file)
+        one.trainer.announce(5)
+
+    begin("one", "{}")
+    producer, task = await one.producer()
+    await until(lambda: producer.context.run_id == "one")
+    begin("two", '{"group_size": 8}')
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(task, 60)
+    said = "another run of this name has begun (two, after one), with other settings"
+    assert isinstance(caught.value.exceptions[0], OtherRunError) and said in str(caught.value.exceptions[0])
 
 
 @pytest.mark.parametrize("stream", [KEYS.rollouts, KEYS.dead_rollouts])
