@@ -4,7 +4,7 @@ did."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cutting_proxy import When
 from tests.chaos.aim import Fate, Place
@@ -42,17 +42,13 @@ def _producer_kill(supervisor: "Supervisor", draw: Random) -> str | None:
     return f"{slot.was}, back after {delay_s:.1f} s as {slot.name}"
 
 
-def _a_producer(supervisor: "Supervisor", draw: Random) -> "Slot":
-    return supervisor.producer(draw)
+Choice = Literal["producer", "trainer"]
+"""The method of `Supervisor` that chooses a slot."""
 
 
-def _a_trainer(supervisor: "Supervisor", draw: Random) -> "Slot":
-    return supervisor.trainer(draw)
-
-
-def _term(choose: Callable[["Supervisor", Random], "Slot"]) -> Callable[["Supervisor", Random], str | None]:
+def _term(role: Choice) -> Callable[["Supervisor", Random], str | None]:
     def tell_to_stop(supervisor: "Supervisor", draw: Random) -> str | None:
-        slot = choose(supervisor, draw)
+        slot: Slot = getattr(supervisor, role)(draw)
         if slot.process is None or slot.process.is_stopped:
             return None
         slot.process.tell_to_stop()
@@ -61,9 +57,9 @@ def _term(choose: Callable[["Supervisor", Random], "Slot"]) -> Callable[["Superv
     return tell_to_stop
 
 
-def _freeze(choose: Callable[["Supervisor", Random], "Slot"]) -> Callable[["Supervisor", Random], str | None]:
+def _freeze(role: Choice) -> Callable[["Supervisor", Random], str | None]:
     def freeze(supervisor: "Supervisor", draw: Random) -> str | None:
-        slot = choose(supervisor, draw)
+        slot: Slot = getattr(supervisor, role)(draw)
         process = slot.process
         if process is None or process.is_stopped:
             return None
@@ -239,14 +235,14 @@ def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Superv
 KINDS = (
     FaultKind("producer killed", "SIGKILL; it comes back under its id or a new one", 6, _producer_kill),
     FaultKind(
-        "producer told to stop", "SIGTERM; it must end with status 0, another takes its place", 3, _term(_a_producer)
+        "producer told to stop", "SIGTERM; it must end with status 0, another takes its place", 3, _term("producer")
     ),
     FaultKind(
-        "producer frozen", "SIGSTOP for up to 3 s, three times what a claim lives unrefreshed", 4, _freeze(_a_producer)
+        "producer frozen", "SIGSTOP for up to 3 s, three times what a claim lives unrefreshed", 4, _freeze("producer")
     ),
     FaultKind("trainer killed", "SIGKILL; resumed from its checkpoint", 6, _trainer_kill),
-    FaultKind("trainer told to stop", "SIGTERM; it must end with status 0, and is resumed", 2, _term(_a_trainer)),
-    FaultKind("trainer frozen", "SIGSTOP for up to 3 s", 2, _freeze(_a_trainer)),
+    FaultKind("trainer told to stop", "SIGTERM; it must end with status 0, and is resumed", 2, _term("trainer")),
+    FaultKind("trainer frozen", "SIGSTOP for up to 3 s", 2, _freeze("trainer")),
     FaultKind(
         "trainer replaced", "SIGSTOP, a second trainer resumes, the first wakes up and must end", 3, _trainer_replace
     ),
