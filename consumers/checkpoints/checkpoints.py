@@ -68,7 +68,7 @@ class Checkpoints:
         epoch = max(at_least, self.newest_epoch() + 1)
         while True:
             try:
-                with (self._folder / f"epoch-{epoch}").open("x") as file:
+                with (self._folder / f"epoch-{epoch}").open("x", encoding="utf-8") as file:
                     file.write(run_id)
             except FileExistsError:
                 epoch += 1
@@ -79,7 +79,7 @@ class Checkpoints:
 
     def run_id(self) -> str:
         """Returns the id of the run whose trainers have claimed epochs here; empty if none has."""
-        return max((file.read_text() for file in self._folder.glob("epoch-*")), key=len, default="")
+        return max((file.read_text("utf-8") for file in self._folder.glob("epoch-*")), key=len, default="")
 
     def newest_epoch(self) -> int:
         """Returns the newest epoch that any trainer has claimed here; -1 if none has."""
