@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Mapping, Set
+from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
 from numbers import Real
@@ -77,7 +78,7 @@ def load_config(
 def _importable(given: Any, field: str) -> Any:
     """Copies settings as a run file can hold them: import paths in place of classes and functions, plain numbers in
     place of numpy's and torch's."""
-    if given is None or type(given) in (bool, int, float, str):
+    if given is None or type(given) in (bool, int, float, str, date, time, datetime):
         return given
     if isinstance(given, msgspec.Struct):
         given = msgspec.structs.asdict(given)

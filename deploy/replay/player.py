@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.consumers.checkpoints.checkpoints import CheckpointError, load_checkpoint, read_state
+from penstock.consumers.checkpoints.checkpoints import (
+    CHECKPOINTS,
+    CheckpointError,
+    load_checkpoint,
+    names_from,
+    read_state,
+)
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
@@ -45,9 +51,9 @@ def find_start(record: Record, run_folder: Path, checkpoint: str | None) -> Star
     """
     if checkpoint is None:
         return Start(0, None)
-    folder = next((f for f in (Path(checkpoint), run_folder / "checkpoints" / checkpoint) if f.is_dir()), None)
+    folder = next((f for f in (Path(checkpoint), run_folder / CHECKPOINTS / checkpoint) if f.is_dir()), None)
     if folder is None:
-        there = ", ".join(sorted(f.parent.name for f in run_folder.glob("checkpoints/*/state.json"))) or "none"
+        there = ", ".join(names_from(run_folder / CHECKPOINTS)) or "none"
         raise ConfigError(f"--from {checkpoint}: no such checkpoint; expected one of the run's ({there}) or a folder")
     try:
         taken = read_state(folder).taken

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,8 @@ def test_classes_functions_and_numbers_of_numpy_stand_where_a_run_file_has_table
     assert (found.trainer.betas, found.objective.path, found.seed) == ((0.5, 0.75), f"{__name__}:Rloo", 3)
     several = penstock.load_config({"name": "a", "model": {"path": "m"}, "environments": [Arithmetic]})
     assert several.environments[0].path == ARITHMETIC
+    dated = penstock.load_config(given | {"environment": {"path": Arithmetic, "kwargs": {"since": date(2026, 1, 2)}}})
+    assert penstock.load_config(dated).environment.kwargs == {"since": date(2026, 1, 2)}, "as TOML may have it"
     struct = msgspec.structs.replace(found, environment=EnvironmentConfig(path=Arithmetic))  # type: ignore[arg-type]
     struct = msgspec.structs.replace(
         struct, trainer=msgspec.structs.replace(found.trainer, learning_rate=np.float16(1))

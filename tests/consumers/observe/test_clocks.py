@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from mini_producer import group_fields
+from penstock.deploy.report.summary import summarize
+from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.keys import Field
 from penstock.schemas.rollout import Timings, decode_group, encode_group
 from trainer_bench import assert_settled_once
@@ -45,3 +47,21 @@ def test_a_trainer_whose_clock_is_wrong_says_so(bench, monkeypatch, caplog):
         for each in caplog.records
         if re.search(r"this host's clock is 4[12]\d s behind", each.getMessage())
     ]
+
+
+def test_a_clock_that_is_set_back_while_it_trains_makes_no_time_below_zero(bench, monkeypatch):
+    true_time, updates = time.time, bench.folder / "updates.jsonl"
+
+    def set_back() -> float:
+        is_later = updates.is_file() and len(updates.read_bytes().splitlines()) > 3
+        return true_time() - 172_784.0 * is_later
+
+    bench.resilient_producer()
+    began = time.monotonic()
+    monkeypatch.setattr(time, "time", set_back)
+    assert bench.trainer().run()
+    monkeypatch.undo()
+    lines = bench.lines("updates.jsonl")
+    assert lines[0]["time_s"] - lines[-1]["time_s"] > 172_000 and len({line["started_s"] for line in lines}) == 1
+    summary = summarize(read_telemetry(bench.folder))
+    assert summary["num_updates"] == len(lines) and 0.0 < summary["wall_s"] < time.monotonic() - began + 10.0
