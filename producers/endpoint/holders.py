@@ -1,13 +1,15 @@
-"""Which producer holds a rollout, and requests that are forwarded to it: every producer serves every rollout."""
+"""Which rollout a request is for, and which producer holds it: every producer serves every rollout, and forwards."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from penstock.producers.endpoint.chat.errors import is_moving
+from penstock.producers.endpoint.chat.errors import bad_request, is_moving
+from penstock.producers.endpoint.chat.requests import shown
 from penstock.producers.endpoint.chat.streams import event
 from penstock.producers.endpoint.event_stream import HEADERS as STREAM_HEADERS
 from penstock.producers.endpoint.groups import origin_of
@@ -110,3 +112,28 @@ class Holders:
                 return stream
             kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
             return web.Response(status=reply.status, body=await reply.read(), headers=kept)
+
+
+def rollout_named(request: web.Request, document: Mapping[str, Any] | None = None) -> str:
+    """Returns the rollout's id in the path, else that in the body, else that in the header; a framework may use the
+    header for sessions of its own.
+
+    Raises:
+        ApiError: 400, there is none.
+    """
+    if rollout_id := request.match_info.get("rollout"):
+        return rollout_id
+    metadata = (document or {}).get("metadata")
+    named, session = metadata.get("rollout_id") if isinstance(metadata, dict) else None, request.headers.get(SESSION)
+    if named is not None:
+        if not isinstance(named, str):
+            raise bad_request(f"metadata.rollout_id is {shown(named)}, expected a rollout's id", "metadata")
+        return named
+    if session and origin_of(session) is not None:
+        return session
+    found = f"{SESSION} is {shown(session)}, which is no rollout's id; " if session else ""
+    raise bad_request(
+        f"{found}expected a rollout's id in the path, /r/ID/v1, in the body as metadata.rollout_id, or in the header "
+        f"{SESSION}",
+        SESSION,
+    )

@@ -19,13 +19,13 @@ from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
 from penstock.producers.endpoint.chat import responses
 from penstock.producers.endpoint.chat.answers import AnswerParser, finish_reason, response
-from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
-from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json, shown
+from penstock.producers.endpoint.chat.errors import ApiError, is_moving
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from penstock.producers.endpoint.chat.streams import ChatEvents, ResponseEvents
 from penstock.producers.endpoint.connections import Connections
 from penstock.producers.endpoint.event_stream import EventStream
-from penstock.producers.endpoint.groups import AgentRollout, origin_of
-from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, SESSION, Holders
+from penstock.producers.endpoint.groups import AgentRollout
+from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, Holders, rollout_named
 from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.interfaces import Engine
 from penstock.producers.observe.running_loop import running_s
@@ -259,7 +259,7 @@ class AgentEndpoint:
 
     async def _finish(self, request: web.Request) -> web.Response:
         reward = parse_finish(await request.read())
-        rollout_id = _rollout_id(request)
+        rollout_id = rollout_named(request)
         if not self.agents.is_finished_with(rollout_id, reward):
             rollout = await self._rollout(request)
             await self.agents.check_held(rollout.group)
@@ -317,7 +317,7 @@ class AgentEndpoint:
             ApiError: 400 without either, 404 if no producer knows it, 410 if it has ended, 503 while it moves from one
                 producer to another.
         """
-        rollout_id = _rollout_id(request, document)
+        rollout_id = rollout_named(request, document)
         rollout = self.agents.find(rollout_id)
         if rollout is not None:
             rollout.last_seen = running_s()
@@ -345,31 +345,6 @@ class AgentEndpoint:
         if answer is None:
             raise is_moving(f"rollout {where.rollout_id}")
         return answer
-
-
-def _rollout_id(request: web.Request, document: Json | None = None) -> str:
-    """Returns the rollout's id in the path, else that in the body, else that in the header; a framework may use the
-    header for sessions of its own.
-
-    Raises:
-        ApiError: 400, there is none.
-    """
-    if rollout_id := request.match_info.get("rollout"):
-        return rollout_id
-    metadata = (document or {}).get("metadata")
-    named, session = metadata.get("rollout_id") if isinstance(metadata, dict) else None, request.headers.get(SESSION)
-    if named is not None:
-        if not isinstance(named, str):
-            raise bad_request(f"metadata.rollout_id is {shown(named)}, expected a rollout's id", "metadata")
-        return named
-    if session and origin_of(session) is not None:
-        return session
-    found = f"{SESSION} is {shown(session)}, which is no rollout's id; " if session else ""
-    raise bad_request(
-        f"{found}expected a rollout's id in the path, /r/ID/v1, in the body as metadata.rollout_id, or in the header "
-        f"{SESSION}",
-        SESSION,
-    )
 
 
 async def _receive_body(request: web.Request) -> None:

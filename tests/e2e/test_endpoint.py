@@ -10,6 +10,7 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionMessage
 
 from markov_agent import LETTERS, MarkovAgent
 from one_environment import alone
@@ -140,16 +141,33 @@ async def run(
     await connection.close()
 
 
+async def streamed(client: openai.AsyncOpenAI, messages: list) -> ChatCompletionMessage:
+    """Returns an answer as its client puts it together from a stream."""
+    content, calls = "", []
+    stream = await client.chat.completions.create(model="any", messages=messages, tools=[ADD], stream=True)
+    async for chunk in stream:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        calls += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
+    return ChatCompletionMessage.model_validate(
+        {"role": "assistant", "content": content or None, "tool_calls": calls or None}
+    )
+
+
 async def converse(base: str, reward: float) -> int:
-    """Runs an agent that knows three URLs of Penstock and nothing else; returns its number of tool calls."""
+    """Runs an agent that knows three URLs of Penstock and nothing else, and streams if it is rewarded; returns its
+    number of tool calls."""
     num_calls = 0
     server = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=50)
     rollout = await server.post("/r", cast_to=object)
     async with server, openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none") as client:
         messages: list = [{"role": "user", "content": f"what is {rollout['prompt']['text']} plus four"}]
         for _ in range(NUM_TURNS):
-            reply = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
-            message = reply.choices[0].message
+            if reward:
+                message = await streamed(client, messages)
+            else:
+                reply = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+                message = reply.choices[0].message
             messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
             if message.tool_calls:
                 num_calls += 1

@@ -182,20 +182,6 @@ def test_an_answer_that_a_later_call_continues_was_read_whatever_its_client_coun
     assert not dropped and chain.segment.loss_mask == ((2, 4), (5, 6))
 
 
-def test_a_call_that_continues_another_keeps_what_is_new_alone() -> None:
-    ledger = CallLedger()
-    first = call(ledger, [1, 2], [3, 4])
-    second = call(ledger, [5], [6], first)
-    third = call(ledger, [7, 8], [9], second)
-    assert third.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9] and third.prompt == pack_ids(range(1, 9))
-    assert third.spans == ((2, 4), (5, 6), (8, 9))
-    for one in (first, second, third):
-        ledger.record(one, [USER], ANSWER)
-    assert [recorded.prompt_token_ids for recorded in ledger.recorded()] == [
-        one.prompt for one in (first, second, third)
-    ]
-
-
 def test_calls_fit_in_the_record_that_they_were_let_in_for() -> None:
     """Chains, branches and conversations of their own: what the ledger counts is no less than what is encoded."""
     chance = random.Random(7)

@@ -1,7 +1,6 @@
 """An environment of several turns inside the producer goes the way of an agent outside."""
 
 import asyncio
-import contextlib
 import itertools
 import math
 import sys
@@ -26,9 +25,18 @@ from waiting import until
 pytestmark = pytest.mark.redis
 
 
-async def test_an_environment_s_conversations_become_groups(serve) -> None:
-    environment = ToolCaller()
-    one = await serve(environment=environment, group_size=4)
+async def test_an_environment_s_conversations_become_groups_seeded_by_their_place_in_the_run(serve) -> None:
+    known: dict[int, RolloutFacts] = {}
+
+    class Knowing(ToolCaller):
+        async def converse(self, prompt, conversation):
+            with pytest.raises(LookupError, match="without an answered call"):
+                _ = conversation.facts
+            reward = await super().converse(prompt, conversation)
+            known[conversation.facts.num_tokens] = conversation.facts
+            return reward
+
+    one = await serve(environment=Knowing(), group_size=4, mode="synchronous", seed=3)
     one.trainer.release(1, 12)
     groups = await one.groups(12)
     assert sorted(group.index for group in groups) == list(range(1, 13))
@@ -37,46 +45,14 @@ async def test_an_environment_s_conversations_become_groups(serve) -> None:
         for rollout in group.rollouts:
             (segment,) = rollout.segments
             assert len(segment.loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
-    assert len(environment.replies) == 12 * 4 * 3
+            facts = known[rollout.num_sampled_tokens]
+            assert (facts.max_tokens, facts.finish_reason, facts.num_turns) == (200, "stop", 3)
+    places = itertools.product(range(1, 13), (1,), range(4), range(3))  # index, attempt, sibling, call
+    config = one.producer.context.config
+    assert sorted(one.engine.seeds) == sorted(request_seed(config, *place) for place in places)
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0)
     one.trainer.release(13, 13)
     assert (await one.groups(1))[0].index == 13
-
-
-async def test_a_conversation_knows_its_turns_tokens_and_limit(serve) -> None:
-    known: list[RolloutFacts] = []
-
-    class Knowing(ToolCaller):
-        async def converse(self, prompt, conversation):
-            with pytest.raises(LookupError, match="without an answered call"):
-                _ = conversation.facts
-            reward = await super().converse(prompt, conversation)
-            known.append(conversation.facts)
-            return reward
-
-    one = await serve(environment=Knowing(), group_size=2)
-    one.trainer.release(1, 1)
-    (group,) = await one.groups(1)
-    expected = [
-        RolloutFacts(
-            num_prompt_tokens=rollout.segments[0].loss_mask[0][0],
-            num_tokens=rollout.num_sampled_tokens,
-            max_tokens=group.sampling.max_tokens,
-            finish_reason=rollout.segments[0].finish_reason,
-            num_turns=3,
-        )
-        for rollout in group.rollouts
-    ]
-    assert sorted(known, key=repr) == sorted(expected, key=repr)
-
-
-async def test_calls_of_a_synchronous_run_are_seeded_by_their_place_in_the_run(serve) -> None:
-    one = await serve(environment=ToolCaller(), group_size=2, mode="synchronous", seed=3)
-    one.trainer.release(1, 2)
-    await one.groups(2)
-    config = one.producer.context.config
-    places = itertools.product((1, 2), (1,), range(2), range(3))  # index, attempt, sibling, call
-    assert sorted(one.engine.seeds) == sorted(request_seed(config, *place) for place in places)
 
 
 async def test_a_conversation_that_fails_ends_alone(serve) -> None:
@@ -206,46 +182,6 @@ async def test_an_engine_that_dies_ends_the_producer_whatever_the_environment_ma
     assert one.server.client.xlen(KEYS.rollouts) == one.server.client.xlen(KEYS.evaluation_results) == 0
 
 
-async def test_a_held_out_conversation_that_makes_nothing_of_its_deadline_gets_no_more_answers(serve) -> None:
-    refused = []
-
-    class Stubborn(ToolCaller):
-        async def converse(self, prompt, conversation):
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-            try:
-                await conversation.chat([{"role": "user", "content": "x"}])
-            except ApiError as error:
-                refused.append(error.body["error"]["code"])
-            return 1.0
-
-    one = await serve(environment=Stubborn(), endpoint=EndpointConfig(port=0, group_deadline_s=0.5))
-    one.trainer.evaluate(0, 1)
-    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
-    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
-    assert b"not finished after 0.5 s" in fields[Field.REASON]
-    await until(lambda: refused == ["rollout_ended"])
-
-
-async def test_a_call_that_nobody_waits_for_ends_with_its_rollout(serve) -> None:
-    class Hasty(ToolCaller):
-        async def converse(self, prompt, conversation):
-            reward = await super().converse(prompt, conversation)
-            self.left = asyncio.create_task(conversation.chat([{"role": "user", "content": "and on"}]))
-            await until(lambda: one.engine.num_active > 0)
-            return reward
-
-    environment = Hasty()
-    engine = ScriptedEngine(script=tool_user(), max_model_len=4096, token_s=0.002)
-    one = await serve(engine, environment=environment, group_size=1)
-    one.trainer.release(1, 1)
-    (group,) = await one.groups(1)
-    assert len(group.rollouts[0].segments[0].loss_mask) == 3
-    await until(lambda: environment.left.done())
-    assert environment.left.exception().body["error"]["code"] == "rollout_ended"
-    await until(lambda: one.engine.num_active == 0)
-
-
 async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(serve, caplog) -> None:
     """Each sibling of a group past its deadline in another way."""
 
@@ -317,31 +253,6 @@ async def test_an_environment_of_prompts_is_answered_in_one_turn_beside_one_that
         group = decode_group(fields[Field.PAYLOAD])
         assert len(group.rollouts[0].segments[0].loss_mask) == {"0-1": 3, "0-2": 1}[group.evaluation_id]
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer.table)
-
-
-async def test_groups_take_no_more_room_than_there_is_and_are_handed_back_at_a_stop(serve, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.2)
-    environment, room = {"talk": ToolCaller(), "ask": Numbers()}, ProducersConfig(groups_in_flight=3)
-    held = []
-
-    def script(ids: list[int], sibling: int) -> list[int]:
-        held.append(len(one.producer.table))
-        return spelled("ok")
-
-    engine = ScriptedEngine(script=script, max_model_len=4096)
-    one = await serve(engine, environment=environment, group_size=2, producers=room)
-    one.trainer.release(1, 8, environment="ask")
-    await one.entries(8)
-    assert max(held) == 2, "a place is for evaluations"
-    engine.may_sample.clear()
-    one.trainer.release(21, 21, environment="talk")
-    one.trainer.release(22, 28, environment="ask")
-    await until(lambda: engine.num_active == 3)  # a conversation each sibling, one request for those of a prompt
-    one.producer.stop.set()
-    await asyncio.wait_for(one.task, 60)
-    left = one.server.client.xrange(KEYS.prompts)
-    assert sorted(int(fields[Field.INDEX]) for _, fields in left) == list(range(21, 29))
-    assert engine.num_active == 0
 
 
 async def test_an_environment_that_converses_needs_the_endpoint_s_table(serve) -> None:

@@ -54,42 +54,23 @@ async def test_the_openai_client_drives_a_tool_using_conversation(serve) -> None
     assert [len(rollout.segments) for rollout in group.rollouts] == [1, 1]
 
 
-async def test_a_stream_is_the_finished_message_in_pieces(opened) -> None:
+async def test_a_stream_has_the_calls_logprobs_and_usage_of_the_finished_message(opened) -> None:
     one, rollout = await opened()
     async with client_of(rollout) as client:
-        asked = {"model": "x", "messages": ASKED, "tools": [ADD], "stream": True}
-        chunks = [
-            chunk
-            async for chunk in await client.chat.completions.create(**asked, stream_options={"include_usage": True})
-        ]
-        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
-        assert call.function.name == "add" and chunks[-2].choices[0].finish_reason == "tool_calls"
-        assert chunks[-1].usage.completion_tokens == len(deltas[-1].generation_token_ids) > 0
+        asked = {"model": "x", "messages": ASKED, "tools": [ADD], "stream": True, "logprobs": True}
+        stream = await client.chat.completions.create(**asked, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        (call,) = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        assert call.function.name == "add" and choices[-1].finish_reason == "tool_calls"
+        logprobs = [entry.logprob for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert logprobs == choices[-1].delta.generation_log_probs
+        assert chunks[-1].usage.completion_tokens == len(choices[-1].delta.generation_token_ids) == len(logprobs)
         history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude={"index"})]}]
         history.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
-        asked |= {"messages": history}
-        text = [chunk.choices[0].delta.content or "" async for chunk in await client.chat.completions.create(**asked)]
-        assert "".join(text) == ANSWER
-    status, kind, body = await one.client.text(
-        f"/r/{rollout['id']}/v1/chat/completions", {"messages": ASKED, "stream": True}
-    )
-    assert (status, kind) == (200, "text/event-stream") and body.endswith("data: [DONE]\n\n")
+        stream = await client.chat.completions.create(**asked | {"messages": history})
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == ANSWER
     assert one.count("penstock_agent_calls_total", prompt="drifted") == 1
-
-
-async def test_a_streamed_call_of_a_tool_has_its_tokens_logprobs(opened) -> None:
-    _, rollout = await opened()
-    async with client_of(rollout) as client:
-        for tools in ([ADD], []):
-            stream = await client.chat.completions.create(
-                model="x", messages=ASKED, logprobs=True, stream=True, **({"tools": tools} if tools else {})
-            )
-            choices = [chunk.choices[0] async for chunk in stream]
-            called = any(choice.delta.tool_calls for choice in choices)
-            (logprobs,) = [choice.logprobs.content for choice in choices if choice.logprobs is not None]
-            (sampled,) = [ids for choice in choices if (ids := getattr(choice.delta, "generation_log_probs", None))]
-            assert called == bool(tools) and [entry.logprob for entry in logprobs] == sampled
 
 
 async def test_a_request_that_cannot_be_answered_is_refused_in_openai_s_shape(opened) -> None:

@@ -29,17 +29,18 @@ def taught(group: RolloutGroup) -> RolloutGroup:
     return replace(group, rollouts=tuple(rollouts))
 
 
-async def finished(one) -> None:
-    """Agents finish the group of index 1."""
-    one.trainer.release(1, 1)
+async def finished(one, index: int = 1) -> None:
+    """Agents finish the group of an index."""
+    one.trainer.release(index, index)
     for rollout in [await one.client.open() for _ in range(2)]:
         await one.client.converse(rollout)
         await one.client.finish(rollout, 1.0)
 
 
-async def test_a_group_of_agents_goes_onto_the_stream_with_its_teachers_logprobs(serve) -> None:
+async def test_a_group_goes_onto_the_stream_with_its_teachers_logprobs_or_is_dead_with_the_agents_work(serve) -> None:
     async def teacher(group: RolloutGroup) -> RolloutGroup:
-        await asyncio.sleep(0)
+        if group.index == 2:
+            raise TeacherError("HTTP 400: too long")
         return taught(group)
 
     one = await serve(teacher=teacher, group_size=2)
@@ -47,14 +48,7 @@ async def test_a_group_of_agents_goes_onto_the_stream_with_its_teachers_logprobs
     (group,) = await one.groups(1)
     assert group == taught(group) and group.index == 1
     assert one.count("penstock_agent_tokens_total") == one.count("penstock_agent_tokens_delivered_total") > 0
-
-
-async def test_a_group_that_its_teacher_fails_is_dead_and_keeps_the_agents_work(serve) -> None:
-    async def teacher(group: RolloutGroup) -> RolloutGroup:
-        raise TeacherError("HTTP 400: too long")
-
-    one = await serve(teacher=teacher, group_size=2)
-    await finished(one)
+    await finished(one, index=2)
     (entry,) = await one.entries(1)
     assert (entry[Field.KIND], entry[Field.REASON]) == (Kind.DEAD, b"teacher: HTTP 400: too long")
     assert len(decode_group(entry[Field.PAYLOAD], dead=True).rollouts) == 2

@@ -69,3 +69,41 @@ def test_a_parser_that_vllm_does_not_have_is_refused_with_its_field(parser) -> N
     for field in ("tool_parser", "reasoning_parser"):
         with pytest.raises(ConfigError, match=f"endpoint.{field} = 'no-such': .*expected names of vLLM's parsers"):
             parser(**{field: "no-such"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"tool_parser": "hermes", "reasoning_parser": "qwen3"},
+        {"tool_parser": "hermes", "reasoning_parser": "deepseek_r1"},
+        {"tool_parser": "xlam"},
+        {"tool_parser": "pythonic"},
+        {"reasoning_parser": "granite"},
+    ],
+    ids=str,
+)
+def test_what_is_streamed_begins_what_the_parser_finds_in_the_end(parser, names) -> None:
+    made, tokenizer = parser(**names), tokenizer_of("qwen3")
+    for text in (
+        "<think>\nthree and four\n</think>\n\nthe tool says so",
+        f"<think>\nthree [a] < 4\n</think>\n\nlet me see {CALL}",
+        "the answer is seven because {three} plus [four] makes seven",
+        '{"name": "add", "parameters": {"a": 3}}',
+        "[add(a=3, b=4)]",
+        "Here is my thought process: three and four. Here is my response: seven",
+        "three and four </think> seven",
+    ):
+        for tools in ({}, {"tools": TOOLS}):
+            ids = encode("qwen3", text + "<|im_end|>")
+            whole = Completion(
+                token_ids=pack_ids(ids),
+                behavior_logprobs=pack_floats([-1.0] * len(ids)),
+                version_spans=(VersionSpan(0, 0, len(ids)),),
+                finish_reason="stop",
+            )
+            request = parse_chat({"messages": [{"role": "user", "content": "x"}], **tools}, SamplingSettings())
+            answers = Answers(tokenizer, made, finds_reasoning="reasoning_parser" in names)
+            message = answers.message(request, [1, 2], whole)
+            for n in range(len(ids) + 1):
+                for part, said in answers.so_far(request, [1, 2], whole.part(0, n)).items():
+                    assert (message.get(part) or "").startswith(said), (text, tools, n, part)

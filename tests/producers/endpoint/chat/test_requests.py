@@ -18,13 +18,6 @@ def chat(**fields: object):
     return parse_chat({"messages": MESSAGES, **fields}, SAMPLING)
 
 
-def refused(**fields: object) -> ApiError:
-    with pytest.raises(ApiError) as caught:
-        chat(**fields)
-    assert caught.value.status == 400
-    return caught.value
-
-
 def test_what_leaves_the_distribution_alone_is_accepted() -> None:
     request = chat(
         model="gpt-anything", user="me", seed=7, temperature=0.8, top_p=1, n=1, stop=None, stop_token_ids=[],
@@ -39,9 +32,8 @@ def test_what_leaves_the_distribution_alone_is_accepted() -> None:
     assert request.template_arguments == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
+def test_what_would_bend_the_distribution_is_refused_by_name() -> None:
+    for field, value, message in [
         ("n", 2, "n is 2, expected 1"),
         ("temperature", 0, "temperature is 0, expected 0.8, as the run samples"),
         ("top_p", 0.9, "top_p is 0.9, expected 1, as the run samples"),
@@ -67,13 +59,10 @@ def test_what_leaves_the_distribution_alone_is_accepted() -> None:
         ("tools", [{"type": "function"}], r"tools\[0\] is .*, expected a function"),
         ("tools", [{"function": {"name": "f", "parameters": "x"}}], r"tools\[0\].function.parameters is 'x'"),
         ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "expected an object of the template's own variables"),
-    ],
-)
-def test_what_would_bend_the_distribution_is_refused_by_name(field: str, value: object, message: str) -> None:
-    error = refused(**{field: value})
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(error.message)
-    assert error.body["error"]["type"] == "invalid_request_error"
+    ]:
+        with pytest.raises(ApiError, match=message) as caught:
+            chat(**{field: value})
+        assert (caught.value.status, caught.value.body["error"]["type"]) == (400, "invalid_request_error"), field
 
 
 def test_a_run_that_ignores_what_it_does_not_support_names_what_it_ignored() -> None:
@@ -107,13 +96,6 @@ def test_every_name_of_the_limit_counts_and_stop_strings_come_alone_or_as_a_list
     assert [chat(stop=stop).stop for stop in (None, "", [], "a", ["a", "b"])] == [(), (), (), ("a",), ("a", "b")]
 
 
-def test_the_run_s_own_stop_tokens_may_be_named() -> None:
-    sampling = SamplingSettings(stop_token_ids=(5, 3))
-    assert not parse_chat({"messages": MESSAGES, "stop_token_ids": [3, 5]}, sampling).ignored
-    with pytest.raises(ApiError, match=r"stop_token_ids is \[3\], expected \[5, 3\], as the run samples"):
-        parse_chat({"messages": MESSAGES, "stop_token_ids": [3]}, sampling)
-
-
 def test_a_reward_comes_alone_or_with_what_it_is_made_of() -> None:
     assert parse_finish(b"0.5").value == 0.5
     reward = parse_finish(json.dumps({"reward": 1, "metrics": {"exact": 1, "steps": 4.5}}).encode())
@@ -144,11 +126,6 @@ def test_a_reward_that_no_trainer_could_use_is_refused_by_field_value_and_limit(
         with pytest.raises(ApiError) as caught:
             parse_finish(body)
         assert caught.value.status == 400 and caught.value.message.startswith(message), body
-
-
-def test_as_many_metrics_of_as_long_names_as_may_be_are_taken() -> None:
-    metrics = {f"{n:064}": 1e9 for n in range(32)}
-    assert parse_finish(json.dumps({"reward": -1e9, "metrics": metrics}).encode()).parts == metrics
 
 
 def test_a_body_that_is_no_object_is_refused_and_half_of_a_surrogate_pair_is_called_that() -> None:

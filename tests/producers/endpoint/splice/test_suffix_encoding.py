@@ -19,21 +19,6 @@ def texts(specials: list[str]) -> st.SearchStrategy[str]:
     return st.lists(st.one_of(st.sampled_from(specials), st.sampled_from(PIECES), st.text(max_size=4))).map("".join)
 
 
-class Counting:
-    """A tokenizer that knows how many characters it was given."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer = tokenizer
-        self.num_characters = 0
-
-    def __call__(self, text: str, **options):
-        self.num_characters += len(text)
-        return self._tokenizer(text, **options)
-
-    def __getattr__(self, name: str):
-        return getattr(self._tokenizer, name)
-
-
 @pytest.mark.parametrize("name", STYLES)
 @given(data=st.data())
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -54,10 +39,11 @@ def test_a_suffix_has_the_ids_of_the_whole_in_every_style(name, data):
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_of_a_conversation_only_what_was_added_is_encoded(name):
+def test_of_a_conversation_only_what_was_added_is_encoded(name, monkeypatch):
     """Each of thirty turns is encoded once or twice: the encoder starts at the last special token in common."""
-    tokenizer = Counting(tokenizer_of(name))
-    encoder = SuffixEncoder(tokenizer)
+    encoder, encoded = SuffixEncoder(tokenizer_of(name)), []
+    whole = encoder._ids
+    monkeypatch.setattr(encoder, "_ids", lambda text: encoded.append(text) or whole(text))
     messages = [{"role": "user", "content": QUESTION}]
     known = None
     for _ in range(30):
@@ -68,7 +54,7 @@ def test_of_a_conversation_only_what_was_added_is_encoded(name):
         assert prefix.token_ids == encode(name, prefix.text)
         known = encoder.encode(render_text(name, messages, True), prefix)
         assert known.token_ids == encode(name, known.text)
-    assert tokenizer.num_characters < 3 * len(known.text)
+    assert len(known.text) <= sum(map(len, encoded)) < 3 * len(known.text)
 
 
 # Tokenizers whose special tokens overlap, strip, normalize or need space around them
@@ -122,21 +108,6 @@ def test_a_suffix_has_the_ids_of_the_whole_for_awkward_tokenizers(kind, pipeline
     known = encoder.encode(text[: data.draw(st.integers(0, len(text)))] + data.draw(drawn))
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert encoder.encode(text, known).token_ids == whole
-
-
-def test_a_text_that_makes_another_token_of_what_was_known_is_encoded_from_before_it():
-    for kind, known, text in [
-        ("one-inside-another", "-<a>", "-<a>-"),
-        ("one-begins-another", "<a>", "<a><b>"),
-        ("strip-left", "the  <a>", "the  <a> answer"),
-        ("strip-right", "<a>  <c>", "<a>  <d>"),
-        ("single-word", "<c>", "<c>a"),
-        ("single-word", "ab<d>", "ab<d>a"),
-    ]:
-        tokenizer = awkward_tokenizer(kind, "normalizing-bytes")
-        encoder = SuffixEncoder(tokenizer)
-        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert encoder.encode(text, encoder.encode(known)).token_ids == whole, kind
 
 
 def test_tokenizers_that_read_special_tokens_as_text_or_at_random_encode_every_text_whole():
