@@ -1,4 +1,4 @@
-"""Handlers of SIGTERM and SIGINT, installed before a trainer imports heavy modules."""
+"""Handlers of the signals that stop a trainer in order, installed before it imports heavy modules."""
 
 import os
 import signal
@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from penstock.schemas.process.stopping import stop_signals
 
 AGAIN_S = 0.01
 
@@ -36,7 +38,7 @@ class StopSignals:
         self._stop: Callable[[], None] | None = None
         self._print_unraisable = sys.unraisablehook
         sys.unraisablehook = self._unraisable
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def hand_to(self, stop: Callable[[], None]) -> None:

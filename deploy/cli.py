@@ -135,9 +135,11 @@ def _run(
     except RunInterrupted as interrupted:
         print(f"penstock: stopped; to continue: {again}", file=sys.stderr)
         return 128 + interrupted.number
-    except PartDied:
-        print(f"penstock: to continue: {again}", file=sys.stderr)
-        raise
+    except PartDied as death:
+        once = ", once the reason is mended" if death.reason else ""
+        _fail(death, 1)
+        print(f"penstock: to continue{once}: {again}", file=sys.stderr)
+        return 1
     print_result(result)
     return 0
 

@@ -37,7 +37,7 @@ Settings = RunConfig | Mapping[str, Any] | str | Path
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM (`number`) has stopped a run in order: its work is saved."""
+    """Ctrl-C, SIGTERM or SIGHUP (`number`) has stopped a run in order: its work is saved."""
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__(f"run {name} was stopped in order; resume=True continues it")
@@ -165,7 +165,7 @@ def run(
     """Starts Redis, producers and trainer on this machine, follows them until the run ends, and writes its report.
 
     Progress goes to standard output. The parts of the run have this program's module search path. In the main thread
-    Ctrl-C and SIGTERM stop the run in order; a second one kills its parts.
+    Ctrl-C, SIGTERM and SIGHUP stop the run in order; a second one kills its parts.
 
     config: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one. A class or a
         function in a dict stands for its import path, or for a table with it (`"environment": Capitals`).

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -33,6 +32,7 @@ from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.ports import authority
 from penstock.schemas.process.redis_url import redis_url
+from penstock.schemas.process.stopping import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ EXPECTED_ERRORS = (
 def main(
     config: RunConfig, *, runs: Path, producer_id: str | None = None, engine_factory: EngineFactory | None = None
 ) -> int:
-    """Runs one producer until SIGTERM, SIGINT or the end of the run; returns the exit status.
+    """Runs one producer until SIGTERM, SIGINT, SIGHUP or the end of the run; returns the exit status.
 
     It is 0 after a clean stop. Otherwise one line is logged: 2 means that the settings cannot be used, 1 that the
     producer cannot start or continue for another reason (Redis, the engine, an id in use, a quarantine, a `sys.exit()`
@@ -82,7 +82,7 @@ def main(
 
 async def _produce(config: RunConfig, runs: Path, producer_id: str, engine_factory: EngineFactory) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as closing:
         building = _build(config, runs, producer_id, engine_factory, stop, closing)

@@ -77,7 +77,7 @@ def _order(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
     """Restores the signal handlers, which a trainer replaces for the rest of its process."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,11 @@ from pathlib import Path
 from penstock.schemas.process.logs import line_as_text
 
 _LAST_LINES = 15
+_LOG_BYTES = 65536
+_MOST_CHARACTERS = 2000
+_NUMBERS = re.compile(r"\d+")
+_ERROR = re.compile(r"\d{4}-\S+ \S+ (?:ERROR|CRITICAL) \S+ (?:v[\d:]+ )?(.*)")
+"""A line of `penstock.schemas.process.logs.as_text` that reports an error."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may be loaded.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -51,6 +57,7 @@ class Child:
                     os._exit(1)
 
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log.stat().st_size if log.exists() else 0
         self.started_s = time.time()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -99,12 +106,25 @@ class Child:
             time.sleep(0.003)
 
     def last_lines(self) -> str:
-        """Returns the end of the log, its JSON records as text."""
+        """Returns the end of this process's log, its JSON records as text. The last of several lines in a row that
+        differ in their numbers only stands for all."""
+        lines: list[str] = []
+        for line in self._end_of_log():
+            if lines and _NUMBERS.sub("", lines[-1]) == _NUMBERS.sub("", line):
+                lines.pop()
+            lines.append(line)
+        return "\n".join(lines[-_LAST_LINES:])
+
+    def last_error(self) -> str:
+        """Returns the last error that this process has logged, in one line; empty if it has logged none."""
+        found = (_ERROR.match(line) for line in reversed(self._end_of_log()))
+        return next((match[1][:_MOST_CHARACTERS] for match in found if match), "")
+
+    def _end_of_log(self) -> list[str]:
         with self.log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 16384))
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join("\n".join(map(line_as_text, lines[-_LAST_LINES:])).splitlines()[-_LAST_LINES:])
+        return "\n".join(map(line_as_text, lines)).splitlines()
 
 
 def describe_status(returncode: int) -> str:

@@ -20,13 +20,15 @@ from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.command_line import MODULES_PATH
 from penstock.deploy.launch.live_view import View
 from penstock.deploy.launch.placement import Placement
-from penstock.deploy.launch.producer_pool import Heartbeats, PartDied, ProducerPool, boots_at_once
+from penstock.deploy.launch.producer_pool import PartDied, ProducerPool, boots_at_once
 from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.run_folder import RUN_FILE
+from penstock.deploy.launch.standstill import Standstill
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.process.logs import FORM
 from penstock.schemas.process.redis_url import configured_url
+from penstock.schemas.process.stopping import stop_signals
 
 _TICK_S = 0.1
 _TRAINER_STOP_S = 120.0
@@ -44,19 +46,25 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """Counts Ctrl-C and SIGTERM while open, so that they take effect between steps only. Open in another thread than
-    the main one, it handles no signals."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP while open, so that they take effect between steps only. Open in another thread
+    than the main one, it handles no signals."""
 
     def __init__(self) -> None:
         self.count = 0
         self.number = signal.SIGINT
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.number = signal.Signals(number)
+        if number == signal.SIGHUP and self._terminals:  # closed: writing there would fail
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for terminal in self._terminals:
+                os.dup2(nowhere, terminal)
+            os.close(nowhere)
 
     def __enter__(self) -> "Signals":
-        handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        handled = stop_signals() if threading.current_thread() is threading.main_thread() else ()
         self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
@@ -149,7 +157,7 @@ class Launcher:
             url = self._server.url
         self._url = url
         self._client = connect(url)
-        self._heartbeats = Heartbeats(self._client, self._keys)
+        self._standstill = Standstill(self._config, self._runs, self._client)
         if self._resume:
             # A resumed run may have ended; its producers would exit at once.
             self._client.hdel(self._keys.commit, Commit.FINISHED)
@@ -181,7 +189,9 @@ class Launcher:
         server = self._server.child if self._server is not None else None
         if server is not None and (status := server.poll()) is not None:
             raise PartDied(server, describe_status(status))
-        self._pool.tick(self._heartbeats.read(), finished=self._finished)
+        heartbeats = self._standstill.look(self._pool.num_booting)
+        self._view.blocked(self._standstill.reason)
+        self._pool.tick(heartbeats, finished=self._finished)
         self._pause()
 
     def _serve(self) -> None:
@@ -205,7 +215,7 @@ class Launcher:
             return False
 
     def _pause(self) -> None:
-        self._view.refresh(self._heartbeats.latest)
+        self._view.refresh(self._standstill.heartbeats)
         time.sleep(_TICK_S)
 
     def _stop(self) -> None:

@@ -1,9 +1,11 @@
 """The display of `penstock run`: a live view on a terminal, plain lines anywhere else."""
 
+import contextlib
+import errno
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -36,10 +38,21 @@ def open_view(config: RunConfig, runs: Path, console: Console | None = None) -> 
     return PlainView(config, runs)
 
 
+@contextlib.contextmanager
+def _going_on() -> Iterator[None]:
+    """Leaves out what cannot be shown for now: on a terminal that was just closed, or in a file on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.ENOSPC):
+            raise
+
+
 class View:
     """Shows a run. Used as a context manager from one thread; costs little between frames."""
 
     frame_s = 0.5
+    repeat_s = 60.0
 
     def __init__(self, config: RunConfig, runs: Path) -> None:
         self.config = config
@@ -49,6 +62,8 @@ class View:
         self._started = time.monotonic()
         self._next_frame = 0.0
         self._has_warned = self._has_warned_of_lag = False
+        self._blocked = ""
+        self._blocked_next = 0.0
 
     def note(self, text: str) -> None:
         """Reports an event."""
@@ -63,6 +78,15 @@ class View:
         if self.states.get(part) != state:
             self.states[part] = state
             self.note(f"{part}: {state}")
+
+    def blocked(self, reason: str) -> None:
+        """Says why the run cannot go on, again every `repeat_s`, and once it goes on. reason: empty if it can."""
+        if reason and (not self._blocked or time.monotonic() >= self._blocked_next):
+            self._blocked_next = time.monotonic() + self.repeat_s
+            self.note(f"the run stands still: {reason}")
+        elif self._blocked and not reason:
+            self.note("the run goes on")
+        self._blocked = reason
 
     def refresh(self, heartbeats: Mapping[str, Heartbeat]) -> None:
         """Reads and draws, at most once per `frame_s`. The caller calls it often."""
@@ -109,7 +133,8 @@ class PlainView(View):
         self._shown = self._position()
 
     def note(self, text: str) -> None:
-        print(f"{self.elapsed()}  {text}", file=sys.stdout, flush=True)
+        with _going_on():
+            print(f"{self.elapsed()}  {text}", file=sys.stdout, flush=True)
 
     def draw(self) -> None:
         position = self._position()
@@ -144,14 +169,16 @@ class LiveView(View):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._live.stop()
+        with _going_on():
+            self._live.stop()
 
     def note(self, text: str) -> None:
         self._notes.append(f"{self.elapsed()}  {text}")
         self._next_frame = 0.0
 
     def draw(self) -> None:
-        self._live.update(self._display(), refresh=True)
+        with _going_on():
+            self._live.update(self._display(), refresh=True)
 
     def _display(self) -> Group:
         config, update = self.config, self.progress.update
@@ -162,7 +189,10 @@ class LiveView(View):
         numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
         numbers.add_row(*(Text(value, style="bold") for _, value in shown))
         # The empty line: the bar ends without a line break, and the headings would be on its line.
-        return Group(title, bar, Text(), numbers, Text(), self._parts(), Text("\n".join(self._notes), style="dim"))
+        notes = [Text("\n".join(self._notes), style="dim")]
+        if self._blocked:
+            notes.append(Text(f"the run stands still: {self._blocked}", style="bold red"))
+        return Group(title, bar, Text(), numbers, Text(), self._parts(), *notes)
 
     def _parts(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")

@@ -25,40 +25,22 @@ _HEALTHY_S = 600.0
 """A producer that has served for this long has its count of restarts reset."""
 _BOOT_S = 1800.0
 _BACKOFF_S = 1.0
-_LOOK_S = 0.5
 _UNUSABLE_INPUT = 2
 """Exit status after which a restart is pointless."""
 
 
 class PartDied(RuntimeError):
-    """A part of the run ended, and the run cannot continue. The message names the part, its status and its log."""
+    """A part of the run ended, and the run cannot continue. The message names the part, its status and its log.
 
-    def __init__(self, child: Child, why: str) -> None:
-        super().__init__(f"{child.name} {why}; the end of {child.log}:\n{child.last_lines()}")
-        self.part = child.name
-        self.started_s = child.started_s
-
-
-class Heartbeats:
-    """The heartbeats of a run's producers on any machine, read at most twice a second.
-
-    latest: by producer id; empty while Redis cannot be reached.
+    reason: the error that it has logged, which the message begins with; empty if it ended without one.
     """
 
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
-        self.latest: Mapping[str, Heartbeat] = {}
-        self._client = client
-        self._keys = keys
-        self._next_look = 0.0
-
-    def read(self) -> Mapping[str, Heartbeat]:
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _LOOK_S
-            try:
-                self.latest = read_heartbeats(self._client, self._keys)
-            except redis.RedisError:
-                self.latest = {}
-        return self.latest
+    def __init__(self, child: Child, why: str) -> None:
+        self.reason = child.last_error()
+        said = f"its log is {child.log}" if self.reason else f"the end of {child.log}:\n{child.last_lines()}"
+        super().__init__("; ".join(filter(None, (self.reason, f"{child.name} {why}", said))))
+        self.part = child.name
+        self.started_s = child.started_s
 
 
 def read_heartbeats(client: redis.Redis, keys: Keys) -> dict[str, Heartbeat]:
@@ -111,6 +93,10 @@ class ProducerPool:
         return [seat.child for seat in self._seats if seat.child is not None]
 
     @property
+    def num_booting(self) -> int:
+        return sum(seat.child is not None and seat.served_since is None for seat in self._seats)
+
+    @property
     def is_settled(self) -> bool:
         """True if another part may boot now: every producer serves, or boots where parts may boot in parallel."""
         parallel = self._boots_at_once > 1
@@ -124,7 +110,7 @@ class ProducerPool:
                 self._restart_later(seat, seat.child, finished)
             elif seat.child is not None and seat.served_since is None:
                 self._watch_boot(seat, seat.child, heartbeats)
-        num_booting = sum(seat.child is not None and seat.served_since is None for seat in self._seats)
+        num_booting = self.num_booting
         for seat in self._seats:
             if num_booting < self._boots_at_once and seat.child is None and time.monotonic() >= seat.start_at:
                 self._view.state(seat.name, "starting the engine")

@@ -250,8 +250,9 @@ def _score_forever(pipe: Connection) -> None:
     """Receives (answer, completion) and sends whether they agree, until the other end closes."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # A keyboard interrupt reaches the whole process group; the producer's shutdown ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's signals reach the whole process group; the producer's shutdown ends this process.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     boxed_first = LatexExtractionConfig(boxed_match_priority=0)
     pipe.send("ready")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from penstock.producers.environments.dataset import task_of
 from penstock.producers.interfaces import Conversation, RolloutFacts
+from penstock.schemas.process.stopping import stop_signals
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 Json = dict[str, Any]
@@ -61,7 +62,7 @@ class VerifiersEnvironment:
         env: Mapping[str, Any] | None = None,
         num_evaluation_prompts: int | None = None,
     ) -> None:
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.getsignal(number) for number in stop_signals()}
         try:
             self._library = _library(id, args or {}, env or {}, num_evaluation_prompts)
         except ImportError:

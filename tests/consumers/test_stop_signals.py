@@ -35,12 +35,15 @@ def test_a_stop_that_a_library_swallows_is_carried_out_before_training():
 def test_a_signal_goes_where_the_signals_were_handed_to_and_is_ignored_at_the_end():
     stop_signals, calls = StopSignals(), []
     stop_signals.hand_to(lambda: calls.append("stop"))
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)
-    assert calls == ["stop", "stop"]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    assert calls == ["stop"] * 3
     stop_signals.ignore()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert calls == ["stop", "stop"]
+    assert calls == ["stop"] * 3
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under `nohup`
+    StopSignals()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 class Finalized:

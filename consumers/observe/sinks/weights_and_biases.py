@@ -94,7 +94,8 @@ def _serve(
     """
     threading.Thread(target=_end_after_parent, args=(finish_s,), name="parent", daemon=True).start()
     os.environ["WANDB_SILENT"] = "true"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes this sink
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's are for the trainer, which then closes this sink
+        signal.signal(number, signal.SIG_IGN)
     logs.inherit("wandb")
     try:
         run = _Run(wandb, config, run_folder, run_id)

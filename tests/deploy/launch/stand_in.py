@@ -91,7 +91,10 @@ def update(number: int) -> dict[str, object]:
 def train() -> int:
     print(f"threads {os.environ['OMP_NUM_THREADS']}", flush=True)
     if behavior == "broken":
-        print("the loss is a number no longer", flush=True)
+        for number in range(13):
+            print(f"2026-11-21 20:34:16.{number:03d} WARNING trainer v0 group {number} is dead: KeyError: 'gold'")
+        print("2026-11-21 20:34:17.123 ERROR trainer v0 64 groups have died in a row: reward: KeyError: 'gold'")
+        print("2026-11-21 20:34:17.124 INFO trainer v0 the record is closed", flush=True)
         return 1
     # A trainer consumes what producers make: it comes no further without them.
     while client.get(keys.producer("producer-0")) is None and not stopped:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -136,13 +137,42 @@ def test_ctrl_c_stops_the_trainer_first_then_producers_then_redis(start):
     run.wait_for_end()
 
 
-def test_sigterm_stops_in_order_too(start):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_stop_in_order_too(start, number):
     run = start()
     run.wait_for("  update ")
-    run.process.terminate()
+    run.process.send_signal(number)
     run.output()
-    assert run.process.returncode == 128 + signal.SIGTERM
-    assert "trainer checkpoint" in run.events()
+    assert run.process.returncode == 128 + number
+    assert "trainer checkpoint" in run.events() and "producer-1 handed-back" in run.events()
+    run.wait_for_end()
+
+
+def test_a_closed_terminal_stops_in_order(tmp_path):
+    """The kernel sends SIGHUP to the session of a terminal that is gone, and writing there fails."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, str(STAND_IN_RUN), str(tmp_path), NAME, "1"])
+    events = tmp_path / NAME / "events"
+    wait_for((tmp_path / NAME / "updates.jsonl").exists, log=lambda: str(events))
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    assert "trainer checkpoint" in events.read_text() and "producer-1 handed-back" in events.read_text()
+
+
+def test_what_keeps_a_run_from_going_on_is_told_and_its_end(start):
+    run = start()
+    run.wait_for("  update ")
+    connection = json.loads((run.folder / "redis" / "connection.json").read_text())
+    with redis.Redis.from_url(connection["url"], protocol=2) as client:
+        server = client.info("server")["process_id"]
+        os.kill(server, signal.SIGSTOP)
+        run.wait_for("the run stands still: the run's own Redis does not answer: ")
+        os.kill(server, signal.SIGCONT)
+        run.wait_for("the run goes on")
+    run.process.terminate()
+    assert run.output().count("the run stands still") == 1
     run.wait_for_end()
 
 
@@ -163,8 +193,8 @@ def test_a_trainer_that_dies_ends_the_run_with_the_end_of_its_log(start):
     run = start(trainer="broken")
     shown = run.output()
     assert run.process.returncode == 1
-    assert "trainer ended with status 1" in shown
-    assert "the loss is a number no longer" in shown
+    assert "penstock: 64 groups have died in a row: reward: KeyError: 'gold'; trainer ended with status 1" in shown
+    assert shown.count("KeyError") == 1, "first, and once"
     assert str(run.folder / "logs" / "trainer.log") in shown
     assert "Traceback" not in shown
     run.wait_for_end()

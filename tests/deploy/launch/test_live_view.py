@@ -289,3 +289,18 @@ def test_many_tokens_masked_for_lag_are_warned_of_once_with_what_helps(plain, tm
         plain.refresh({})
     (warning,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
     assert "14% of the sampled tokens were masked for their lag: lower producers.groups_in_flight; a larger" in warning
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_reason_is_repeated_until_the_run_goes_on(tmp_path, capsys, is_terminal):
+    console = terminal()
+    view = LiveView(CONFIG, tmp_path, console) if is_terminal else PlainView(CONFIG, tmp_path)
+    with view:
+        for repeat_s in (0.0, 0.0, 60.0, 60.0):
+            view.repeat_s = repeat_s
+            view.blocked("Redis is away")
+        view.draw()
+        view.blocked("")
+    shown = console.file.getvalue() if is_terminal else capsys.readouterr().out
+    assert shown.count("the run stands still: Redis is away") >= 3 and "the run goes on" in shown
+    assert is_terminal or shown.count("the run stands still") == 3
