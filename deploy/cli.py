@@ -26,7 +26,9 @@ from penstock.deploy.launch.command_line import (
     RunFile,
     Runs,
     Set,
+    check_environment,
     limit_threads,
+    num_ranks_started,
     run_as_ranks,
     shipped_run_files,
 )
@@ -207,6 +209,7 @@ def _producer(
         except joining.RunEndedError as ended:
             print(f"penstock: {ended}", file=sys.stderr)
             return 0
+    check_environment()
     limit_threads(config.producers.num_threads)
     from penstock.producers.__main__ import main as produce
 
@@ -251,9 +254,11 @@ def _train(config: RunConfig, runs: Path, signals: StopSignals, lead: Callable[.
     """
     if config.trainer.num_processes > 1 and "WORLD_SIZE" not in os.environ:
         return run_as_ranks(config.trainer.num_processes, signals.hand_to)
+    check_environment()
+    num_ranks = num_ranks_started()
     limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if num_ranks == 1:
         return lead()
     from penstock.consumers.distributed.led_rank import follow
     from penstock.consumers.distributed.start import check_alike, join

@@ -1,5 +1,6 @@
 """Runs from Python: from settings to results, as `penstock run` does."""
 
+import os
 import sys
 import threading
 from collections.abc import Mapping, Set
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, run_coroutine
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, check_environment, find_run_file, run_coroutine
 from penstock.deploy.launch.run_folder import RUN_FILE, RunFolder
 from penstock.deploy.results import RunResult, report
 from penstock.producers.interfaces import EngineError as EngineError
@@ -31,6 +32,7 @@ from penstock.schemas.config import (
 if TYPE_CHECKING:
     from penstock.deploy.evaluate.evaluation import Evaluated
     from penstock.deploy.launch.placement import Placement
+    from penstock.deploy.launch.start_checks import Checked
 
 Settings = RunConfig | Mapping[str, Any] | str | Path
 """A run's settings: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one."""
@@ -130,27 +132,39 @@ def check(
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
     """
+    from penstock.deploy.launch.prompt_checks import check_prompts
+
     asked = load_config(config, set=set, name=name, runs=runs, resume=resume)
-    return _checked(asked, Path(runs), resume=resume)[0]
+    checked, _ = _checked(asked, Path(runs), resume=resume)
+    for warning in check_prompts(checked.config, checked.environments):
+        print(f"penstock: warning: {warning}", file=sys.stderr)
+    return checked.config
 
 
-def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[RunConfig, Placement]":
+def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[Checked, Placement]":
     from penstock.deploy.launch import start_checks
 
-    config, warnings = start_checks.check(asked)
+    check_environment()
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"WORLD_SIZE = {size!r}: a run starts the ranks of its trainer itself, trainer.num_processes of them; "
+            "expected it to be unset"
+        )
+    checked = start_checks.check(asked)
+    config = checked.config
     if resume:
         from penstock.deploy.operate.resumed import check_resumed
 
-        warnings = [*warnings, *check_resumed(config, runs)]
+        checked.warnings.extend(check_resumed(config, runs))
     placement = start_checks.place_parts(config)
     if table := placement.table():
         print(table, file=sys.stderr)
-    for warning in warnings:
+    for warning in checked.warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
     if own or config.teacher or config.model.reference:
         start_checks.check_objective(config)  # imports torch
-    return config, placement
+    return checked, placement
 
 
 def run(
@@ -194,7 +208,7 @@ def run(
                 f"run {asked.name} is complete, with {ledger.num_updates} updates; --set num_updates=N trains on to N"
             )
             return report(asked.folder(runs))
-    checked, placement = _checked(asked, runs, resume=resume)
+    (checked, *_), placement = _checked(asked, runs, resume=resume)
     from penstock.deploy.launch.launcher import Launcher
     from penstock.deploy.launch.live_view import open_view
     from penstock.deploy.launch.producer_pool import PartDied

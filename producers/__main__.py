@@ -173,7 +173,7 @@ def answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
         from penstock.producers.engines.answer_parser import VllmAnswerParser
     except ImportError as error:
         raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
-    return VllmAnswerParser(tokenizer, config.endpoint)
+    return VllmAnswerParser(tokenizer, config.endpoint, config.model.chat_template_kwargs)
 
 
 def _seed(config: RunConfig, producer_id: str) -> int:

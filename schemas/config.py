@@ -172,6 +172,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     the architectures tried."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are published and served. The trainer's own copy is float32."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables for the model's chat template wherever it renders messages, such as `{ enable_thinking = false }` for
+    Qwen3. A request to the endpoint may set others."""
     rounding: Literal["nearest", "dithered"] | None = None
     """How a bfloat16 policy follows the trainer's float32 weights. "nearest": a weight changes once it has moved by
     half a unit in the last place, which takes tens of updates at small rates. "dithered": each weight begins at a
@@ -958,6 +961,12 @@ def _section(kind: Any) -> Any:
     return next(structs, None)
 
 
+RESERVED_BY_TEMPLATES = frozenset({
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+"""Names that transformers would take as its own arguments, and no variables of a chat template."""
 _NOT_REPRODUCIBLE = (
     "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
     "bad_words", "min_tokens", "logits_processors", "structured_outputs", "thinking_token_budget", "watermarking",
@@ -1005,6 +1014,11 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield f"sampling.temperature = {sampling.temperature}: expected 0 or more, and finite"
     if sampling.max_tokens < 1:
         yield f"sampling.max_tokens = {sampling.max_tokens}: expected 1 or more"
+    if reserved := RESERVED_BY_TEMPLATES & config.model.chat_template_kwargs.keys():
+        yield (
+            f"model.chat_template_kwargs.{min(reserved)}: Penstock sets it; expected variables of the chat template, "
+            "such as enable_thinking"
+        )
     if "logits_processors" in config.engine.args:
         yield (
             f"engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "

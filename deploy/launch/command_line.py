@@ -67,6 +67,27 @@ def standard_output() -> "Console":
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_UNBOUNDED)
 
 
+def check_environment() -> None:
+    """Raises ConfigError for a folder of prometheus_client that does not exist: making the first metric would fail."""
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"PROMETHEUS_MULTIPROC_DIR = {folder!r}: no such folder; expected it to be unset")
+
+
+def num_ranks_started() -> int:
+    """Returns the number of ranks that torchrun has started, of which this process is one; 1 without torchrun. Raises
+    ConfigError for a WORLD_SIZE that is left over from something else."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if size != "1" and (missing or not size.isdecimal()):
+        told = f" without {', '.join(missing)}" if missing else ""
+        raise ConfigError(
+            f"WORLD_SIZE = {size!r}{told}: expected it to be unset, or all that torchrun sets; trainer.num_processes "
+            "starts several ranks without it"
+        )
+    return int(size)
+
+
 def limit_threads(count: int) -> None:
     """Bounds the thread pools of numeric libraries, which read these variables when they are first imported."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):

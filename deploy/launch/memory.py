@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.schemas.config import ConfigError, LoraConfig
 
@@ -165,14 +165,18 @@ def engine_bytes(
     }
 
 
-def read_shape(folder: Path) -> ModelShape | None:
-    """Reads a model's shape from its config.json; None for an architecture with other fields. Raises ConfigError if the
-    file is not JSON."""
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Reads a model's config.json, the fields of its text model at the top. Raises ConfigError if it is no JSON."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"model.path = {str(folder)!r}: config.json: {error}; expected JSON") from None
-    config |= config.get("text_config") or {}
+    return config | (config.get("text_config") or {})
+
+
+def read_shape(folder: Path) -> ModelShape | None:
+    """Reads a model's shape; None for an architecture with other fields. Raises ConfigError as `read_model_config`."""
+    config = read_model_config(folder)
     experts = next((config[name] for name in ("num_experts", "num_local_experts") if config.get(name)), 0)
     try:
         return ModelShape(

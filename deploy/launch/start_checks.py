@@ -15,6 +15,7 @@ from penstock.consumers.stream.tasks import TaskPlan
 from penstock.deploy.launch.machine import read_machine
 from penstock.deploy.launch.memory import read_shape
 from penstock.deploy.launch.placement import Placement, place
+from penstock.deploy.launch.prompt_checks import check_context
 from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
@@ -39,10 +40,11 @@ _BYTES_PER_ROLLOUT = 512
 
 
 class Checked(NamedTuple):
-    """A run that can be started. config: see `_with_sizes`. warnings: one line each."""
+    """A run that can be started. config: see `_with_sizes`. warnings: one line each. environments: its own."""
 
     config: RunConfig
     warnings: list[str]
+    environments: RunEnvironments
 
 
 def check(config: RunConfig) -> Checked:
@@ -53,15 +55,16 @@ def check(config: RunConfig) -> Checked:
     """
     _check_model(config)
     _check_engine(config)
+    check_context(config)
     _check_adapter(config)
     warnings = check_sinks(config.metrics)
-    config, _ = check_environments(config)
+    config, environments = check_environments(config)
     TaskPlan(config, Ledger())
     if config.checkpoint.best is not None and not any(config.num_evaluation_prompts.values()):
         raise ConfigError(
             f"checkpoint.best = {config.checkpoint.best!r}: no environment has held-out prompts; expected some"
         )
-    return Checked(config, [*warnings, *_check_memory(config)])
+    return Checked(config, [*warnings, *_check_memory(config)], environments)
 
 
 def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
@@ -125,8 +128,9 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
         if wanted is not None and wanted > available:
             own = each.evaluation.num_prompts is not None
             raise ConfigError(
-                f"{f'{field}.' if own else ''}evaluation.num_prompts = {wanted}: the environment "
-                f"has {available} held-out prompts; expected at most that"
+                f"{f'{field}.' if own else ''}evaluation.num_prompts = {wanted}: the environment {each.name!r} "
+                f"({field}) has {available} held-out prompts; expected at most that, or "
+                f"{field}.evaluation.num_prompts of its own"
             )
         if each.num_tasks is not None and num_tasks is not None and each.num_tasks > num_tasks:
             raise ConfigError(

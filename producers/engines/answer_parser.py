@@ -1,6 +1,7 @@
 """Applies vLLM's own parsers of reasoning and tool calls to sampled answers."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -19,12 +20,13 @@ class VllmAnswerParser:
 
     skip_special_tokens = False
 
-    def __init__(self, tokenizer: Any, config: EndpointConfig) -> None:
-        """
+    def __init__(self, tokenizer: Any, config: EndpointConfig, variables: Mapping[str, Any]) -> None:
+        """variables: `model.chat_template_kwargs`, which a request's own override.
+
         Raises:
             ConfigError: vLLM has no parser of this name, or it does not fit the model's tokenizer.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._variables = tokenizer, variables
         names = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
         try:
             parser = ParserManager.get_parser(
@@ -47,7 +49,8 @@ class VllmAnswerParser:
             fields |= {"tools": request.tools, "tool_choice": "auto"}
         asked = ChatCompletionRequest.model_validate(fields)
         tools: Any = asked.tools
-        parser = self._parser(self._tokenizer, tools, chat_template_kwargs=request.template_arguments)
+        variables = {**self._variables, **request.template_arguments}
+        parser = self._parser(self._tokenizer, tools, chat_template_kwargs=variables)
         parser.set_prompt_token_ids(prompt_ids)
         reasoning, content, calls = parser.parse(
             text, asked, enable_auto_tools=request.use_tools, model_output_token_ids=token_ids

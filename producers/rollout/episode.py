@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,7 @@ def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollou
 
 
 def load_tokenizer(config: RunConfig) -> Any:
-    """Loads the model's own tokenizer.
+    """Loads the model's own tokenizer, whose chat template has the run's variables (`model.chat_template_kwargs`).
 
     Raises:
         ConfigError: no such folder, or no tokenizer in it.
@@ -284,8 +285,11 @@ def load_tokenizer(config: RunConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path = {config.model.path!r}: no tokenizer that transformers can load: {one_line(str(error))}"
         ) from None
+    if variables := config.model.chat_template_kwargs:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
+    return tokenizer

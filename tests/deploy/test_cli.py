@@ -315,6 +315,21 @@ def test_make_model_says_what_a_folder_holds_without_torch_and_what_it_makes_bef
     assert "import of torch halted" in shown.stderr
 
 
+def test_variables_left_over_from_another_program_are_named(capsys, model_folder, monkeypatch):
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    here = ["--set", f"model.path={model_folder}"]
+    for variable, value, commands in (
+        ("PROMETHEUS_MULTIPROC_DIR", "/no/where", ("run", "trainer", "producer")),
+        ("WORLD_SIZE", "4", ("run", "trainer")),
+        ("WORLD_SIZE", "many", ("run", "trainer")),
+    ):
+        with monkeypatch.context() as set_here:
+            set_here.setenv(variable, value)
+            for command in commands:
+                said = refused(capsys, command, DEMO, *here)
+                assert f"{variable} = '{value}'" in said and "expected it to be unset" in said, (command, said)
+
+
 def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
     def refuse(*_, **__):
         raise ConfigError("engine.head_dtype = 'x': expected 'float32'")

@@ -118,7 +118,8 @@ def test_a_signal_before_training_began_ends_all_ranks_with_status_0(
     def told_to_stop(*_: object, **__: object) -> None:
         raise StoppedError
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("penstock.consumers.distributed.start.join", lambda config: met)
     monkeypatch.setattr("penstock.consumers.distributed.start.check_alike", lambda config, ranks: None)
     monkeypatch.setattr(place, told_to_stop)

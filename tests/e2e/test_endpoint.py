@@ -127,7 +127,7 @@ async def run(
     metrics, environment = ProducerMetrics(), Numbers()
     connection = ProducerConnection.open(redis_url, outage_s=30.0, metrics=metrics)
     context = ProducerContext(config, runs=tmp_path, producer_id="a", connection=connection, metrics=metrics)
-    parser = VllmAnswerParser(agent.tokenizer, config.endpoint)
+    parser = VllmAnswerParser(agent.tokenizer, config.endpoint, {})
     producer = Producer(context, engine, alone(config, environment), agent.tokenizer, answer_parser=parser)
     await producer.open()
     log = WeightWriter(redis_client, "agents")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.producers.endpoint.chat.errors import bad_request
+from penstock.schemas.config import RESERVED_BY_TEMPLATES
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import MAX_REWARD, SamplingSettings, check_part_names, one_line
 
@@ -25,12 +26,6 @@ _IGNORED = frozenset({
 """Fields that do not affect the tokens' distribution and are ignored."""
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 """The names under which clients limit an answer; the smallest counts."""
-_RESERVED = frozenset({
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-})  # fmt: skip
-"""Names that transformers would take as its own arguments."""
 
 
 class ChatRequest(NamedTuple):
@@ -132,7 +127,7 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
     if not isinstance(stream_options, dict):
         raise bad_request(f"stream_options is {_kind(stream_options)}, expected an object", "stream_options")
     template_arguments = take("chat_template_kwargs", None) or {}
-    if not isinstance(template_arguments, dict) or _RESERVED & set(template_arguments):
+    if not isinstance(template_arguments, dict) or RESERVED_BY_TEMPLATES & set(template_arguments):
         raise bad_request(
             f"chat_template_kwargs is {shown(template_arguments)}, expected an object of the template's own variables",
             "chat_template_kwargs",

@@ -194,7 +194,9 @@ def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):
     assert check(config).config.num_evaluation_prompts == {"main": available}
     fewer = changed(config, evaluation=EvaluationConfig(num_prompts=3))
     assert check(fewer).config.num_evaluation_prompts == {"main": 3}
-    with pytest.raises(ConfigError, match=f"evaluation.num_prompts = 9999: the environment has {available} held-out"):
+    with pytest.raises(
+        ConfigError, match=f"evaluation.num_prompts = 9999: the environment 'main' .* has {available} held-out"
+    ):
         check(changed(config, evaluation=EvaluationConfig(num_prompts=9999)))
 
 
@@ -245,7 +247,7 @@ def test_each_of_several_environments_is_checked_under_its_own_field(config):
     assert check(several).config.num_evaluation_prompts == {"sums": 5, "long": 9}
     greedy = msgspec.structs.replace(second, evaluation=HeldOutConfig(num_prompts=10))
     with pytest.raises(
-        ConfigError, match=r"environments\[1\].evaluation.num_prompts = 10: the environment has 9 held-out"
+        ConfigError, match=r"environments\[1\].evaluation.num_prompts = 10: the environment 'long' .* has 9 held-out"
     ):
         check(changed(several, environments=(first, greedy)))
     idle = msgspec.structs.replace(second, weight=0, kwargs={"width": 3, "num_evaluation_prompts": 0})

@@ -22,7 +22,7 @@ CALL = '<tool_call>{"arguments":{"a":3,"b":4},"name":"add"}</tool_call>'
 def parser():
     with warnings.catch_warnings(action="ignore"):
         from penstock.producers.engines.answer_parser import VllmAnswerParser
-    return lambda **names: VllmAnswerParser(tokenizer_of("qwen3"), EndpointConfig(**names))
+    return lambda **names: VllmAnswerParser(tokenizer_of("qwen3"), EndpointConfig(**names), {})
 
 
 def message_of(parser, text: str, **fields: object) -> dict:

@@ -1,0 +1,127 @@
+"""A dry run finds what would let every group die: prompts that do not fit the model, parts that no reward has."""
+
+import json
+
+import pytest
+
+from penstock.deploy import running
+from penstock.deploy.demo.char_tokenizer import build_tokenizer
+from penstock.producers.environments.arithmetic import Arithmetic
+from penstock.producers.rollout.episode import load_tokenizer, tokenize
+from penstock.schemas.config import ConfigError
+from penstock.schemas.prompt import Message, Prompt, Reward
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not enable_thinking | default(true) %}0{% endif %}"
+
+
+class Sums(Arithmetic):
+    """Poses sums as `roles`, of which the second kind comes from the third task on."""
+
+    def __init__(self, *, seed: int, roles: tuple[str, ...] = (), later: tuple[str, ...] | None = None) -> None:
+        super().__init__(seed=seed, width=2, num_evaluation_prompts=4)
+        self._roles, self._later = roles, roles if later is None else later
+
+    def prompt(self, index: int) -> Prompt:
+        roles = self._later if index > 2 else self._roles
+        return (
+            Prompt(messages=tuple(Message(role=role, content="1+1=") for role in roles), answer="2")
+            if roles
+            else Prompt(text="1+1=", answer="2")
+        )
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return self.prompt(n)
+
+
+class Silent(Sums):
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        return Reward(value=1.0)
+
+
+def settings(model_folder, **environment: object) -> dict[str, object]:
+    plug = {"path": f"{__name__}:Sums", **environment}
+    return {"name": "r", "model": {"path": str(model_folder)}, "environment": plug, "sampling": {"max_tokens": 4}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "changes", "said"),
+    [
+        (
+            {"kwargs": {"roles": ["user"]}},
+            None,
+            {},
+            r"prompt\(1\) has messages, .* no chat template; expected a",
+        ),
+        ({"kwargs": {"later": ["user"]}}, None, {}, r"prompt\(3\) has messages"),
+        (
+            {"kwargs": {"roles": ["system", "user"]}},
+            NO_SYSTEM,
+            {},
+            r"prompt\(1\): the chat template of .* roles system, user: TemplateError: System role not supported; exp",
+        ),
+        (
+            {},
+            NO_SYSTEM,
+            {"engine.max_model_len": 4},
+            r"prompt\(1\) has 4 tokens; expected fewer than engine.max_model_len = 4",
+        ),
+        ({}, NO_SYSTEM, {"engine.max_model_len": 65}, r"engine.max_model_len = 65: .* has a context of 64 tokens"),
+        ({}, None, {"endpoint.port": 0}, r"its tokenizer has no chat template, which \[endpoint\] needs"),
+        (
+            {},
+            None,
+            {"checkpoint.best": "reward/exakt"},
+            r"best = 'reward/exakt': the reward .*; expected reward or reward/digits or",
+        ),
+        (
+            {},
+            None,
+            {"evaluation.goal": {"figure": "reward/x", "value": 1}},
+            r"evaluation.goal.figure = 'reward/x': the",
+        ),
+        (
+            {},
+            None,
+            {"checkpoint.best": "environments/main/reward/x"},
+            r"'environments/main/reward/x': the reward has no",
+        ),
+        ({"path": f"{__name__}:Silent"}, None, {"checkpoint.best": "reward/x"}, r"no such part; expected reward$"),
+    ],
+)
+def test_what_would_let_every_group_die_is_found_by_a_dry_run(model_folder, environment, template, changes, said):
+    (model_folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    tokenizer = build_tokenizer(64)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model_folder)
+    with pytest.raises(ConfigError, match=said):
+        running.check(settings(model_folder, **environment), set=changes)
+
+
+def test_variables_of_the_chat_template_reach_every_prompt_and_one_that_it_does_not_read_is_warned_of(
+    model_folder, capsys
+):
+    build_tokenizer(64, chat_template=THINKS).save_pretrained(model_folder)
+    asked = settings(model_folder, kwargs={"roles": ["user"]})
+    good = {"checkpoint.best": "reward/exact", "evaluation.goal": {"figure": "reward/digits", "value": 1}}
+    plain = running.check(asked, set=good)
+    assert "warning" not in capsys.readouterr().err
+    off = running.check(
+        asked, set={"model.chat_template_kwargs.enable_thinking": False, "model.chat_template_kwargs.budget": 1}
+    )
+    assert capsys.readouterr().err.count("chat_template_kwargs") == 1
+    prompt = Sums(seed=0, roles=("user",)).prompt(1)
+    texts = []
+    for config in (plain, off):
+        tokenizer = load_tokenizer(config)
+        texts.append(tokenizer.decode(tokenize(tokenizer, prompt)))
+    assert texts == ["1+1=", "1+1=0"]
+    messages = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=True) == "1+1=", (
+        "a request's own wins"
+    )
+    with pytest.raises(ConfigError, match=r"model.chat_template_kwargs.tokenize: Penstock sets it"):
+        running.check(asked, set={"model.chat_template_kwargs.tokenize": True})
