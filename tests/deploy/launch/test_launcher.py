@@ -95,56 +95,36 @@ def start(tmp_path: Path) -> Iterator[type[LaunchedRun]]:
 
 
 def test_a_finished_run_ends_with_status_0_and_leaves_nothing_running(start):
-    run = start(trainer="finish")
+    """Where cores allow, every part is started before the first has booted, each with its threads and its own GPUs."""
+    run = start(boots_at_once=2, trainer="finish")
     shown = run.output()
     assert run.process.returncode == 0, shown
-    assert "update 5/5" in shown and "trainer: finished" in shown
-    assert "producer-0 finished" in run.events()
+    states = [line.split("  ")[1] for line in shown.splitlines()]
+    assert states[1:4] == ["producer-0: starting the engine", "producer-1: starting the engine", "trainer: running"]
+    assert "update 5/5" in shown and "trainer: finished" in shown and "producer-0 finished" in run.events()
+    assert "threads 1" in run.log("trainer") and "GPU 0\n" in run.log("trainer")
+    for number in (1, 2):
+        seen = f"GPU {number} --set engine.gpu_memory_utilization=0.5\n"
+        assert seen in run.log(f"producer-{number - 1}")
     run.wait_for_end()
     assert not (run.folder / "redis" / "connection.json").exists()
 
 
-def test_where_cores_allow_every_part_is_started_before_the_first_has_booted(start):
-    run = start(boots_at_once=2, trainer="finish")
-    states = [line.split("  ")[1] for line in run.output().splitlines()]
-    assert states[1:4] == ["producer-0: starting the engine", "producer-1: starting the engine", "trainer: running"]
-    assert run.process.returncode == 0
-
-
-def test_one_at_a_time_producers_boot_after_another_and_the_trainer_last(start):
-    run = start()
-    run.wait_for("producer-1: ready")
-    run.process.terminate()
-    run.output()
-    (first_served, *_), (second_started, *_) = run.times("producer-0 serving"), run.times("producer-1 started")
-    assert second_started > first_served
-    shown = run.output()
-    assert shown.index("producer-1: ready") < shown.index("trainer: running")
-
-
 def test_ctrl_c_stops_the_trainer_first_then_producers_then_redis(start):
+    """One at a time, producers boot one after another and the trainer last."""
     run = start()
     run.wait_for("  update ")
     run.process.send_signal(signal.SIGINT)
     shown = run.output()
     assert run.process.returncode == 128 + signal.SIGINT, shown
+    (first_served, *_), (second_started, *_) = run.times("producer-0 serving"), run.times("producer-1 started")
+    assert second_started > first_served and shown.index("producer-1: ready") < shown.index("trainer: running")
     events = run.events()
     assert events.index("trainer checkpoint") < events.index("trainer ended")
     for producer in ("producer-0", "producer-1"):
         assert events.index("trainer ended") < events.index(f"{producer} asked-to-stop")
         assert f"{producer} handed-back" in events
     assert "User requested shutdown" in run.log("redis") or "SIGTERM" in run.log("redis")
-    run.wait_for_end()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_stop_in_order_too(start, number):
-    run = start()
-    run.wait_for("  update ")
-    run.process.send_signal(number)
-    run.output()
-    assert run.process.returncode == 128 + number
-    assert "trainer checkpoint" in run.events() and "producer-1 handed-back" in run.events()
     run.wait_for_end()
 
 
@@ -173,6 +153,7 @@ def test_what_keeps_a_run_from_going_on_is_told_and_its_end(start):
         run.wait_for("the run goes on")
     run.process.terminate()
     assert run.output().count("the run stands still") == 1
+    assert run.process.returncode == 128 + signal.SIGTERM and "trainer checkpoint" in run.events()
     run.wait_for_end()
 
 
@@ -197,17 +178,6 @@ def test_a_trainer_that_dies_ends_the_run_with_the_end_of_its_log(start):
     assert shown.count("KeyError") == 1, "first, and once"
     assert str(run.folder / "logs" / "trainer.log") in shown
     assert "Traceback" not in shown
-    run.wait_for_end()
-
-
-def test_a_trainer_killed_from_outside_ends_the_run(start):
-    run = start()
-    run.wait_for("  update ")
-    (started,) = [event for event in run.events() if event.startswith("trainer started-")]
-    os.kill(int(started.rpartition("-")[2]), signal.SIGKILL)
-    shown = run.output()
-    assert run.process.returncode == 1
-    assert "trainer was killed by SIGKILL" in shown
     run.wait_for_end()
 
 
@@ -237,24 +207,6 @@ def test_a_producer_that_dies_is_started_again_and_what_it_left_is_killed(start)
     run.wait_for_end()
 
 
-def test_a_producer_that_cannot_boot_is_tried_twice(start):
-    run = start(producer_0="no-boot")
-    shown = run.output()
-    assert run.process.returncode == 1
-    assert len(run.times("producer-0 started")) == 2
-    assert "before it served, 2 times in a row" in shown
-    assert "the engine reports another value" in shown
-    run.wait_for_end()
-
-
-def test_a_producer_that_cannot_use_its_settings_is_not_tried_again(start):
-    run = start(producer_0="unusable")
-    run.output()
-    assert run.process.returncode == 1
-    assert len(run.times("producer-0 started")) == 1
-    run.wait_for_end()
-
-
 def test_kill_9_of_the_launcher_takes_every_part_along(start):
     run = start()
     run.wait_for("  update ")
@@ -273,10 +225,15 @@ def test_kill_9_of_the_launcher_takes_every_part_along(start):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_parts_compute_with_the_configured_number_of_threads_on_their_own_gpus(start):
-    run = start(trainer="finish")
-    run.output()
-    assert "threads 1" in run.log("trainer") and "GPU 0\n" in run.log("trainer")
-    for number in (1, 2):
-        seen = f"GPU {number} --set engine.gpu_memory_utilization=0.5\n"
-        assert seen in run.log(f"producer-{number - 1}")
+@pytest.mark.parametrize(
+    ("behavior", "times", "said"),
+    [("no-boot", 2, "before it served, 2 times in a row; the end of"), ("unusable", 1, "it cannot use its settings")],
+)
+def test_a_producer_that_cannot_boot_is_tried_twice_and_never_again_with_settings_it_cannot_use(
+    start, behavior, times, said
+):
+    run = start(producer_0=behavior)
+    shown = run.output()
+    assert run.process.returncode == 1 and len(run.times("producer-0 started")) == times
+    assert said in shown and (behavior == "unusable" or "the engine reports another value" in shown)
+    run.wait_for_end()

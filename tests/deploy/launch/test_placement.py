@@ -52,9 +52,8 @@ def devices(placement: Placement) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("count", "tables", "expected"),
-    [
+def test_ranks_come_first_and_engines_take_turns_on_what_is_left():
+    for count, tables, expected in (
         (3, {}, {"trainer": [0], "producer-0": [1], "producer-1": [2]}),
         (2, {}, {"trainer": [0], "producer-0": [1], "producer-1": [1]}),
         (1, {}, {"trainer": [0], "producer-0": [0], "producer-1": [0]}),
@@ -64,10 +63,8 @@ def devices(placement: Placement) -> dict[str, list[int]]:
         (2, {"trainer": {"device": "cpu"}}, {"producer-0": [0], "producer-1": [1]}),
         (3, {"trainer": {"devices": [2]}}, {"trainer": [2], "producer-0": [0], "producer-1": [1]}),
         (3, {"producers": {"devices": [2]}}, {"trainer": [0], "producer-0": [2], "producer-1": [2]}),
-    ],
-)
-def test_ranks_come_first_and_engines_take_turns_on_what_is_left(count, tables, expected):
-    assert devices(place(config(**tables), machine(count), SHAPE)) == expected
+    ):
+        assert devices(place(config(**tables), machine(count), SHAPE)) == expected, (count, tables)
 
 
 def test_each_part_sees_its_own_gpus_only_in_the_order_of_nvidia_smi():
@@ -78,16 +75,9 @@ def test_each_part_sees_its_own_gpus_only_in_the_order_of_nvidia_smi():
     assert found.options("trainer") == []
     on_cpu = place(config(trainer={"device": "cpu"}), machine(1), SHAPE)
     assert on_cpu.environment("trainer") == {}
-
-
-def test_without_gpus_nothing_is_placed():
-    found = place(config(), Machine(), None)
-    assert (found, found.table(), found.environment("trainer"), found.options("producer-0")) == (
-        Placement(),
-        "",
-        {},
-        [],
-    )
+    nothing = place(config(), Machine(), None)
+    assert (nothing, nothing.table(), nothing.environment("trainer")) == (Placement(), "", {})
+    assert nothing.options("producer-0") == []
 
 
 def test_one_gpu_is_split_between_trainer_and_engines():
@@ -112,97 +102,48 @@ def test_the_table_says_who_has_what_for_what():
     assert unknown[1] == "0    80.0   trainer     ?     not known of this architecture"
 
 
-@pytest.mark.parametrize(
-    ("tables", "here", "message"),
-    [
-        ({"trainer": {"num_processes": 3}}, machine(2), r"trainer\.num_processes = 3: 2 GPUs \(0, 1\) here"),
-        ({"trainer": {"devices": [0, 1]}}, machine(2), r"trainer\.devices = \[0, 1\]: expected 1 different numbers"),
-        (
-            {"trainer": {"devices": [1, 1], "num_processes": 2}},
-            machine(2),
-            r"trainer\.devices = \[1, 1\]: expected 2 different",
-        ),
-        ({"trainer": {"devices": [4]}}, machine(2), r"trainer\.devices = \[4\]: no GPU 4; 2 GPUs \(0, 1\) here"),
-        (
-            {"trainer": {"devices": [0], "device": "cpu"}},
-            machine(2),
-            r"trainer\.devices = \[0\] with trainer\.device = 'cpu'",
-        ),
-        ({"producers": {"devices": [7]}}, machine(1), r"producers\.devices = \[7\]: no GPU 7; 1 GPU \(0\) here"),
-        (
-            {"producers": {"devices": [0, 1, 2]}, "engine": PAIRS},
-            machine(3),
-            r"producers\.devices = \[0, 1, 2\]: expected a multiple of the 2 .* \(engine\.tensor_parallel_size = 2\)",
-        ),
-        (
-            {"engine": {"tensor_parallel_size": 4}},
-            machine(2),
-            r"engine\.tensor_parallel_size = 4: an engine takes 4 GPUs, and 2 GPUs \(0, 1\) here; expected at most",
-        ),
-        (
-            {"engine": PAIRS | {"args": {"pipeline_parallel_size": 2}}},
-            machine(2),
-            r"size = 2 times engine\.args\.pipeline_parallel_size = 2: an engine takes 4 GPUs",
-        ),
-        (
-            {"engine": {"args": {"pipeline_parallel_size": "x"}}},
-            machine(2),
-            r"engine\.args\.pipeline_parallel_size = 'x': expected 1 or more",
-        ),
-        ({"trainer": {"device": "cuda"}}, Machine((), "13.0"), r"trainer\.device = 'cuda': torch finds no CUDA device"),
-        (
-            {"producers": {"devices": [0]}},
-            Machine(),
-            r"producers\.devices = \[0\]: no GPU .* \(torch is a build for CPUs\)",
-        ),
-        (
-            {},
-            Machine((), "13.0", needs_gpu=True),
-            r"installed vLLM is built for GPUs: none .* \(nvidia-smi finds none\)",
-        ),
-        ({}, machine(2, driver="550.54.15"), r"driver 550\.54\.15, expected 580 or newer for torch's CUDA 13\.0"),
-    ],
-)
-def test_what_the_machine_cannot_give_is_refused(tables, here, message):
-    with pytest.raises(ConfigError, match=message):
-        place(config(**tables), here, SHAPE)
+# fmt: off
+REFUSED = [
+    ({"trainer": {"num_processes": 3}}, machine(2), r"trainer\.num_processes = 3: 2 GPUs \(0, 1\) here"),
+    ({"trainer": {"devices": [0, 1]}}, machine(2), r"trainer\.devices = \[0, 1\]: expected 1 different numbers"),
+    ({"trainer": {"devices": [1, 1], "num_processes": 2}}, machine(2), r"devices = \[1, 1\]: expected 2 different"),
+    ({"trainer": {"devices": [4]}}, machine(2), r"trainer\.devices = \[4\]: no GPU 4; 2 GPUs \(0, 1\) here"),
+    ({"trainer": {"devices": [0], "device": "cpu"}}, machine(2), r"devices = \[0\] with trainer\.device = 'cpu'"),
+    ({"producers": {"devices": [7]}}, machine(1), r"producers\.devices = \[7\]: no GPU 7; 1 GPU \(0\) here"),
+    ({"producers": {"devices": [0, 1, 2]}, "engine": PAIRS}, machine(3),
+     r"producers\.devices = \[0, 1, 2\]: expected a multiple of the 2 .* \(engine\.tensor_parallel_size = 2\)"),
+    ({"engine": {"tensor_parallel_size": 4}}, machine(2),
+     r"engine\.tensor_parallel_size = 4: an engine takes 4 GPUs, and 2 GPUs \(0, 1\) here; expected at most"),
+    ({"engine": PAIRS | {"args": {"pipeline_parallel_size": 2}}}, machine(2),
+     r"size = 2 times engine\.args\.pipeline_parallel_size = 2: an engine takes 4 GPUs"),
+    ({"engine": {"args": {"pipeline_parallel_size": "x"}}}, machine(2), r"parallel_size = 'x': expected 1 or more"),
+    ({"trainer": {"device": "cuda"}}, Machine((), "13.0"), r"trainer\.device = 'cuda': torch finds no CUDA device"),
+    ({"producers": {"devices": [0]}}, Machine(), r"devices = \[0\]: no GPU .* \(torch is a build for CPUs\)"),
+    ({}, Machine((), "13.0", needs_gpu=True), r"installed vLLM is built for GPUs: none .* \(nvidia-smi finds none\)"),
+    ({}, machine(2, driver="550.54.15"), r"driver 550\.54\.15, expected 580 or newer for torch's CUDA 13\.0"),
+    # The trainer alone is too large.
+    ({}, machine(2, total_gb=24),
+     r"GPU 0 \(H100, 24\.0 GB\): 34\.9 GB needed, 24\.0 available \(all of it\): trainer 34\.9 \(masters, "
+     r"gradients, moments 27\.5 \+ .*\); expected more ranks"),
+    # Trainer and engines together.
+    ({"engine": {"gpu_memory_utilization": 0.9}, "producers": {"count": 1}}, machine(1),
+     r"GPU 0 .*: 106\.9 GB needed, 80\.0 available \(all of it\): trainer 34\.9 .*; producer-0 72\.0 .*; "
+     r"expected a smaller engine\.gpu_memory_utilization"),
+    # Somebody else's process.
+    ({}, machine(3, free_gb=60),
+     r"GPU 1 .*: 72\.0 GB needed, 60\.0 available \(other processes hold the rest\): producer-0 72"),
+    # What the trainer leaves is too little for an engine.
+    ({"engine": {"max_model_len": 40960}, "producers": {"count": 8}}, machine(1),
+     r"engine\.gpu_memory_utilization = 0\.04 \(worked out\): 3\.2 GB of GPU 0 .* producer-0, .* least 8\.3: "
+     r"weights 3\.4 \+ KV cache of one longest sequence 4\.7"),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize(
-    ("tables", "here", "message"),
-    [
-        # The trainer alone is too large.
-        (
-            {},
-            machine(2, total_gb=24),
-            r"GPU 0 \(H100, 24\.0 GB\): 34\.9 GB needed, 24\.0 available \(all of it\): trainer 34\.9 \(masters, "
-            r"gradients, moments 27\.5 \+ .*\); expected more ranks",
-        ),
-        # Trainer and engines together.
-        (
-            {"engine": {"gpu_memory_utilization": 0.9}, "producers": {"count": 1}},
-            machine(1),
-            r"GPU 0 .*: 106\.9 GB needed, 80\.0 available \(all of it\): trainer 34\.9 .*; producer-0 72\.0 .*; "
-            r"expected a smaller engine\.gpu_memory_utilization",
-        ),
-        # Somebody else's process.
-        (
-            {},
-            machine(3, free_gb=60),
-            r"GPU 1 .*: 72\.0 GB needed, 60\.0 available \(other processes hold the rest\): producer-0 72",
-        ),
-        # What the trainer leaves is too little for an engine.
-        (
-            {"engine": {"max_model_len": 40960}, "producers": {"count": 8}},
-            machine(1),
-            r"engine\.gpu_memory_utilization = 0\.04 \(worked out\): 3\.2 GB of GPU 0 .* producer-0, .* least 8\.3: "
-            r"weights 3\.4 \+ KV cache of one longest sequence 4\.7",
-        ),
-    ],
-)
-def test_memory_that_does_not_suffice_is_refused_with_its_sum(tables, here, message):
-    with pytest.raises(ConfigError, match=message):
-        place(config(**tables), here, SHAPE)
+def test_what_the_machine_cannot_give_is_refused_with_its_sum():
+    for tables, here, message in REFUSED:
+        with pytest.raises(ConfigError, match=message):
+            pytest.fail(f"{tables}: {place(config(**tables), here, SHAPE)}")
 
 
 def test_a_trainer_of_unknown_size_shares_no_gpu_by_guess():
@@ -212,36 +153,30 @@ def test_a_trainer_of_unknown_size_shares_no_gpu_by_guess():
     assert place(given, machine(1), None).engine_fraction == 0.2
 
 
-def test_a_dry_run_shows_the_table_beside_the_run_file(capsys, monkeypatch, model_folder, tmp_path):
-    monkeypatch.setattr(start_checks, "read_machine", lambda: machine(2))
+def test_a_dry_run_shows_the_table_and_a_refusal_comes_before_anything_is_started(
+    capsys, monkeypatch, model_folder, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    argv = ["run", "demo", "--dry-run", "--set", f"model.path={model_folder}", "--set", "producers.count=1"]
-    assert cli.main(argv) == 0
+    argv = ["run", "demo", "--set", f"model.path={model_folder}", "--set", "producers.count=1"]
+    monkeypatch.setattr(start_checks, "read_machine", lambda: machine(2))
+    assert cli.main([*argv, "--dry-run"]) == 0
     shown = capsys.readouterr()
     assert "producer-0" not in shown.out
     table = shown.err.splitlines()[:-1]
     assert [row.split()[:3] for row in table[1:]] == [["0", "80.0", "trainer"], ["1", "80.0", "producer-0"]]
-
-
-def test_a_refusal_comes_before_anything_is_started(capsys, monkeypatch, model_folder, tmp_path):
     monkeypatch.setattr(start_checks, "read_machine", lambda: machine(2, free_gb=0.01))
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "demo", "--set", f"model.path={model_folder}"]) == 2
+    assert cli.main(argv) == 2
     assert "other processes hold the rest" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {"model": {"reference": "other"}},
-        {"advantage": {"kl_coefficient": 0.1}},
-        {"objective": {"kwargs": {"kl_coefficient": 0.1}}},
-    ],
-)
-def test_the_reference_of_a_kl_term_counts(tables):
-    (trainer, *_), (without, *_) = (place(config(**each), machine(3), SHAPE).shares for each in (tables, {}))
-    assert trainer.num_bytes - without.num_bytes == trainer.needs["reference model"] == 2 * SHAPE.parameters
+def test_the_reference_of_a_kl_term_counts():
+    (without, *_) = place(config(), machine(3), SHAPE).shares
+    kl = {"kl_coefficient": 0.1}
+    for tables in ({"model": {"reference": "other"}}, {"advantage": kl}, {"objective": {"kwargs": kl}}):
+        (trainer, *_) = place(config(**tables), machine(3), SHAPE).shares
+        held = trainer.needs["reference model"]
+        assert trainer.num_bytes - without.num_bytes == held == 2 * SHAPE.parameters, tables
 
 
 def test_a_teacher_in_the_trainer_counts_by_its_own_shape(tmp_path):
@@ -266,11 +201,8 @@ def test_an_adapter_s_trainer_holds_the_base_once_and_no_gradients_of_it():
     assert "gathered all the while" not in trainer.needs
     assert trainer.needs["activations"] == whole.needs["activations"]
     assert trainer.needs["a block, or the head"] < whole.needs["a block, or the head"]
-
-
-def test_an_adapter_of_layers_that_are_called_otherwise_is_no_training_of_all_weights():
-    (trainer, *_) = place(config(lora={"targets": ["qkv_proj"]}), machine(3), SHAPE).shares
-    assert "masters, gradients, moments" not in trainer.needs and trainer.needs["base model"] == 2 * SHAPE.parameters
+    (other, *_) = place(config(lora={"targets": ["qkv_proj"]}), machine(3), SHAPE).shares
+    assert "masters, gradients, moments" not in other.needs and other.needs["base model"] == 2 * SHAPE.parameters
 
 
 def test_the_run_file_for_gpus_that_ships_fits_the_gpus_it_names():
