@@ -18,7 +18,7 @@ NO_SYSTEM = (
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not enable_thinking | default(true) %}0{% endif %}"
 
 
-class Sums(Arithmetic):
+class SumsInRoles(Arithmetic):
     """Poses sums as `roles`, of which the second kind comes from the third task on."""
 
     def __init__(self, *, seed: int, roles: tuple[str, ...] = (), later: tuple[str, ...] | None = None) -> None:
@@ -37,13 +37,13 @@ class Sums(Arithmetic):
         return self.prompt(n)
 
 
-class Silent(Sums):
+class SumsWithoutParts(SumsInRoles):
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         return Reward(value=1.0)
 
 
 def settings(model_folder, **environment: object) -> dict[str, object]:
-    plug = {"path": f"{__name__}:Sums", **environment}
+    plug = {"path": f"{__name__}:SumsInRoles", **environment}
     return {"name": "r", "model": {"path": str(model_folder)}, "environment": plug, "sampling": {"max_tokens": 4}}
 
 
@@ -89,7 +89,12 @@ def settings(model_folder, **environment: object) -> dict[str, object]:
             {"checkpoint.best": "environments/main/reward/x"},
             r"'environments/main/reward/x': the reward has no",
         ),
-        ({"path": f"{__name__}:Silent"}, None, {"checkpoint.best": "reward/x"}, r"no such part; expected reward$"),
+        (
+            {"path": f"{__name__}:SumsWithoutParts"},
+            None,
+            {"checkpoint.best": "reward/x"},
+            r"no such part; expected reward$",
+        ),
     ],
 )
 def test_what_would_let_every_group_die_is_found_by_a_dry_run(model_folder, environment, template, changes, said):
@@ -113,7 +118,7 @@ def test_variables_of_the_chat_template_reach_every_prompt_and_one_that_it_does_
         asked, set={"model.chat_template_kwargs.enable_thinking": False, "model.chat_template_kwargs.budget": 1}
     )
     assert capsys.readouterr().err.count("chat_template_kwargs") == 1
-    prompt = Sums(seed=0, roles=("user",)).prompt(1)
+    prompt = SumsInRoles(seed=0, roles=("user",)).prompt(1)
     texts = []
     for config in (plain, off):
         tokenizer = load_tokenizer(config)
