@@ -11,7 +11,6 @@ from functools import partial
 
 import msgspec
 import pytest
-import redis
 
 import penstock.consumers.__main__ as entry
 import penstock.consumers.stream.recovery as recovery_module
@@ -20,7 +19,6 @@ from mini_producer import dead_fields, group_fields
 from penstock.consumers.checkpoints import checkpoints
 from penstock.consumers.checkpoints.checkpoints import CheckpointError, Checkpoints
 from penstock.consumers.learning.learner.step_report import StepReport
-from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import RunFailedError
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, entry_key
@@ -95,27 +93,6 @@ def test_a_trainer_killed_around_a_commit_is_continued(bench, redis_client, monk
     assert_settled_once(bench, redis_client)
     left = [path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()]
     assert len(left) == 2 and not any(name.startswith("partial") for name in left)
-
-
-@pytest.mark.parametrize("how", ["flipped", "missing", "gone with its folder"])
-def test_a_spoiled_checkpoint_costs_the_work_since_the_one_before_it_and_no_group(bench, redis_client, caplog, how):
-    # The stream was trimmed for the spoiled one: what it had settled since the one before is made again.
-    bench.resilient_producer()
-    killed_at(bench, 10)
-    pointer = redis_client.hget(bench.keys.commit, "checkpoint").decode()
-    file = bench.folder / "checkpoints" / pointer / "tensors" / "trained.json"
-    if how == "flipped":
-        content = file.read_bytes()
-        file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
-    elif how == "missing":
-        file.unlink()
-    else:
-        shutil.rmtree(bench.folder / "checkpoints" / pointer)
-    resumed(bench, redis_client, 4)
-    lines = (
-        (f"{pointer} was committed and is missing",) if "folder" in how else ("tensors/trained.json", "cannot be used")
-    )
-    assert all(line in caplog.text for line in lines)
 
 
 def test_a_resume_that_finds_no_checkpoint_where_one_was_committed_is_refused(bench, redis_client):
@@ -339,22 +316,6 @@ def test_a_promoted_replica_that_lacks_the_last_updates_is_reconciled(bench, sta
     assert not tracebacks(caplog)
 
 
-def test_a_continued_run_is_not_finished_again_by_a_redis_that_fell_back(bench, start_server):
-    server = start_server("--appendfsync", "everysec")
-    bench.url = server.url
-    bench.resilient_producer()
-    assert bench.trainer().run()
-    server.remember()
-    bench.overrides = ["num_updates=20"]
-    second = bench.trainer(resume=True)
-    producer = bench.resilient_producer()
-    at_step(second, 14, lambda: wait_for(lambda: producer.epoch == 1) or server.restart())
-    thread = TrainerThread(second)
-    thread.join(60)
-    assert thread.outcome is True
-    assert second.learner.num_steps == 20
-
-
 # Out of reach
 
 
@@ -406,23 +367,6 @@ def test_a_signal_ends_a_trainer_whose_redis_is_away(bench, redis_client, monkey
     second = bench.trainer(resume=True)
     assert second.run()
     assert_settled_once(bench, redis_client)
-
-
-def test_an_answer_that_will_pass_is_waited_out(redis_url):
-    connection = TrainerConnection(redis_url, outage_s=60)
-    answers = [
-        redis.ResponseError("MISCONF Errors writing to the AOF file"),
-        redis.ResponseError("NOREPLICAS Not enough"),
-    ]
-    answers.append(redis.ReadOnlyError("You can't write against a read only replica"))
-
-    def command(client):
-        if answers:
-            raise answers.pop()
-        return "answer"
-
-    assert connection.call(command) == "answer"
-    connection.close()
 
 
 def test_any_other_error_answer_ends_the_trainer_with_one_line(bench, redis_client, monkeypatch, caplog):

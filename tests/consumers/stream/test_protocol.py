@@ -335,16 +335,6 @@ def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection
     assert evaluator.pending == []
 
 
-def test_a_shaped_reward_is_not_replaced_by_a_part_called_exact(connection, scripts, redis_client):
-    evaluator = Evaluator(scripts, sets(main=4))
-    evaluator.request(5, update=5)
-    for n, (reward, exact) in enumerate([(0.7, 0.0), (0.7, 0.0), (1.0, 1.0)], start=1):
-        redis_client.xadd(KEYS.evaluation_results, result(5, n, reward, exact=exact))
-    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-4", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
-    (done,) = evaluator.collect()
-    assert figures_of(done.figures) == pytest.approx({"reward": 2.4 / 4, "reward/exact": 1 / 4})
-
-
 def test_an_evaluation_of_several_environments_has_the_rewards_of_each(connection, scripts, redis_client):
     held_out = [ReleasedTask("sums", 1), ReleasedTask("sums", 2), ReleasedTask("words", 1)]
     evaluator = Evaluator(scripts, sets(sums=2, words=1))
@@ -415,15 +405,6 @@ def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, s
     redis_client.delete(KEYS.evaluations)
     evaluator.request_again()
     assert redis_client.xlen(KEYS.evaluations) == 3, "what an emptied server lost is asked for anew"
-
-
-def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection, scripts, redis_client):
-    evaluator = Evaluator(scripts, sets(main=2))
-    evaluator.request(5, update=5)
-    redis_client.delete(KEYS.evaluations)
-    evaluator.request(7, update=7)
-    evaluator.request_again()
-    assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"7-1", b"7-2"]
 
 
 def answer(client, *results: dict) -> None:

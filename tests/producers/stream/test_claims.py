@@ -2,10 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
-import pytest
 from redis import exceptions
 
 from penstock.producers.stream.claims import FREE_AT_ONCE_MS, Claims
@@ -267,38 +265,3 @@ async def test_a_prompt_whose_numbers_no_record_can_carry_is_removed_in_a_short_
     assert indexes(claims) == [8] and streams.count(KEYS.prompts) == 1
     lines = [record.getMessage() for record in caplog.records if "names no task" in record.getMessage()]
     assert len(lines) == 3 and max(map(len, lines)) < 250 and "field version = b'9999" in lines[0]
-
-
-@pytest.mark.redis
-async def test_waiting_producers_share_what_is_released_at_once(redis_server, connect: Callable) -> None:
-    server = redis_server()
-    config = ProducersConfig(groups_in_flight=32)
-    holders = [await Holder(connect(server), name, config).opened() for name in ("a", "b")]
-
-    async def claim_on(holder: Holder) -> None:
-        while True:
-            await holder.claims.take()
-
-    def release_all() -> int:
-        """Returns how many producers waited in the server at that moment."""
-        transaction = server.client.pipeline(transaction=True)
-        transaction.info("clients")
-        release(transaction, *range(1, 33))
-        return transaction.execute()[0]["blocked_clients"]
-
-    claiming = [asyncio.create_task(claim_on(holder)) for holder in holders]
-    for _ in range(100):
-        await until(lambda: server.client.info("clients")["blocked_clients"] == 2)
-        num_waiting = release_all()
-        await until(lambda: sum(len(holder.table) for holder in holders) == 32)
-        shares = [len(holder.table) for holder in holders]
-        if num_waiting == 2:
-            break
-        for holder in holders:  # one had just left the server
-            for claim in list(holder.table):
-                holder.table.remove(claim)
-                server.client.xack(KEYS.prompts, PRODUCERS_GROUP, claim.entry_id)
-                server.client.xdel(KEYS.prompts, claim.entry_id)
-    for task in claiming:
-        task.cancel()
-    assert sum(shares) == 32 and min(shares) >= 8

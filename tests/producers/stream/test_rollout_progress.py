@@ -441,35 +441,3 @@ async def test_groups_that_may_be_done_before_the_next_time_are_left_out_unless_
     assert one.saved() == [2]
     await one.progress.save()
     assert one.saved() == [1, 2]
-
-
-async def test_the_next_saving_waits_until_the_last_was_a_small_share_of_the_time(desk, monkeypatch) -> None:
-    """What others do meanwhile is no part of it."""
-    one, waits, clock = desk(progress_s=10.0), [], [0.0]
-    took = iter([0.01, 0.2, 0.0])
-    claim = one.claim(1)
-    claim.generating_since = time.monotonic() - 60
-    monkeypatch.setattr(module.time, "thread_time", lambda: clock[0])
-
-    class Slow:
-        def so_far(self) -> RolloutGroup:
-            clock[0] += next(took)
-            asyncio.get_running_loop().call_soon(lambda: clock.append(clock.pop() + 100.0))
-            return so_far(1, len(waits))
-
-    claim.in_flight = Slow()
-    sleep = asyncio.sleep
-
-    async def waited(seconds: float) -> None:
-        if not seconds:  # of the fake server
-            await sleep(0)
-            return
-        waits.append(seconds)
-        if len(waits) == 4:
-            raise asyncio.CancelledError
-
-    monkeypatch.setattr(module.asyncio, "sleep", waited)
-    with pytest.raises(asyncio.CancelledError):
-        await one.progress.run()
-    averages = 0.0, 0.01 / 2, 0.01 / 4 + 0.2 / 2, 0.01 / 8 + 0.2 / 4
-    assert waits == pytest.approx([max(5.0, average / module.LARGEST_SHARE) for average in averages])

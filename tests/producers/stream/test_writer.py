@@ -199,29 +199,3 @@ async def test_what_waits_together_is_appended_together(desk: WriterDesk, stream
     assert sizes == [MAX_APPEND_GROUPS, 6]
     assert sorted(int(fields[Field.INDEX]) for fields in desk.rollouts()) == [claim.index for claim in claims]
     assert desk.num_open() == (0, 0)
-
-
-async def test_while_one_append_is_under_way_the_next_goes_out(desk: WriterDesk, streams) -> None:
-    claims = await desk.claim(MAX_APPEND_GROUPS + 1)
-    first, second, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def slow_at_first(execute) -> None:
-        if not first.is_set():
-            first.set()
-            await answered.wait()
-        await execute()
-        second.set()
-
-    intercept(streams.connection, slow_at_first)
-    for claim in claims:
-        desk.writer.put(claim, a_group(claim.index))
-    running = asyncio.create_task(desk.writer.run())
-    draining = asyncio.create_task(desk.writer.drain())
-    async with asyncio.timeout(60):
-        await second.wait()
-    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [MAX_APPEND_GROUPS + 1]
-    assert len(desk.table) >= MAX_APPEND_GROUPS and not draining.done()
-    answered.set()
-    await asyncio.wait_for(draining, 60)
-    running.cancel()
-    assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
