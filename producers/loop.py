@@ -126,7 +126,7 @@ class Producer:
         self.heartbeat = HeartbeatSender(
             connection, keys, context.producer_id, self._describe, self._on_finished, self._on_quarantined
         )
-        self._described: list[bytes | None] = []
+        self._described: list[Any] = []
         """The run file and the model's digest in Redis when the run was joined."""
         self._running: dict[asyncio.Task[None], Claim] = {}
         self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
@@ -327,8 +327,8 @@ class Producer:
             OtherRunError: it is described otherwise than the earlier one.
         """
         commands, key = self.context.connection.commands, self.context.keys.description
-        described = [
-            await self.context.connection.retrying(partial(commands.hget, key, field))  # type: ignore[arg-type]
+        described: list[Any] = [
+            await self.context.connection.retrying(partial(commands.hget, key, field))
             for field in ("run_file", "model_digest")
         ]
         if self.context.run_id and described != self._described:
