@@ -100,14 +100,6 @@ def test_every_set_is_answered_as_it_asks_also_one_that_is_not_trained_on(model,
     assert (found.model, engine.model, engine.closed) == (str(model), str(model), True)
 
 
-def test_a_second_evaluation_draws_the_same(model, config):
-    drawn = []
-    for _ in range(2):
-        engine, start = scripted(script=None, num_token_ids=40, first_token=2)
-        drawn.append((evaluate(model, config(), start_engine=start).sets, sorted(map(str, engine.seeds))))
-    assert drawn[0] == drawn[1] and "None" not in drawn[0][1]
-
-
 def test_as_many_are_in_flight_as_a_producer_has_room_for(model, config):
     engine, start = scripted(token_s=0.001)
     overrides = ["producers.groups_in_flight=2", "environments=[{path='letters_environment:Letters'}]"]

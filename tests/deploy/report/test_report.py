@@ -10,10 +10,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import wire_examples
 from docs.run_picture import NAMES, write_picture
 from penstock.deploy.report.figures import FIGURES, draw
 from penstock.deploy.report.report import key_figures, write_report
@@ -33,10 +35,7 @@ path = "models/<b>demo</b>"
 [environment]
 path = "penstock.producers.environments.arithmetic:Arithmetic"
 """
-FINGERPRINT = {
-    "engine": "vllm", "version": "0.32.0", "model": "models/demo", "dtype": "float32", "head_dtype": "float32",
-    "logprobs_mode": "processed_logprobs", "prefix_caching": False, "async_scheduling": False,
-}  # fmt: skip
+FINGERPRINT = msgspec.to_builtins(wire_examples.FINGERPRINT)
 # One worker makes the page that most tests read.
 pytestmark = pytest.mark.xdist_group("report")
 

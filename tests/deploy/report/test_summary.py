@@ -3,9 +3,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+import wire_examples
 from penstock.deploy.report.lines import TelemetryError
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.summary_table import summary_table, table_rows, warnings_of
@@ -24,17 +26,7 @@ path = "models/demo"
 [environment]
 path = "penstock.producers.environments.arithmetic:Arithmetic"
 """
-FINGERPRINT = {
-    "engine": "vllm",
-    "version": "0.32.0",
-    "model": "models/demo",
-    "dtype": "float32",
-    "head_dtype": "float32",
-    "logprobs_mode": "processed_logprobs",
-    "prefix_caching": False,
-    "async_scheduling": False,
-    "other": {},
-}
+FINGERPRINT = msgspec.to_builtins(wire_examples.FINGERPRINT)
 
 
 def update_line(k: int, *, epoch: int = 0, time_s: float | None = None, **fields: object) -> dict:
@@ -81,20 +73,17 @@ def write_lines(file: Path, lines: list[dict]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+GROUPS = {"released": 20, "trained": 9, "skipped": 3, "dead": 1, "cancelled": 7}
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """Three updates in 30 s, two producers, numbers that can be added up by hand."""
     folder = tmp_path / "demo"
     folder.mkdir()
     (folder / "run.toml").write_text(RUN_FILE)
-    last = update_line(
-        3,
-        lag_histogram={"1": 20, "2": 12, "10": 8},
-        num_tokens_trained=32,
-        num_tokens_masked_lag=8,
-        masked_frac=13 / 40,
-    )
-    last |= {"num_tokens_rejected": 5, "num_optimizer_steps": 1, "steps_skipped": {}}
+    masked = {"num_tokens_masked_lag": 8, "num_tokens_rejected": 5, "masked_frac": 13 / 40}
+    last = update_line(3, lag_histogram={"1": 20, "2": 12, "10": 8}, num_tokens_trained=32, **masked)
     write_lines(folder / "updates.jsonl", [update_line(1), update_line(2), last])
     evaluations = [evaluation_line(0, 0.4, 1001.0), evaluation_line(1, 0.91, 1014.0), evaluation_line(3, 0.89, 1032.0)]
     write_lines(folder / "evaluations.jsonl", evaluations)
@@ -104,21 +93,9 @@ def run_folder(tmp_path: Path) -> Path:
     # Joins at 1010, does 500 tokens in 10 s, is killed, starts again at 1025 and does 200 in 5 s.
     events = [started(1010.0), rate(1020.0, 500), started(1025.0), rate(1030.0, 200), weights(1030.0, 0.03)]
     write_lines(folder / "producers" / "producer-1.jsonl", events)
-    ledger = {
-        "num_updates": 3,
-        "num_groups_released": 20,
-        "num_groups_trained": 9,
-        "num_groups_skipped": 3,
-        "num_groups_dead": 1,
-        "num_groups_cancelled": 7,
-        "num_tokens_trained": 112,
-        "num_groups_released_again": {"stale": 2},
-        "num_duplicates_dropped": 1,
-        "num_steps_skipped": 0,
-        "first_prompt_s": START_S,
-        "last_update_s": 1030.0,
-        "finished": True,
-    }
+    ledger = {f"num_groups_{outcome}": count for outcome, count in GROUPS.items()}
+    ledger |= {"num_updates": 3, "num_groups_released_again": {"stale": 2}, "num_duplicates_dropped": 1}
+    ledger |= {"first_prompt_s": START_S, "finished": True}
     (folder / "trainer.json").write_text(json.dumps(ledger))
     return folder
 
@@ -143,11 +120,7 @@ def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
         "wall_s": 30.0,
         "num_updates": 3,
         "updates_per_s": 0.1,
-        "num_groups_released": 20,
-        "num_groups_trained": 9,
-        "num_groups_skipped": 3,
-        "num_groups_dead": 1,
-        "num_groups_cancelled": 7,
+        **{f"num_groups_{outcome}": count for outcome, count in GROUPS.items()},
         "num_groups_released_again": {"stale": 2},
         "num_duplicates_dropped": 1,
         "num_tokens_trained": 112,
