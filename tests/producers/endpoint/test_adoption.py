@@ -13,7 +13,7 @@ from chat_templates import decode as text_of
 from penstock.producers.endpoint.access import KEY
 from penstock.producers.endpoint.adoption import adopt
 from penstock.producers.endpoint.call_ledger import Call, digest
-from penstock.producers.endpoint.groups import AgentGroup, origin_of, rollout_id
+from penstock.producers.endpoint.groups import AgentGroup
 from penstock.producers.endpoint.holders import FORWARDED
 from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, RunningCall, decode, encode
 from penstock.producers.interfaces import Completion
@@ -585,26 +585,6 @@ async def test_a_request_does_not_wait_for_a_producer_that_holds_its_rollout_no_
     await until(lambda: one.engine.num_active == 0)  # nobody waits for it any more
 
 
-async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_know(opened, monkeypatch) -> None:
-    """The producer stops between the answer's last token and its saving."""
-    one, rollout = await opened(group_size=1)
-    await until(lambda: next(iter(one.producer.table)).has_progress)
-    append, reached, stopped = journals_of(one).append, asyncio.Event(), asyncio.Event()
-
-    async def late(journal: Journal) -> None:
-        reached.set()
-        await stopped.wait()
-        await append(journal)
-
-    monkeypatch.setattr(journals_of(one), "append", late)
-    asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
-    await reached.wait()
-    await one.producer.endpoint.agents.close(append=True)
-    stopped.set()
-    status, body = await asking
-    assert (status, body["error"]["code"]) == (503, "rollout_moving")
-
-
 async def test_an_agent_does_not_wait_for_a_redis_that_is_slow(serve, monkeypatch) -> None:
     monkeypatch.setattr("penstock.producers.endpoint.agents.SAVE_S", 0.05)
     one = await serve(group_size=1)
@@ -618,9 +598,3 @@ async def test_an_agent_does_not_wait_for_a_redis_that_is_slow(serve, monkeypatc
     await one.client.converse(rollout)
     await one.client.finish(rollout, 1.0)
     assert len((await one.groups(1))[0].rollouts) == 1
-
-
-def test_a_rollouts_id_says_where_it_is_from() -> None:
-    assert origin_of(rollout_id("host/0~1.x", 12)) == ("host/0~1.x", 12)
-    for wrong in ("", "a", "a.b", "a.x.b", ".1.b"):
-        assert origin_of(wrong) is None
