@@ -15,6 +15,7 @@ from bench.sizing import SMALL, save_random
 from bench.trainer.peer import LongAnswersSettings, measure_demo, measure_long_answers
 from bench.trainer.ranks import OnRanks, Work, start_ranks
 from bench.trainer.record import record_figures
+from bench.trainer.sampled_version import sampled_version_figures
 from penstock.deploy.launch.memory import ModelShape
 
 ON_RANKS = "bench.trainer.ranks:on_ranks"
@@ -79,6 +80,9 @@ TRAINER = BenchSection(
         "ranks": ranks_figures,
         "record": lambda bench: record_figures(
             _model(bench, bench.settings.model), bench.settings.work, bench.settings.record_rounds, bench.folder
+        ),
+        "sampled-version": lambda bench: sampled_version_figures(
+            _model(bench, bench.settings.model), bench.settings.work, bench.settings.record_rounds
         ),
         "long-answers": measure_long_answers,
         "peers": measure_demo,

@@ -61,7 +61,7 @@ class TrainerMetrics:
         """Sets what the run file fixes, and starts counting groups and the time to the next update."""
         self._counted = self._totals(ledger)
         self._set_rewards(ledger.attrition)
-        self.test_lengths(ledger.attrition.last)
+        self.show_lost(ledger.attrition.last)
         self[M.CREDIT].set(config.credit)
         self[M.LAG_BOUND].set(config.lag_bound)
         self[M.WEIGHT_REDIS_LIMIT].set(config.weights.redis_mb << 20)
@@ -109,7 +109,7 @@ class TrainerMetrics:
                 self[M.ROLLOUTS_SCORED].labels(outcome, environment).set(total.num_scored)
                 self[M.ROLLOUTS_REWARD].labels(outcome, environment).set(total.reward_sum)
 
-    def test_lengths(self, found: LostByLength | None) -> None:
+    def show_lost(self, found: LostByLength | None) -> None:
         """Sets the shares of long and other rollouts that were lost in the last window of groups."""
         shares = (math.nan, math.nan)
         if found is not None:

@@ -170,7 +170,7 @@ class RunLog:
         if found is before:
             return
         self._lost_by_length = found
-        self.metrics.test_lengths(found)
+        self.metrics.show_lost(found)
         if found is not None and found.is_alarm:
             log.warning("long rollouts are lost: %s (of %d groups)", found, WINDOW)
         elif before is not None and before.is_alarm:

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from correction_oracle import CorrectionToken, Row, oracle_correct, tau
+from correction_oracle import CorrectionToken, Row, oracle_correct
 from padded_batches import correct
-from penstock.consumers.learning.loss.importance import Correction, correct_packed, trust
+from penstock.consumers.learning.loss.importance import Correction, correct_packed
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 NAN, INF = float("nan"), float("inf")
@@ -109,7 +108,9 @@ more = settings(deadline=None, derandomize=True, max_examples=400)
 @given(rows=batches(), config=configs())
 @more
 def test_the_correction_agrees_with_its_definition_in_plain_python(rows, config) -> None:
-    correction = correct(config=config, **tensors(rows))
+    inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in tensors(rows).items()}
+    correction = correct(config=config, **inputs)
+    assert not correction.weights.requires_grad
     judged = oracle_correct(rows, config)
     assert correction.keep_mask.tolist() == [[kept for _, kept in row] for row in judged]
     expected = torch.tensor([[weight for weight, _ in row] for row in judged], dtype=torch.float64)
@@ -131,15 +132,6 @@ def test_no_weight_grows_with_lag(rows, config, later) -> None:
     assert not (after.keep_mask & ~before.keep_mask).any()
 
 
-@given(config=configs(), lag=st.lists(lags, min_size=1, max_size=6), advantage=advantages)
-@many
-def test_equal_policies_weigh_1_at_every_lag(config, lag, advantage) -> None:
-    row = [CorrectionToken(-1.25, -1.25, -1.25, advantage, d, True) for d in lag]
-    correction = correct(config=config, **tensors([row]))
-    assert correction.keep_mask.all() and not correction.corrected_mask.any()
-    assert torch.equal(correction.weights, torch.ones(1, len(lag), dtype=torch.float64))
-
-
 @given(rows=batches(), config=configs(), poison=st.sampled_from([NAN, INF, -INF]))
 @many
 def test_what_lies_under_the_mask_changes_nothing(rows, config, poison) -> None:
@@ -158,22 +150,6 @@ def test_what_lies_under_the_mask_changes_nothing(rows, config, poison) -> None:
     assert torch.equal(found.keep_mask, expected.keep_mask)
 
 
-@given(rows=batches(), config=configs(), seed=st.integers(0, 99), width=st.integers(0, 3))
-@many
-def test_the_order_of_rows_and_padding_change_nothing(rows, config, seed, width) -> None:
-    inputs = tensors(rows)
-    expected = correct(config=config, **inputs)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    moved = {name: torch.nn.functional.pad(values[order], (0, width)) for name, values in inputs.items()}
-    found = correct(config=config, **moved)
-    length = expected.weights.shape[1]
-    assert not found.keep_mask[:, length:].any()
-    assert_same(
-        cut(found, slice(None), slice(length)),
-        cut(expected, order),
-    )
-
-
 @given(rows=batches(), config=configs())
 @many
 def test_packed_tokens_are_corrected_as_padded_ones(rows, config) -> None:
@@ -187,70 +163,12 @@ def test_packed_tokens_are_corrected_as_padded_ones(rows, config) -> None:
 
 @given(rows=batches(), config=configs())
 @many
-def test_rows_are_corrected_alone_as_together(rows, config) -> None:
-    together = correct(config=config, **tensors(rows))
-    for index, row in enumerate(rows):
-        alone = correct(config=config, **tensors([row]))
-        torch.testing.assert_close(alone.weights[0], together.weights[index], rtol=1e-12, atol=0)
-        assert torch.equal(alone.keep_mask[0], together.keep_mask[index])
-
-
-@given(rows=batches(), config=configs())
-@many
 def test_a_token_level_configuration_corrects_each_token_as_if_it_were_alone(rows, config) -> None:
     assume(config.is_token_level)
     together = correct(config=config, **tensors(rows))
     alone = correct(config=config, **tensors([[token] for row in rows for token in row]))
     assert torch.equal(alone.weights.view(together.weights.shape), together.weights)
     assert torch.equal(alone.keep_mask.view(together.keep_mask.shape), together.keep_mask)
-
-
-@given(rows=batches(), config=configs())
-@many
-def test_weights_carry_no_gradient(rows, config) -> None:
-    inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in tensors(rows).items()}
-    correction = correct(config=config, **inputs)
-    assert not correction.weights.requires_grad
-
-
-@given(rows=batches(), config=configs(), other=st.lists(lags, min_size=6, max_size=6))
-@many
-def test_splitting_a_row_into_versions_changes_thresholds_only(rows, config, other) -> None:
-    inputs = tensors(rows)
-    split = inputs | {"lag": torch.tensor(other)[: inputs["lag"].shape[1]].expand(inputs["lag"].shape)}
-    before, after = correct(config=config, **inputs), correct(config=config, **split)
-    if config.schedule == "const":
-        assert torch.equal(before.weights, after.weights)
-        assert torch.equal(before.keep_mask, after.keep_mask)
-    # A weight that neither threshold bounds is the ratio itself, whatever the lag.
-    high = trust(inputs["lag"].max(), config).item(), trust(torch.tensor(max(other)), config).item()
-    free = before.keep_mask & after.keep_mask & (before.weights < min(high)) & (after.weights < min(high))
-    assert torch.equal(before.weights[free], after.weights[free])
-
-
-@given(config=configs(), lag=st.lists(lags, min_size=1, max_size=8))
-@many
-def test_trust_starts_at_the_threshold_and_never_rises(config, lag) -> None:
-    curve = trust(torch.tensor([0, *sorted(lag)]), config)
-    assert curve.dtype == torch.float64
-    assert curve[0] == config.threshold
-    assert (curve.diff() <= 0).all()
-    assert (curve >= 1).all()
-    for d, value in zip(sorted(lag), curve[1:].tolist(), strict=True):
-        assert value == pytest.approx(tau(d, config), rel=1e-14)
-
-
-@given(rows=batches(), config=configs())
-@many
-def test_weights_are_finite_and_0_where_a_token_is_masked(rows, config) -> None:
-    inputs = tensors(rows)
-    correction = correct(config=config, **inputs)
-    assert torch.isfinite(correction.weights).all()
-    assert (correction.weights[correction.keep_mask] > 0).all()
-    assert not correction.weights[~correction.keep_mask].any()
-    assert not (correction.keep_mask & ~inputs["loss_mask"]).any()
-    if config.mode.endswith("truncate"):
-        assert (correction.weights <= config.threshold).all()
 
 
 @given(rows=batches(), config=configs())

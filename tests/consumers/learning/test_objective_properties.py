@@ -6,15 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fp64_oracle import OracleToken, objective_loss
 from objective_cases import OBJECTIVES, changed, gradients, packed_inputs, poisoned, selected
 from penstock.consumers.learning.interfaces import LossInputs
-from penstock.consumers.learning.objectives.cispo import Cispo
-from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
 from penstock.consumers.learning.objectives.gspo import Gspo
-from penstock.consumers.learning.objectives.reinforce import Reinforce
 
 SEEDS = st.integers(0, 2**32)
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
@@ -41,25 +37,11 @@ def _oracle(name: str, inputs: LossInputs) -> tuple[float, list[float]]:
 def test_loss_and_gradient_are_those_of_the_plain_oracle(name, seed, lengths, drift, kept) -> None:
     inputs = packed_inputs(seed, lengths, drift=drift, kept=kept)
     loss, current, _ = gradients(OBJECTIVES[name], inputs)
+    for key, value in OBJECTIVES[name](inputs).metrics.items():
+        assert value.ndim == 0 and not value.requires_grad, key
     expected_loss, expected = _oracle(name, inputs)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-12, abs=1e-13)
     torch.testing.assert_close(current, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-14)
-
-
-@every_objective
-@settings(max_examples=10, deadline=None)
-@given(SEEDS, LENGTHS, st.randoms(use_true_random=False))
-def test_the_order_of_rows_changes_nothing(name, seed, lengths, random) -> None:
-    inputs = packed_inputs(seed, lengths, kept=0.8)
-    rows = list(range(len(lengths)))
-    random.shuffle(rows)
-    order = torch.cat([torch.nonzero(inputs.row_ids == row)[:, 0] for row in rows])
-    loss, *grads = gradients(OBJECTIVES[name], inputs)
-    shuffled = selected(inputs, order)
-    shuffled_loss, *shuffled_grads = gradients(OBJECTIVES[name], shuffled)
-    torch.testing.assert_close(shuffled_loss, loss, rtol=1e-12, atol=1e-14)
-    for found, expected in zip(shuffled_grads, grads, strict=True):
-        torch.testing.assert_close(found, expected[order], rtol=1e-12, atol=1e-14)
 
 
 @every_objective
@@ -73,31 +55,6 @@ def test_what_lies_under_the_mask_is_inert_to_the_bit(name, seed, lengths, poiso
     assert not gradients(OBJECTIVES[name], bad)[1][~inputs.loss_mask].any()
     for key, value in OBJECTIVES[name](bad).metrics.items():
         assert torch.equal(value, OBJECTIVES[name](inputs).metrics[key]), key
-
-
-@every_objective
-@settings(max_examples=10, deadline=None)
-@given(SEEDS, LENGTHS, st.data())
-def test_masking_a_token_never_raises_what_another_weighs(name, seed, lengths, data) -> None:
-    inputs = packed_inputs(seed, lengths)
-    objective = OBJECTIVES[name]
-    if isinstance(objective, Gspo):
-        # A row's ratio is a mean over what is left of it, so other tokens of the row do see it. At the proximal policy
-        # the ratio is 1 with or without the token; what its weight of 1 gives to the others stays the same.
-        inputs = changed(
-            inputs,
-            proximal_logprobs=inputs.current_logprobs.detach(),
-            importance_weights=torch.ones_like(inputs.advantages),
-            advantages=inputs.row_ids.double() - 0.5,
-        )
-    at = data.draw(st.integers(0, len(inputs.row_ids) - 1))
-    mask = inputs.loss_mask.clone()
-    mask[at] = False
-    _, whole, whole_entropy = gradients(objective, inputs)
-    _, masked, masked_entropy = gradients(objective, changed(inputs, loss_mask=mask))
-    assert masked[at] == masked_entropy[at] == 0
-    torch.testing.assert_close(masked[mask], whole[mask], rtol=1e-13, atol=0)
-    assert torch.equal(masked_entropy[mask], whole_entropy[mask])
 
 
 @every_objective
@@ -162,30 +119,3 @@ def test_log_ratios_beyond_every_bound_stay_finite(name, dtype, sign) -> None:
     assert torch.isfinite(output.loss)
     assert torch.isfinite(inputs.current_logprobs.grad).all()
     assert all(torch.isfinite(value) for value in output.metrics.values())
-
-
-@every_objective
-def test_gradcheck_away_from_the_kinks(name) -> None:
-    inputs = packed_inputs(7, drift=0.15)
-    objective = OBJECTIVES[name]
-    # What an objective holds without gradient has to be constant for a difference quotient to agree with it.
-    if isinstance(objective, Cispo | Reinforce):
-        inputs = changed(inputs, proximal_logprobs=inputs.current_logprobs.detach() - 3)
-    elif isinstance(objective, DecoupledPpo) and objective.reads_behavior:
-        inputs = changed(inputs, lag=inputs.lag % 2, behavior_logprobs=inputs.current_logprobs.detach() - 0.1)
-    elif isinstance(objective, Gspo):
-        inputs = changed(
-            inputs, importance_weights=torch.ones_like(inputs.advantages), advantages=inputs.row_ids.double() - 0.5
-        )
-
-    def loss(current: Tensor, entropy: Tensor) -> Tensor:
-        return objective(changed(inputs, current_logprobs=current, entropy=entropy)).loss
-
-    assert torch.autograd.gradcheck(loss, (inputs.current_logprobs, inputs.entropy))
-
-
-@every_objective
-def test_metrics_are_detached_scalars(name) -> None:
-    for key, value in OBJECTIVES[name](packed_inputs(2)).metrics.items():
-        assert value.ndim == 0, key
-        assert not value.requires_grad, key

@@ -349,13 +349,3 @@ def test_groups_that_died_before_they_could_be_trained_are_recorded_as_far_as_th
     group = record.group(found[3]).decode()
     assert group.prompt == make_group(3, 0).prompt and len(group.rollouts) == 2
     assert [record.group(found[index]).payload for index in (9, 10)] == [b"", b""]
-
-
-def test_a_run_in_which_everything_died_has_it_all_in_its_record(bench):
-    bench.overrides = ["trainer.max_dead_in_a_row=5"]
-    bench.producer(lambda index, version: unscored_fields(index, "reward: KeyError: 'x'"))
-    trainer = bench.trainer()
-    with pytest.raises(RunFailedError, match="died in a row"):
-        trainer.run()
-    trainer.close()
-    assert len(recorded(Record(bench.folder), outcome="dead")) == bench.ledger()["num_groups_dead"] >= 5

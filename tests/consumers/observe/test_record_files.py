@@ -94,15 +94,6 @@ def test_a_batch_that_does_not_fit_into_its_file_any_more_is_written_into_a_new_
     assert_each_once(tmp_path, 3)
 
 
-def test_a_disk_that_is_full_from_the_start_costs_the_record_nothing_once_it_has_room(tmp_path):
-    with full_disk(0):
-        files = write_record(tmp_path, range(1), close=False, padding=PADDING)
-    files.append(rows(1, padding=PADDING))
-    files.close()
-    assert_each_once(tmp_path, 2)
-    assert [file.name for file in files_of(tmp_path)] == ["00000-000000.sqlite"]
-
-
 class FailingCommit(sqlite3.Connection):
     """Commits, and says that it has not: nobody knows what of it is on the disk."""
 

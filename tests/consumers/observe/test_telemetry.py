@@ -38,15 +38,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path):
-    lines = JsonLines(tmp_path / "run" / "updates.jsonl")
-    for n in range(3):
-        lines.write(n=n)
-        assert read(tmp_path / "run" / "updates.jsonl") == list(range(n + 1))
-    lines.close()
-    lines.close()
-
-
 def test_a_line_that_a_kill_has_torn_stays_one_of_its_own(tmp_path):
     file = tmp_path / "updates.jsonl"
     file.write_text('{"n": 0}\n{"n": 1, "lag_histo')
