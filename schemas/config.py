@@ -272,8 +272,9 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 9500
     """First port to try; each producer of this machine takes the next free one. 0 lets the system choose."""
     unsupported: Literal["refuse", "ignore"] = "refuse"
-    """Treatment of a request's field that is unknown or would change how tokens are sampled: `refuse` answers with an
-    error that names it; `ignore` answers as if it were absent, counts it and logs its name once."""
+    """Treatment of a request's field that is unknown or would change how tokens are sampled, and of tools that are no
+    functions or that the chat template does not render: `refuse` answers with an error that names them; `ignore`
+    answers as if they were absent, counts them and logs each name once."""
     idle_timeout_s: PositiveFloat = 300.0
     """A rollout without a request for this long after one is given up."""
     group_deadline_s: PositiveFloat = 1800.0
