@@ -1,6 +1,5 @@
-"""Producers of one host whose engines compare each policy that they load, bit for bit, with what was published."""
+"""Policies compared bit for bit, and a host's copy of one corrupted."""
 
-import asyncio
 import fcntl
 import os
 import shutil
@@ -9,15 +8,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load
-
-from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.weights.follower import WeightFollower
-from penstock.producers.weights.host_copy import HostCopy
-from penstock.schemas.keys import Keys
-from penstock.schemas.policy import WeightManifest
-from penstock.schemas.weights.reading import WeightReader
-from scripted_engine import ScriptedEngine
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -35,54 +25,6 @@ def are_bits(found: Weights, expected: Weights) -> bool:
         and found[name].reshape(-1).view(torch.uint8).equal(expected[name].reshape(-1).view(torch.uint8))
         for name in expected
     )
-
-
-class VerifyingEngine(ScriptedEngine):
-    """An engine that compares each policy that it loads. expected: the published weights by version. wrong: versions
-    that differed."""
-
-    def __init__(self, expected: Mapping[int, Weights], **settings: object) -> None:
-        super().__init__(**settings)  # type: ignore[arg-type]
-        self._expected = expected
-        self.wrong: list[int] = []
-
-    async def load_weights(self, manifest: WeightManifest, path: str, restore: object = None) -> float:
-        if not are_bits(await asyncio.to_thread(read, path), self._expected[manifest.version]):
-            self.wrong.append(manifest.version)
-        return await super().load_weights(manifest, path)
-
-
-class HostProducer:
-    """The part of a producer that follows the policy, on a host with its copies in `folder`."""
-
-    def __init__(
-        self, url: str, folder: Path, keys: Keys, expected: Mapping[int, Weights], outage_s: float = 20
-    ) -> None:
-        self.metrics = ProducerMetrics()
-        self.engine = VerifyingEngine(expected)
-        self.connection = ProducerConnection.open(url, outage_s=outage_s, metrics=self.metrics)
-        reader = WeightReader(self.connection.call, keys)
-        self.copy = HostCopy(str(folder), keys.run, "redis", reader, self.metrics)
-        self.weights = WeightFollower(self.connection, keys, self.engine, self.copy, self.metrics)
-        self.tasks = [asyncio.create_task(part()) for part in (self.weights.follow, self.weights.keep_current)]
-
-    def serves(self, version: int) -> bool:
-        """Returns whether the engine holds this version; raises the error of a failed part."""
-        for task in self.tasks:
-            if task.done():
-                task.result()
-        return self.weights.loaded and self.engine.policy_version == version
-
-    def rebuilt(self, reason: str) -> float:
-        """Returns how many copies were rebuilt for this reason."""
-        name = "penstock_weight_copies_rebuilt_total"
-        return self.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
-
-    async def leave(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        await self.connection.close()
 
 
 def corrupt_copy(folder: Path, how: str) -> None:

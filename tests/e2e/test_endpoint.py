@@ -266,24 +266,6 @@ async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(r
     assert run.count("penstock_agent_tokens_total") == run.count("penstock_agent_tokens_delivered_total") > 0
 
 
-async def test_the_engine_itself_stops_at_the_token_that_completes_a_stop_string(run: EndpointRun) -> None:
-    run.client.xadd(run.keys.prompts, {Field.INDEX: 1, Field.VERSION: 0})
-    async with openai.AsyncOpenAI(base_url=run.producer.endpoint.url, api_key="none", max_retries=50) as server:
-        rollout = await server.post("/r", cast_to=object)
-    stop = ["e", "n", "<"]
-    async with openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none") as client:
-        messages: list = [{"role": "user", "content": "what is three plus four"}]
-        for turn in range(NUM_TURNS):
-            reply = await client.chat.completions.create(model="any", messages=messages, stop=stop)
-            message = reply.choices[0].message
-            said = message.content or ""
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
-            _, sampled = run.engine.seen[-1]
-            assert list(sampled) == message.generation_token_ids and len(run.engine.seen) == turn + 1
-            assert run.agent.tokenizer.decode(sampled[:-1]) in said
-            assert run.agent.tokenizer.decode(sampled)[len(said) :].startswith(tuple(stop))
-
-
 def check_versions_and_logprobs(agent: MarkovAgent, rollouts: list) -> set[int]:
     """Checks each token's version and logprob; returns the versions that sampled an answer's letters."""
     letters = {token: parity for parity in range(len(LETTERS)) for token in agent.letters(parity)}

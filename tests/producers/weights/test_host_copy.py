@@ -510,6 +510,23 @@ def test_producers_that_come_and_go_always_share_one_folder(host: Host, tmp_path
     assert not list(tmp_path.glob("penstock-*"))
 
 
+def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(host):
+    host.log.whole(1, first_policy())
+    copies = [host.producer(), host.producer()]
+    draw = random.Random(3)
+    wanted = host.step(draw)
+    assert {host.load(copy, wanted) for copy in copies} == {wanted.version}
+    for name in ("users", "patch", "read"):
+        (copies[0].folder / name).unlink()
+    copies.append(host.producer())
+    wanted = host.step(draw)
+    assert {host.load(copy, wanted) for copy in copies} == {wanted.version}
+    assert len({(copy.folder / "read").stat().st_ino for copy in copies}) == 1
+    for copy in copies:
+        copy.close()
+    assert not copies[0].folder.exists()
+
+
 def test_a_host_folder_that_cannot_be_used_is_named(host: Host, tmp_path: Path) -> None:
     assert folder_of_copies(None) == default_folder()
     folder, manifest = tmp_path / "copies", host.log.whole(0, first_policy())
