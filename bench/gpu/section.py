@@ -26,7 +26,6 @@ from bench.weights.pauses import PauseSettings
 from bench.weights.section import PAUSE_MODELS
 from docs.sizing import SHAPES
 from penstock.consumers.parity.report import REPORT_FILE
-from penstock.consumers.parity.tolerance import TOLERANCES
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, total_gb
 from penstock.deploy.launch.redis_server import ServerError
@@ -221,7 +220,7 @@ def measure_demo(bench: Bench) -> Iterator[Figure]:
         "parity gate, the demo in bfloat16: mean gap",
         unit="nats",
         measured=gap["mean"],
-        reference=TOLERANCES[report["dtype"]].mean,
+        reference=report["tolerance"]["mean"],
         reference_is="the gap that counts as parity",
         goal=Goal(at_most=1.0),
         details={"status": verdict["status"], "sentence": verdict["sentence"], **gap},

@@ -15,6 +15,9 @@ from penstock.consumers.parity.tolerance import TOLERANCES, YARDSTICKS, Excess, 
 MIN_TOKENS = 16
 """With fewer tokens to compare the verdict is "unclear"."""
 NO_GAP = Gap(num_tokens=0, mean=math.nan, p99=math.nan, max=math.nan, chi2=math.nan, ess_fraction=math.nan)
+HEAD_TOLERANCE = Tolerance(mean=1e-4, p99=1e-3, max=1e-2)
+"""Between the trainer's float32 head and one in float64 on equal hidden states: 2e-7 to 3e-6 nats were measured, a head
+in TF32 or bfloat16 is off by 1e-3 and more."""
 _BETTER = 0.7
 """A hypothesis that explains a gap leaves at most this share of its mean."""
 _MIN_Z = 4.0
@@ -191,7 +194,7 @@ def decide(found: ParityMeasurements) -> Verdict:
         )
     if found.yardstick is not None and (excess := found.yardstick.packed_excess(found.dtype)) is not None:
         return _mismatch("trainer-pass", baseline, found.yardstick.packed, excess=excess)
-    if (excess := TOLERANCES["float32"].excess(found.trainer_head)) is not None:
+    if (excess := HEAD_TOLERANCE.excess(found.trainer_head)) is not None:
         return _mismatch("trainer-head", baseline, found.trainer_head.mean, excess=excess)
     best, excess = _explanation(found.judged), tolerance.excess(baseline)
     if best is not None:
@@ -206,7 +209,7 @@ def decide(found: ParityMeasurements) -> Verdict:
         return _mismatch("sampling", baseline, detail=found.sampling)
     if excess is None:
         return Verdict(status="parity", cause="parity", sentence=_parity(found))
-    shown = found.lower and tolerance.excess(found.lower)
+    shown = None if found.lower is None else tolerance.excess(found.lower)
     if shown is None:
         return _undecided(found, excess)
     excess = shown._replace(value=getattr(baseline, shown.figure))
