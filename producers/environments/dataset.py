@@ -1,7 +1,9 @@
 """Tasks from a data set (JSON lines, Parquet or Hugging Face) with a column mapping, read from disk row by row."""
 
 import hashlib
+import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from penstock.producers.environments.rows import DataRows, Row, open_rows
@@ -119,9 +121,9 @@ class Dataset:
         if "answer" not in self._columns:
             return ""
         value = _value(row, self._columns["answer"], place)
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
             raise unlike(value, self._columns["answer"], place, "a string, a number or a boolean")
-        return str(value)
+        return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)  # 0.00005, not 5e-05
 
 
 def _value(row: Row, column: str, place: str) -> Any:

@@ -22,6 +22,7 @@ _NO_WORDS = re.compile(r"\\(text\w*|mbox|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _EMPTY = re.compile(r"\\(?:text\w*|math\w+|mbox|operatorname|[lcv]?dots|q?quad|square|phantom|left|right)\b|[\W_]")
 """Matches what a box without an answer may hold; `\\{\\}` and the like are compared as they are."""
+_EQUALS = re.compile(r"=|\\approx\b|\u2248")
 _SENTENCE = re.compile(r"\b(is|are|was|were|be|has|have|had|it|he|she|they|we|you|answer|therefore)\b", re.IGNORECASE)
 _MOST_WORDS = 3
 """Of an answer, as in `60 miles per hour`. math-verify accepts more words too, as a product of letters."""
@@ -104,7 +105,7 @@ class MathJsonl(Dataset):
 
     def _answer(self, row: Row, place: str) -> str:
         answer, column = super()._answer(row, place), self._columns["answer"]
-        if isinstance(row[column], bool) or row[column] != row[column] or not answer.strip():
+        if isinstance(row[column], bool) or not answer.strip():
             raise unlike(row[column], column, place, "a string that is not empty, or a number")
         return _final(answer, f"{place}: column {column!r}")
 
@@ -134,17 +135,15 @@ math_verified.reward_threads = 1  # type: ignore[attr-defined]
 def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed: bool) -> float:
     gold = prompt.answer.rpartition("####")[2].strip()
     gold = _box(gold) or gold
-    guess, text = _box(completion), completion
-    if guess:
-        text = _boxed(as_latex(guess))
-    elif require_boxed:
+    box = _box(completion)
+    if require_boxed and not box:
         return 0.0
-    else:
-        guess = completion.rpartition("####")[2].strip()
-        text = as_latex(guess)
+    guess = (box or completion).rpartition("####")[2].strip()
     if guess == gold:
         return 1.0
-    written, answered = quantities(gold), quantities(guess)
+    text = _boxed(as_latex(guess)) if box else as_latex(guess)
+    # `x = 5` is an answer to a question of 5, not of `x = 5`.
+    written, answered = quantities(gold), quantities(guess) or quantities(_EQUALS.split(guess)[-1])
     decided = same(written, answered) if written and answered else None
     if decided is None and (word := words(gold)) and words(guess):
         decided = word == words(guess)

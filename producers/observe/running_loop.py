@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import sys
-import sysconfig
 import threading
 import time
-from pathlib import Path
-from types import FrameType
+import traceback
+
+from penstock.schemas.process.plugins import user_place
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,6 @@ TICK_S = 1.0
 """How often a watched loop looks at the clock, at the least."""
 BLOCKED_S = 5.0
 """A loop that does not run for so long is logged."""
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def running_s() -> float:
@@ -80,26 +79,11 @@ class RunningLoop(asyncio.SelectorEventLoop):
             if now - last_looked < BLOCKED_S:
                 self._blocked_in = ""
             elif not self._blocked_in and now - began < 2 * TICK_S:  # else this thread was stopped with the loop's
-                self._blocked_in = _place(sys._current_frames().get(loop_thread))
+                frames = traceback.walk_stack(sys._current_frames()[loop_thread])
+                self._blocked_in = user_place(frames) or "in code that is not the user's"
                 log.warning(
                     "the event loop has not run for %.0f s, blocked %s: no claim is refreshed and no group goes on; "
                     "expected a coroutine that awaits, or a plain function, which gets a thread",
                     now - last_looked,
                     self._blocked_in,
                 )
-
-
-def _place(frame: FrameType | None) -> str:
-    """Returns the place of a user's innermost frame, or of the innermost one of all."""
-    innermost = frame
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if Path(path).is_file() and not path.startswith(_LIBRARIES) and not _is_ours(frame):
-            break
-        frame = frame.f_back
-    place = frame or innermost
-    return "in native code" if place is None else f"in {place.f_code.co_filename}:{place.f_lineno}"
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("penstock.")

@@ -5,7 +5,8 @@ import importlib
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, TypeVar
 
 from penstock.schemas.config import ConfigError, Plug
@@ -49,6 +50,8 @@ def resolve(plug: Plug, field: str) -> Any:
         if ends_caller(error):
             raise
         text = str(error) if type(error) in (ImportError, ModuleNotFoundError) else shown_error(error)
+        if isinstance(error, SyntaxError):
+            text = f"{type(error).__name__}: {error.msg}"
         raise ConfigError(
             f"{field}.path = {plug.path!r}: cannot import {module_name!r}: {text}{_place(error, plug)}"
         ) from error
@@ -117,17 +120,27 @@ def is_whole(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-def _place(error: BaseException, plug: Plug) -> str:
-    """Returns the file and line of the user's code in which an error was raised; empty if it is from other code."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f" ({error.filename}:{error.lineno})" if error.filename not in str(error) else ""
-    root = plug.path.partition(":")[0].partition(".")[0]
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        name, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-        own = name.partition(".")[0] == root or not (path.startswith("<") or path.startswith(_LIBRARIES))
-        if own and name.partition(".")[0] != __name__.partition(".")[0]:
-            return f" ({path}:{line}, in {frame.f_code.co_name})"
+def user_place(frames: Iterable[tuple[FrameType, int]], root: str = "") -> str:
+    """Returns file, line and function of the innermost frame of the user's code as `(file:line, in function)`; empty
+    without one.
+
+    frames: with their lines, the innermost first. root: the user's top-level package, which may be an installed one.
+    """
+    for frame, line in frames:
+        package, path = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_filename
+        is_theirs = package == root or not path.startswith(("<", *_LIBRARIES))
+        if is_theirs and package != __name__.partition(".")[0]:
+            return f"({path}:{line}, in {frame.f_code.co_name})"
     return ""
+
+
+def _place(error: BaseException, plug: Plug) -> str:
+    """Returns the place of the user's code in which an error was raised, after a space; empty without one."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f" ({error.filename}:{error.lineno})"
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    place = user_place(frames, plug.path.partition(":")[0].partition(".")[0])
+    return f" {place}" if place else ""
 
 
 def _show(protocol: type, name: str, function: Any) -> str:

@@ -135,7 +135,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(configured, model_fo
 
 def test_an_error_in_the_user_s_module_names_its_file_and_line(configured, tmp_path, monkeypatch) -> None:
     modules = {
-        "lab_syntax": ("class A:\n    def b(self)\n", r"lab_syntax.*SyntaxError: expected ':' .*lab_syntax.py, line 2"),
+        "lab_syntax": ("class A:\n    def b(self)\n", r"lab_syntax.*SyntaxError: expected ':' \(.*lab_syntax.py:2\)"),
         "lab_file": ("A = 1\nopen('no rows.json')\n", r"FileNotFoundError: .*no rows.json.*lab_file.py:2, in <module>"),
         "lab_exit": ("import sys\nsys.exit('no key')\n", r"SystemExit: no key \(.*lab_exit.py:2, in <module>"),
         "lab_needs": ("import no_such_part\n", r"No module named 'no_such_part' \(.*lab_needs.py:1, in <module>"),

@@ -101,6 +101,9 @@ def test_columns_may_hold_messages_or_bare_text_and_the_rest_is_metadata(tmp_pat
     chat = Dataset(seed=0, training=file, columns={"prompt": "chat", "answer": "right", "of": "raw"}).prompt(1)
     assert [message.role for message in chat.messages] == ["system", "user"]
     assert (chat.answer, chat.metadata) == ("True", {"source": f"{file}:1", "of": "Once"})
+    numbers = write_jsonl(tmp_path / "n.jsonl", [{"prompt": "?", "answer": n} for n in (0.00005, 1e22, 2.50, 7)])
+    answers = [Dataset(seed=0, training=numbers, shuffle=False).prompt(n).answer for n in (1, 2, 3, 4)]
+    assert answers == ["0.00005", "1" + "0" * 22, "2.5", "7"]
     text = Dataset(seed=0, training=file, columns={"text": "raw"}).prompt(1)
     assert (text.text, text.messages, text.answer) == ("Once", None, "")
 

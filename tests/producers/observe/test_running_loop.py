@@ -41,9 +41,9 @@ def test_a_coroutine_that_blocks_the_loop_is_named_while_it_does(monkeypatch, ca
     async def work() -> None:
         asyncio.get_running_loop().watch()  # type: ignore[attr-defined]
         async with asyncio.timeout(0.5):
-            while "blocked in" not in caplog.text:
+            while "blocked (" not in caplog.text:
                 time.sleep(0.01)  # noqa: ASYNC251  # a judge asked without `await`
             await asyncio.sleep(0)
 
     in_running_loop(work)
-    assert f"blocked in {__file__}:" in caplog.text and "expected a coroutine that awaits" in caplog.text
+    assert f"blocked ({__file__}:" in caplog.text and "expected a coroutine that awaits" in caplog.text
