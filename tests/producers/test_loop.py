@@ -392,13 +392,19 @@ async def test_of_two_holders_of_a_claim_both_may_save_and_none_of_it_stays(run)
     await until(lambda: saved(one) == [])
 
 
-async def test_progress_of_another_engine_is_of_no_use_and_said_so(run, caplog, metrics) -> None:
+async def left_by_a(run):
+    """A run in which producer `a` is killed with progress saved of group 1; returns it and the producer."""
     one = run(producers=SAVING)
-    _, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "a")
+    producer, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "a")
     one.trainer.release(1, 1)
     await until(lambda: len(saved(one)) == 4)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+    return one, producer
+
+
+async def test_progress_of_another_engine_is_of_no_use_and_said_so(run, caplog, metrics) -> None:
+    one, _ = await left_by_a(run)
     num_saved = sum(map(len, saved(one)))
     other = ScriptedEngine()
     other.fingerprint = msgspec.structs.replace(other.fingerprint, version="2")
@@ -411,12 +417,7 @@ async def test_progress_of_another_engine_is_of_no_use_and_said_so(run, caplog, 
 
 
 async def test_progress_that_the_engine_refuses_is_of_no_use_either(run, caplog) -> None:
-    one = run(producers=SAVING)
-    _, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "a")
-    one.trainer.release(1, 1)
-    await until(lambda: len(saved(one)) == 4)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    one, _ = await left_by_a(run)
     await one.producer(ScriptedEngine(refuse_prompt=(*ids("1"), 3)), "b")
     fields = (await one.read(1))[0]
     assert fields[Field.KIND] == Kind.GROUP
@@ -459,12 +460,7 @@ async def test_a_quarantined_producer_ends_and_leaves_its_prompts_to_others_unti
 
 
 async def test_nobody_goes_on_from_what_a_quarantined_producer_has_sampled(run, caplog):
-    one = run(producers=SAVING)
-    producer, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "a")
-    one.trainer.release(1, 1)
-    await until(lambda: len(saved(one)) == 4)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    one, producer = await left_by_a(run)
     quarantine(one, producer)
     second, _ = await one.producer(ScriptedEngine(), "b")
     group = decode_group((await one.read(1))[0][Field.PAYLOAD])

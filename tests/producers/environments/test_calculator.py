@@ -47,49 +47,39 @@ def converse(script: Script, **settings: int) -> Reward:
     return asyncio.run(Calculator(seed=0, **settings).converse(TASK, script))
 
 
-def test_an_expression_is_computed() -> None:
+def test_an_expression_is_computed_and_anything_else_refused() -> None:
     for expression, value in [
         ("47*83-26", 3875), (" 2 * (\n 3 + 4 ) ", 14), ("2-3-4", -5), ("2-3*4", -10), ("-3*-(2+1)", 9), ("--+5", 5),
         ("007+100", 107), ("(" * 49 + "7" + ")" * 49, 7),
         ("9" * 50 + "*" + "9" * 49, int("9" * 50) * int("9" * 49)),
     ]:  # fmt: skip
         assert evaluate(expression) == value, expression
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
+    for expression in (
         "", " ", "()", "1+", "*2", "1 2", "(1", "1)", "1+(2", "1)+(2", "2**3", "9**9**9**9", "2(3)", "1/0", "1.5",
         "1e9", "0x10", "1_0", "٣", "a", "__import__('os').system('true')", "(lambda:1)()", "[0]*9", "1;2", "1\x002",
-        "1" * 101,
-        "(" * 50 + ")" * 50, "(" * MAX_EXPRESSION, "-" * MAX_EXPRESSION,
-    ],
-)  # fmt: skip
-def test_anything_else_is_refused(expression: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        evaluate(expression)
+        "1" * 101, "(" * 50 + ")" * 50, "(" * MAX_EXPRESSION, "-" * MAX_EXPRESSION,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="expected"):
+            evaluate(expression)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "said"),
-    [
+def test_the_tool_answers_every_call_with_text() -> None:
+    malformed = 'error: expected {"expression": "2*(3+4)"}'
+    for name, arguments, said in [
         ("calculator", '{"expression": "47*83-26"}', "3875"),
         ("calculator", '{"expression": "47*83-"}', f"error: {EXPECTED}"),
         ("calculator", '{"expression": "' + "1" * 200 + '"}', "error: 200 characters, expected at most 100"),
-        ("calculator", '{"expression": 5}', 'error: expected {"expression": "2*(3+4)"}'),
-        ("calculator", '{"expr": "1"}', 'error: expected {"expression": "2*(3+4)"}'),
-        ("calculator", "[]", 'error: expected {"expression": "2*(3+4)"}'),
-        ("calculator", "1+1", 'error: expected {"expression": "2*(3+4)"}'),
-        ("calculator", "[" * 100_000, 'error: expected {"expression": "2*(3+4)"}'),
+        *(
+            ("calculator", wrong, malformed)
+            for wrong in ('{"expression": 5}', '{"expr": "1"}', "[]", "1+1", "[" * 9**5)
+        ),
         ("shell", '{"expression": "1"}', "error: no tool 'shell', expected calculator"),
         ("÷" * 100, "{}", "error: no tool '" + "\\xf7" * 40 + "', expected calculator"),
-    ],
-)
-def test_the_tool_answers_every_call_with_text(name: str, arguments: str, said: str) -> None:
-    assert run_tool(name, arguments) == said
+    ]:
+        assert run_tool(name, arguments) == said
 
 
-def test_a_call_and_its_result_repeated_are_worth_1() -> None:
+def test_a_call_and_its_result_repeated_are_worth_1_and_an_answer_from_the_head_counts_as_one_without() -> None:
     script = Script(answer(None, call("47*83-26")), answer("3875"))
     assert converse(script) == Reward(value=1.0, parts={"exact": 1.0, "called": 1.0})
     assert script.messages == [
@@ -97,15 +87,11 @@ def test_a_call_and_its_result_repeated_are_worth_1() -> None:
         answer(None, call("47*83-26")),
         {"role": "tool", "tool_call_id": "c1", "content": "3875"},
     ]
+    for said, exact in (("3875", 1.0), ("3874", 0.0), (None, 0.0)):
+        assert converse(Script(answer(said))) == Reward(value=exact, parts={"exact": exact, "called": 0.0})
 
 
-def test_an_answer_from_the_head_counts_as_one_without_a_call() -> None:
-    assert converse(Script(answer("3875"))) == Reward(value=1.0, parts={"exact": 1.0, "called": 0.0})
-    assert converse(Script(answer("3874"))) == Reward(value=0.0, parts={"exact": 0.0, "called": 0.0})
-    assert converse(Script(answer(None))).value == 0.0
-
-
-def test_a_malformed_call_counts_as_none_is_answered_with_what_is_wrong_and_may_be_made_again() -> None:
+def test_calls_are_answered_in_their_order_and_a_malformed_one_may_be_made_again() -> None:
     assert converse(Script(answer(None, call("4^")), answer("3875"))).parts["called"] == 0.0
     script = Script(answer(None, call("47*83-")), answer(None, call("47*83-26", call_id="c2")), answer("3875"))
     assert converse(script) == Reward(value=1.0, parts={"exact": 1.0, "called": 1.0})
@@ -114,9 +100,6 @@ def test_a_malformed_call_counts_as_none_is_answered_with_what_is_wrong_and_may_
         ("c1", f"error: {EXPECTED}"),
         ("c2", "3875"),
     ]
-
-
-def test_calls_side_by_side_are_answered_in_their_order() -> None:
     script = Script(answer(None, call("47*83"), call("3901-26", call_id="c2")), answer("3875"))
     assert converse(script).value == 1.0
     assert [message["content"] for message in script.messages[2:]] == ["3901", "3875"]
@@ -163,17 +146,14 @@ def test_held_out_tasks_are_never_trained_on_whatever_the_seed() -> None:
     assert same.evaluation_prompt(200) == tasks.evaluation_prompt(200)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_impossible_settings_are_refused() -> None:
+    for arguments, message in [
         ({"width": 0}, "width is 0, expected 1 to 9"),
         ({"num_operands": 1}, "num_operands is 1, expected 2 to 8"),
         ({"num_evaluation_prompts": -1}, "num_evaluation_prompts is -1, expected 0 to 4096"),
         ({"max_turns": 0}, "max_turns is 0, expected 1 to 64"),
-    ],
-)
-def test_impossible_settings_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Calculator(seed=0, **arguments)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Calculator(seed=0, **arguments)
     with pytest.raises(ValueError, match="held-out problem 65 asked for, expected 1 to 64"):
         CalculatorTasks(seed=0).evaluation_prompt(65)

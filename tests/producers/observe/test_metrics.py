@@ -28,30 +28,22 @@ def test_every_metric_of_a_producer_is_served(metrics: ProducerMetrics, tmp_path
         assert f"# HELP {name} " in text
 
 
-def test_labels_of_the_process_are_on_every_sample_beside_its_own() -> None:
+def test_labels_of_the_process_are_on_every_sample_and_known_values_are_there_from_the_start() -> None:
     metrics = ProducerMetrics(run="demo", producer="producer-0")
     metrics.weight_loads.labels("failed").inc()
     value = metrics.registry.get_sample_value
     of_process = {"run": "demo", "producer": "producer-0"}
     assert value("penstock_weight_loads_total", {**of_process, "result": "failed"}) == 1
+    assert value("penstock_stream_errors_total", {**of_process, "kind": "oom"}) == 0
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     assert all(sample.labels.items() >= of_process.items() for sample in samples)
 
 
-def test_a_counter_is_there_from_the_start_for_each_value_known_beforehand(metrics: ProducerMetrics) -> None:
-    value = metrics.registry.get_sample_value
-    assert value("penstock_stream_errors_total", {"kind": "oom"}) == 0
-    assert value("penstock_groups_appended_total", {"kind": "dead"}) == 0
-
-
-def test_a_port_in_use_makes_way_for_the_next_free_one(metrics: ProducerMetrics, tmp_path: Path) -> None:
+def test_a_port_in_use_makes_way_and_a_host_that_is_not_ours_is_refused(metrics: ProducerMetrics, tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = metrics.registry.serve(MetricsConfig(port=taken.getsockname()[1]), tmp_path, "a")
         assert port > taken.getsockname()[1]
         metrics.registry.close()
-
-
-def test_a_host_that_is_not_ours_is_refused_with_its_field(metrics: ProducerMetrics, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics.host = '192.0.2.1', metrics.port = 9400: cannot listen"):
         metrics.registry.serve(MetricsConfig(host="192.0.2.1"), tmp_path, "a")
 

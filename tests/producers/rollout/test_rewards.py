@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from penstock.producers.interfaces import Environment, RolloutFacts
+from penstock.producers.rollout import scoring
 from penstock.producers.rollout.rewards import (
     REWARD_THREADS,
     RewardError,
@@ -199,6 +200,56 @@ async def test_a_cancellation_of_our_own_and_ctrl_c_pass_through_a_reward() -> N
     with pytest.raises(asyncio.CancelledError):
         await scoring
     assert scoring.cancelled() and ends_caller(KeyboardInterrupt()) and not ends_caller(SystemExit())
+
+
+async def test_a_judge_is_asked_again_as_often_and_by_as_many_at_once_as_the_run_file_says(monkeypatch) -> None:
+    monkeypatch.setattr(scoring, "RETRY_PAUSE_S", 0.001)
+    script: dict[str, list[str]] = {}
+    asked: list[str] = []
+    inside = [0]
+
+    async def judge(prompt: Prompt, completion: str) -> float:
+        asked.append(completion)
+        inside.append(inside[-1] + 1)
+        try:
+            does = script[completion].pop(0) if script.get(completion) else "answer"
+            await (asyncio.Event().wait() if does == "hang" else asyncio.sleep(0))
+            if does == "fail":
+                raise ConnectionError("503")
+            return 1.0
+        finally:
+            inside.append(inside[-1] - 1)
+
+    script.update(a=["fail", "hang"], b=["hang"])
+    scored = await scorer_of(judge, timeout_s=0.2, retries=20, concurrency=3).score(PROMPT, list("abcdefgh"))
+    assert scored == (Reward(value=1.0),) * 8 and max(inside) == 3
+    assert asked.count("a") >= 3 and asked.count("b") >= 2
+    for does, limit_s, reason in [
+        ("fail", 5.0, r"ConnectionError: 503 \(tried 3 times\)"),
+        ("hang", 0.05, r"TimeoutError: no answer within 0.05 s \(reward.timeout_s\) \(tried 3 times\)"),
+    ]:
+        asked.clear()
+        script["b"] = [does] * 3
+        with pytest.raises(RewardError, match=reason):
+            await scorer_of(judge, timeout_s=limit_s, retries=2).score(PROMPT, ["b"])
+        assert asked == ["b"] * 3
+
+
+async def test_a_pause_before_a_retry_holds_no_place_of_another_call(monkeypatch) -> None:
+    monkeypatch.setattr(scoring, "RETRY_PAUSE_S", 600.0)
+    others = asyncio.Event()
+
+    async def reward(prompt: Prompt, completion: str) -> float:
+        if completion == "bad":
+            raise ConnectionError("away")
+        others.set()
+        return 1.0
+
+    scoring_both = asyncio.create_task(scorer_of(reward, concurrency=1, retries=1).score(PROMPT, ["bad", "good"]))
+    await asyncio.wait_for(others.wait(), 60)
+    scoring_both.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring_both
 
 
 @pytest.mark.filterwarnings("error")
