@@ -10,7 +10,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from penstock.producers.environments.dataset import Dataset, task_of, unlike
-from penstock.producers.environments.quantities import as_latex, quantities, same, words
+from penstock.producers.environments.quantities import as_latex, bare, quantities, same, words
 from penstock.producers.environments.rows import Row
 from penstock.schemas.prompt import Prompt, Reward
 
@@ -22,7 +22,7 @@ _NO_WORDS = re.compile(r"\\(text\w*|mbox|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _EMPTY = re.compile(r"\\(?:text\w*|math\w+|mbox|operatorname|[lcv]?dots|q?quad|square|phantom|left|right)\b|[\W_]")
 """Matches what a box without an answer may hold; `\\{\\}` and the like are compared as they are."""
-_EQUALS = re.compile(r"=|\\approx\b|\u2248")
+_VARIABLE = re.compile(r"^\s*\\?[A-Za-z]\w{0,9}\s*(?:=|\\approx\b|\u2248)")
 _SENTENCE = re.compile(r"\b(is|are|was|were|be|has|have|had|it|he|she|they|we|you|answer|therefore)\b", re.IGNORECASE)
 _MOST_WORDS = 3
 """Of an answer, as in `60 miles per hour`. math-verify accepts more words too, as a product of letters."""
@@ -139,11 +139,11 @@ def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed:
     if require_boxed and not box:
         return 0.0
     guess = (box or completion).rpartition("####")[2].strip()
-    if guess == gold:
+    if bare(guess) == bare(gold):
         return 1.0
     text = _boxed(as_latex(guess)) if box else as_latex(guess)
     # `x = 5` is an answer to a question of 5, not of `x = 5`.
-    written, answered = quantities(gold), quantities(guess) or quantities(_EQUALS.split(guess)[-1])
+    written, answered = quantities(gold), quantities(guess) or quantities(_VARIABLE.sub("", guess))
     decided = same(written, answered) if written and answered else None
     if decided is None and (word := words(gold)) and words(guess):
         decided = word == words(guess)

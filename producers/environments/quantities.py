@@ -40,27 +40,15 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL})(?:\s*{_FRACTION % (('b',) * 4)}|\s+(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     rf"|{_POWER}|\s*/\s*(?P<by>[+-]?(?:{_DECIMAL})))?)"
 )
+_RATE = r"(?:[ck]?m|[km]?g|L|J|W|N)\s*/\s*(?:s|h|L|m|kg)\b(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
-    r"(?:\s|\u27e8[^\u27e8\u27e9\d]*\u27e9|(?<![A-Za-z])[A-Za-z]{2,}\.?|(?<=[\u27e9A-Za-z])\s*\^\s*\{?-?\d\}?|(?<=[a-z]),(?=\s+\d)|[%/$\u20ac\u00a3\u00a5\u20b9\u00a2-])*"
+    r"(?:\s|(?<=\s)"
+    + _RATE
+    + r"|\u27e8[^\u27e8\u27e9\d]*\u27e9|(?<![A-Za-z])[A-Za-z]{2,}\.?|(?<=[\u27e9A-Za-z])\s*\^\s*\{?-?\d\}?"
+    r"|(?<=[a-z]),(?=\s+\d)|[%/$\u20ac\u00a3\u00a5\u20b9\u00a2-])*"
 )
 """Matches what may follow a number as its unit: text, words, powers of these, and signs."""
-_MATHEMATICS = {
-    "pi",
-    "sqrt",
-    "ln",
-    "log",
-    "sin",
-    "cos",
-    "tan",
-    "exp",
-    "mod",
-    "or",
-    "to",
-    "inf",
-    "infinity",
-    "is",
-    "are",
-}
+_MATHEMATICS = frozenset("pi sqrt ln log sin cos tan exp mod or to inf infinity is are".split())  # noqa: SIM905
 """Words that are no unit."""
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 
@@ -114,6 +102,12 @@ def as_latex(text: str) -> str:
     sign, size = "-" if value < 0 else "", abs(value)
     number = str(size) if size.denominator == 1 else f"\\frac{{{size.numerator}}}{{{size.denominator}}}"
     return f"{sign}{number}" + ("\\%" if is_percent else "")
+
+
+def bare(text: str) -> str:
+    """Returns a text without the marks that change nothing, and with spaces between digits alone: `5m` of
+    `5\\text{ m}`."""
+    return re.sub(r"[\u27e8\u27e9]|(?<!\d)\s+|\s+(?!\d)", "", _plain(text))
 
 
 def words(text: str) -> str:
@@ -195,4 +189,4 @@ def _decimal(text: str) -> Fraction:
 def _equal(one: Fraction, other: Fraction) -> bool:
     if one == other or (one.denominator == 1 and other.denominator == 1):
         return one == other
-    return abs(one - other) <= TOLERANCE * min(1, max(abs(one), abs(other)))
+    return abs(one - other) <= TOLERANCE * min(Fraction(1), max(abs(one), abs(other)))

@@ -42,7 +42,7 @@ def _descendants() -> list[int]:
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
             parent = int(status.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(status.parent.name))
-    tracker = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]
+    tracker = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
     found = [pid for pid in children.get(os.getpid(), []) if pid != tracker]
     for pid in found:
         found += children.get(pid, [])

@@ -71,6 +71,8 @@ def test_answers_are_compared_as_mathematics(scored: MathJsonl):
         ("20%", "\\boxed{0.2}", 1.0),
         ("60 miles per hour", "\\boxed{v = 60\\text{ mph}}", 1.0),
         ("0.33", "\\boxed{x \\approx 0.33}", 1.0),
+        ("7", "\\boxed{x = 5 \\text{ or } x = 7}", 0.0),
+        ("5 m", "\\boxed{5\\text{ m}}", 1.0),
         ("24 + 48 = 72\n#### 72", "\\boxed{24 + 48 = 72\n#### 72}", 1.0),
         ("inf", "\\boxed{\\infty}", 1.0),
         ("evil", "\\boxed{live}", 0.0),

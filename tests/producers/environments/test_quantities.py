@@ -17,6 +17,7 @@ EQUAL = {
     "90^\\circ": r"90 | 90° | 90^{\circ} | 90 degrees | 90\,\text{degrees} | 90 \degree | 90 °C",
     "10\\text{ square inches}": r"10 | 10 \text{ in}^2 | 10\text{ in.}^{2} | 10 in² | 10 square inches",
     "5 hours 30 minutes": r"5\text{ hours }30\text{ minutes} | 5 hours and 30 minutes | 5 hours, 30 minutes",
+    "3.0\\times10^8 m/s": r"3e8 | 300000000 | 3 \times 10^{8} \text{ m/s} | 3.0 × 10⁸ m / s",
     "20\\%": r"20% | 20 percent | 20\text{ percent} | 20 \%",
 }
 DIFFERENT = {
