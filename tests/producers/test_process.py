@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -159,6 +160,34 @@ class Leaves(Numbers):
 
         await asyncio.create_task(leave())
         return 1.0
+
+
+class Blocks(Numbers):
+    """Its reward of task 1 blocks the event loop for longer than a group may take."""
+
+    def __init__(self, *, seed: int) -> None: ...
+
+    async def reward(self, prompt: Prompt, completion: str) -> float:
+        if prompt.text == "1" and completion:
+            time.sleep(2.0)  # noqa: ASYNC251
+        return 1.0
+
+
+@pytest.mark.slow
+def test_a_reward_that_blocks_the_event_loop_is_named_and_costs_no_other_group(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    environment = EnvironmentConfig(path=f"{__name__}:Blocks")
+    producers = ProducersConfig(generation_deadline_s=4.0)
+    server, config = redis_server(), make_config(environment=environment, producers=producers)
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 8)
+    process = start_producer(config, server.url, environment=HERE, token_s=0.05)
+    assert {fields[Field.KIND] for fields in trainer.read(8)} == {Kind.GROUP}
+    assert f"blocked ({__file__}:" in start_producer.log() and "is away" not in start_producer.log()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == 0
 
 
 def test_the_programs_of_a_reward_end_with_the_producer(
