@@ -27,7 +27,7 @@ class HeldCheckpoints:
 
     def __init__(self, trainer: Trainer) -> None:
         self.num_begun = 0
-        self.held: list[tuple[Future[dict[str, str]], dict[str, str] | OSError]] = []
+        self.held: list[tuple[Future[dict[str, str]], dict[str, str]]] = []
         self._trainer, self.begin = trainer, trainer.learner.begin_checkpoint
         trainer.learner.begin_checkpoint = self._hold
         trainer.commits.schedule.num_batches = 0  # no checkpoint while it waits for the first rollouts
@@ -51,12 +51,9 @@ class HeldCheckpoints:
         self._trainer.learner.begin_checkpoint = self.begin
         self.write()
 
-    def release(self, error: OSError | None = None) -> None:
+    def release(self) -> None:
         (written, sums), self.held = self.held[0], []
-        if error is None:
-            written.set_result(sums)
-        else:
-            written.set_exception(error)
+        written.set_result(sums)
 
 
 def updates_of_checkpoints(bench: TrainerBench) -> list[int]:
@@ -103,24 +100,6 @@ def test_a_trainer_that_ends_waits_for_the_checkpoint_under_way_and_commits_what
     assert thread.outcome is False if ends == "stopped" else isinstance(thread.outcome, RunFailedError)
     assert len(beside.saved_training(redis_client)) == 4 * (7 if ends == "stopped" else 6)
     assert beside.trainer(resume=True).run()
-    assert_settled_once(beside, redis_client)
-
-
-@pytest.mark.redis
-def test_a_checkpoint_that_fails_beside_the_training_is_tried_again(beside, redis_client, monkeypatch, caplog):
-    monkeypatch.setattr("penstock.consumers.checkpoints.schedule.FIRST_RETRY_S", 0.0)
-    trainer = beside.trainer()
-    disk = HeldCheckpoints(trainer)
-
-    def fail() -> None:
-        disk.release(OSError(28, "No space left on device"))
-        trainer.learner.begin_checkpoint = disk.begin
-        wait_for(trainer.commits._snapshot.writing.done)
-
-    at_step(trainer, 6, fail)
-    assert trainer.run()
-    assert "cannot be written: [Errno 28] No space left on device; training goes on" in caplog.text
-    assert not list((beside.folder / "checkpoints").glob("partial-*"))
     assert_settled_once(beside, redis_client)
 
 

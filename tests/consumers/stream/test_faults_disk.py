@@ -2,19 +2,15 @@
 
 import contextlib
 import logging
-import re
 import resource
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-import torch
 
 import penstock.consumers.__main__ as entry
 from penstock.schemas.process.files import digest
 from trainer_bench import assert_settled_once
-from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -50,19 +46,6 @@ def with_large_state(trainer):
     return trainer
 
 
-def with_large_policy(trainer):
-    """A policy of 1 MB, all of it new with each update."""
-    trainer.learner.more_weights = {"large": torch.zeros(250_000)}
-    train = trainer.learner.step
-
-    def move_and_train(batch):
-        trainer.learner.more_weights["large"].normal_()
-        return train(batch)
-
-    trainer.learner.step = move_and_train
-    return trainer
-
-
 def fill_from(trainer, step: int, until: int, stack: contextlib.ExitStack) -> None:
     """The disk is full from one optimizer step to another."""
     train = trainer.learner.step
@@ -75,13 +58,6 @@ def fill_from(trainer, step: int, until: int, stack: contextlib.ExitStack) -> No
         return train(batch)
 
     trainer.learner.step = fill_and_train
-
-
-def once_it_is_told(caplog, action: Callable[[], object]) -> threading.Thread:
-    """Calls `action` when the trainer has met the full disk."""
-    thread = threading.Thread(target=lambda: (wait_for(lambda: "File too large" in caplog.text), action()), daemon=True)
-    thread.start()
-    return thread
 
 
 def checkpoint_names(bench) -> list[str]:
@@ -129,38 +105,5 @@ def test_a_run_that_cannot_write_its_last_checkpoint_stops_and_is_continued_from
     monkeypatch.setattr(entry, "open_trainer", open_trainer)
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == newest
-    assert second.run()
-    assert_settled_once(bench, redis_client)
-
-
-def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, redis_client, monkeypatch, caplog):
-    monkeypatch.setattr("penstock.consumers.weights.publisher.RETRY_S", 0.05)
-    bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
-    bench.resilient_producer()
-    trainer = with_large_policy(bench.trainer())
-    with contextlib.ExitStack() as stack:
-        fill_from(trainer, 5, 99, stack)
-        emptied = once_it_is_told(caplog, stack.close)
-        assert trainer.run()
-        emptied.join()
-    assert_settled_once(bench, redis_client)
-    (line,) = errors(caplog)
-    where = "folder .*/chunks/test does not take [56]-whole-0-0"
-    assert re.search(rf"policy [56] cannot be written: {where} \([\d,]+ bytes\)", line)
-    assert "training waits until it can" in line
-    assert not list((bench.runs / "chunks").rglob("*.partial*"))
-
-
-def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, redis_client, caplog):
-    bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
-    bench.resilient_producer()
-    trainer = with_large_policy(bench.trainer())
-    with contextlib.ExitStack() as stack:
-        fill_from(trainer, 5, 99, stack)
-        once_it_is_told(caplog, trainer.stop)
-        with pytest.raises(OSError, match=r"policy [56] cannot be written: .*File too large"):
-            trainer.run()
-    second = bench.trainer(resume=True)
-    assert second.learner.num_steps in (4, 5, 6), "that of the last checkpoint, or of a stop between two steps"
     assert second.run()
     assert_settled_once(bench, redis_client)
