@@ -58,13 +58,15 @@ def own() -> list[dict[str, Any]]:
     return [service for service in SERVICES.values() if "build" in service]
 
 
-def test_the_demo_is_what_starts_without_a_word_and_gpus_are_a_profile() -> None:
+def test_the_demo_is_what_starts_without_a_word_gpus_are_a_profile_and_what_fails_is_started_again() -> None:
     (line,) = [line for line in (DEPLOY / ".env").read_text().splitlines() if not line.startswith("#")]
     assert line == "COMPOSE_PROFILES=cpu"
     for profile, names in PROFILES.items():
         assert all(SERVICES[name]["profiles"] == [profile] for name in names)
     for name in ("setup", "redis", "redis-exporter", "prometheus", "grafana"):
         assert "profiles" not in SERVICES[name]
+    for names in PROFILES.values():
+        assert [SERVICES[name]["restart"] for name in names] == ["on-failure", "on-failure"]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -80,7 +82,9 @@ def test_prometheus_finds_producers_and_trainer_of_either_profile_by_one_name(pr
     assert all(name in SERVICES for name in found)
 
 
-def test_replicas_share_no_name_no_port_and_no_id() -> None:
+def test_replicas_share_no_name_no_port_and_no_id_and_ports_are_open_to_this_machine_only() -> None:
+    ports = [resolved(port) for service in SERVICES.values() for port in service.get("ports", [])]
+    assert sorted(ports) == ["127.0.0.1:3000:3000", "127.0.0.1:9090:9090"]
     for name in ("producer", "producer-gpu"):
         service = SERVICES[name]
         assert not {"container_name", "hostname", "ports"} & service.keys()
@@ -102,11 +106,6 @@ def test_a_producer_needs_nothing_of_the_run_but_redis_and_its_own_modules() -> 
     words = shlex.split(line.replace("${REDIS_URL:?the address of Redis is missing}", "redis://redis"))
     arguments = parsed(["producer", *words[:-1]])
     assert (arguments.join, arguments.run, arguments.run_file) == ("redis://redis", "$RUN", None)
-
-
-def test_ports_are_open_to_this_machine_only() -> None:
-    ports = [resolved(port) for service in SERVICES.values() for port in service.get("ports", [])]
-    assert sorted(ports) == ["127.0.0.1:3000:3000", "127.0.0.1:9090:9090"]
 
 
 def test_each_part_mounts_its_own_password_and_no_other() -> None:
@@ -181,11 +180,6 @@ def test_redis_never_evicts_and_writes_a_file() -> None:
     for setting in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile", "--proto-max-bulk-len 64mb"):
         assert setting in command
     assert "redis:/data" in SERVICES["redis"]["volumes"]
-
-
-def test_what_fails_is_started_again_and_what_has_ended_well_is_not() -> None:
-    for names in PROFILES.values():
-        assert [SERVICES[name]["restart"] for name in names] == ["on-failure", "on-failure"]
 
 
 def test_every_image_is_pinned() -> None:

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,7 +155,15 @@ def test_a_base_model_is_found_by_its_name_on_the_hub(run, redis_url: str, model
     assert "--model lab/none: no such folder, and not from the Hugging Face Hub: " in absent.stderr
 
 
-def test_what_cannot_be_joined_is_refused_with_one_line(run, join, redis_client: redis.Redis) -> None:
+def test_what_cannot_be_joined_is_refused_with_one_line(
+    run, join, redis_client: redis.Redis, on_another_host: Path
+) -> None:
+    run()
+    folder = on_another_host / f"penstock-{os.getuid()}"
+    folder.symlink_to(on_another_host)
+    status, error, _ = join()
+    assert status == 2 and f"{folder}: another user's; expected --runs DIR" in error
+    folder.unlink()
     run(environment=EnvironmentConfig(path="no_lab.tasks:Capitals"))
     environment = (
         "environment.path = 'no_lab.tasks:Capitals': cannot import 'no_lab.tasks': No module named 'no_lab'; a "
@@ -178,13 +186,6 @@ def test_what_cannot_be_joined_is_refused_with_one_line(run, join, redis_client:
     assert (status, started) == (0, []) and "--run 'far': this run has ended" in error
 
 
-def test_a_producer_that_is_there_first_waits_for_the_trainer(run, join, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The trainer begins while the producer waits to look again.
-    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: run()))
-    status, error, started = join()
-    assert status == 0 and len(started) == 1 and error.count("waiting for its trainer to begin") == 1
-
-
 def test_a_redis_without_such_a_run_is_told_from_one_whose_run_cannot_be_read(
     run, join, redis_client: redis.Redis
 ) -> None:
@@ -203,9 +204,14 @@ def test_a_redis_without_such_a_run_is_told_from_one_whose_run_cannot_be_read(
     assert status == 1 and "gives nothing of run 'far': WRONGTYPE" in error
 
 
-@pytest.fixture
-def web_server() -> Iterator[int]:
-    """The port of a server that speaks something else."""
+def test_a_producer_that_is_there_first_waits_for_the_trainer(run, join, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The trainer begins while the producer waits to look again.
+    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: run()))
+    status, error, started = join()
+    assert status == 0 and len(started) == 1 and error.count("waiting for its trainer to begin") == 1
+
+
+def test_what_does_not_answer_as_a_redis_ends_with_status_1(join) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -216,13 +222,10 @@ def web_server() -> Iterator[int]:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        yield server.getsockname()[1]
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        status, error, _ = join(url=f"redis://{place}")
         thread.join()
-
-
-def test_what_does_not_answer_as_a_redis_ends_with_status_1(join, web_server: int) -> None:
-    status, error, _ = join(url=f"redis://127.0.0.1:{web_server}")
-    assert status == 1 and f"Redis at 127.0.0.1:{web_server} gives nothing of run 'far': " in error
+    assert status == 1 and f"Redis at {place} gives nothing of run 'far': " in error
     port = free_port()
     status, error, _ = join(url=f"redis://127.0.0.1:{port}")
     assert status == 1 and "Connection refused" in error
@@ -248,16 +251,6 @@ def test_the_password_may_come_with_the_url_or_from_a_file_and_is_never_shown(
         assert status == 1 and "invalid username-password pair" in error and "sesame" not in error
     finally:
         redis_client.execute_command("ACL", "DELUSER", "guest")
-
-
-def test_a_temporary_folder_of_another_user_is_refused(
-    run, join, on_another_host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run()
-    folder = on_another_host / f"penstock-{os.getuid()}"
-    folder.symlink_to(on_another_host)
-    status, error, _ = join()
-    assert status == 2 and f"{folder}: another user's; expected --runs DIR" in error
 
 
 def test_files_of_the_hub_that_nothing_reads_are_not_downloaded(

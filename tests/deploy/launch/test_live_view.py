@@ -106,22 +106,20 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
     assert "producer-0: serving" in shown
 
 
-@pytest.mark.parametrize(
-    ("goal", "shown"),
-    [(None, "held-out reward 0.500"), (GoalConfig(figure="reward/exact", value=0.9), "held-out exact 0.250")],
-)
-def test_the_figure_of_the_goal_is_shown_under_its_own_name(goal, shown, tmp_path, capsys):
-    config = msgspec.structs.replace(CONFIG, evaluation=EvaluationConfig(goal=goal))
-    with open_view(config, tmp_path, Console(file=io.StringIO())):
-        append_evaluation(tmp_path / "r", 3, 0.5, exact=0.25)
-    assert shown in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("failed", "shown"), [(9, "reward 9 of 9 failed  "), (3, "reward 0.250 (3 of 9 failed)  ")])
-def test_held_out_prompts_that_failed_are_told_from_a_reward_of_0(failed, shown, tmp_path, capsys):
-    with open_view(CONFIG, tmp_path, Console(file=io.StringIO())):
-        append_evaluation(tmp_path / "r", 3, 0.0 if failed == 9 else 0.25, num_failed=failed)
-    assert f"held-out {shown}" in capsys.readouterr().out
+def test_the_figure_of_the_goal_is_shown_under_its_own_name_and_failed_prompts_beside_it(tmp_path, capsys):
+    exact = GoalConfig(figure="reward/exact", value=0.9)
+    for n, (goal, reward, num_failed, shown) in enumerate(
+        (
+            (None, 0.5, 0, "held-out reward 0.500"),
+            (exact, 0.5, 0, "held-out exact 0.250"),
+            (None, 0.0, 9, "held-out reward 9 of 9 failed  "),
+            (None, 0.25, 3, "held-out reward 0.250 (3 of 9 failed)  "),
+        )
+    ):
+        config = msgspec.structs.replace(CONFIG, evaluation=EvaluationConfig(goal=goal))
+        with open_view(config, tmp_path / str(n), Console(file=io.StringIO())):
+            append_evaluation(tmp_path / str(n) / "r", 3, reward, num_failed=num_failed, exact=0.25)
+        assert shown in capsys.readouterr().out, shown
 
 
 @pytest.fixture
@@ -167,7 +165,7 @@ def test_dead_groups_are_counted_where_there_are_any(trainer_metrics, plain, tmp
         assert ("  dead 1" in capsys.readouterr().out) == (outcome == "dead")
 
 
-def test_pauses_are_counted_beyond_those_that_are_kept(tmp_path):
+def test_pauses_are_counted_beyond_those_that_are_kept_and_a_narrow_terminal_is_no_error(tmp_path):
     console = terminal()
     file = tmp_path / "r" / "producers" / "producer-0.jsonl"
     file.parent.mkdir(parents=True)
@@ -176,14 +174,8 @@ def test_pauses_are_counted_beyond_those_that_are_kept(tmp_path):
     with open_view(CONFIG, tmp_path, console) as view:
         view.refresh({"producer-0": heartbeat("producer-0")})
     assert "2,001" in console.file.getvalue()
-
-
-def test_live_view_fits_a_narrow_terminal_without_failing(tmp_path):
-    console = terminal(width=30)
-    with open_view(CONFIG, tmp_path, console) as view:
-        view.state("trainer", "running")
-        view.refresh({})
-    assert "r" in console.file.getvalue()
+    with open_view(CONFIG, tmp_path, terminal(width=30)) as view:
+        view.refresh({"producer-0": heartbeat("producer-0")})
 
 
 def test_live_view_draws_at_most_twice_a_second(tmp_path, monkeypatch):
@@ -205,13 +197,10 @@ def plain(tmp_path) -> PlainView:
     return view
 
 
-def test_plain_view_prints_a_line_for_what_happens_once(plain, capsys):
+def test_plain_view_prints_what_happens_once_progress_now_and_then_and_each_evaluation(plain, tmp_path, capsys):
     plain.state("producer-0", "starting the engine")
     plain.state("producer-0", "starting the engine")
     assert re.fullmatch(r"\d:\d\d  producer-0: starting the engine\n", capsys.readouterr().out)
-
-
-def test_plain_view_prints_progress_now_and_then_and_each_evaluation(plain, tmp_path, capsys):
     for number in (1, 2, 3):
         append_update(tmp_path / "r", number)
         plain.refresh({"producer-0": heartbeat("producer-0")})
@@ -240,24 +229,9 @@ def test_time_left_follows_the_rate_of_this_session(tmp_path, monkeypatch):
     assert progress.left_s(100) == 18.0
 
 
-def test_torn_and_foreign_lines_are_passed_over(tmp_path):
-    progress = Progress(tmp_path)
-    (tmp_path / "updates.jsonl").write_text('{"update": 1, "poli')
-    progress.poll()
-    assert progress.update is None
-    (tmp_path / "updates.jsonl").open("a").close()
-    with (tmp_path / "updates.jsonl").open("a") as file:
-        file.write("\nnot json\n")
-    append_update(tmp_path, 2, reward=None)
-    progress.poll()
-    assert progress.update.update == 2
-    assert progress.mean_lag == 0.75
-
-
-def test_a_line_is_read_once_it_is_whole(tmp_path):
-    progress = Progress(tmp_path)
+def test_a_line_is_read_once_it_is_whole_and_foreign_ones_are_passed_over(tmp_path):
+    progress, file = Progress(tmp_path), tmp_path / "updates.jsonl"
     append_update(tmp_path, 1)
-    file = tmp_path / "updates.jsonl"
     whole = file.read_text()
     file.write_text(whole[:40])
     progress.poll()
@@ -266,6 +240,11 @@ def test_a_line_is_read_once_it_is_whole(tmp_path):
         out.write(whole[40:])
     progress.poll()
     assert progress.update.update == 1
+    with file.open("a") as out:
+        out.write('{"update": 2, "poli\nnot json\n')
+    append_update(tmp_path, 3, reward=None)
+    progress.poll()
+    assert progress.update.update == 3 and progress.mean_lag == 0.75
 
 
 def test_batches_in_a_row_that_train_nothing_are_warned_of_once_until_one_trains(plain, tmp_path, capsys):

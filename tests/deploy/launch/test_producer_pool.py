@@ -1,11 +1,8 @@
 """Which producers boot beside each other, by a pool whose processes are stand-ins."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from penstock.deploy.launch import producer_pool
 from penstock.deploy.launch.producer_pool import ProducerPool, boots_at_once
@@ -81,15 +78,8 @@ def test_a_producer_that_did_not_boot_beside_another_is_tried_again_alone(monkey
     assert pool.tick() == ["producer-0"]
 
 
-@pytest.fixture
-def machine(monkeypatch) -> Callable[..., None]:
-    def have(num_cores: int) -> None:
-        monkeypatch.setattr(producer_pool.os, "sched_getaffinity", lambda pid: set(range(num_cores)), raising=False)
-
-    return have
-
-
-@pytest.mark.parametrize(("num_cores", "num_threads", "expected"), [(1, 1, 1), (2, 1, 2), (8, 4, 2), (2, 8, 1)])
-def test_engines_boot_side_by_side_as_far_as_their_threads_have_cores(machine, num_cores, num_threads, expected):
-    machine(num_cores)
-    assert boots_at_once(ProducersConfig(num_threads=num_threads)) == expected
+def test_engines_boot_side_by_side_as_far_as_their_threads_have_cores(monkeypatch):
+    for num_cores, num_threads, expected in ((1, 1, 1), (2, 1, 2), (8, 4, 2), (2, 8, 1)):
+        cores = set(range(num_cores))
+        monkeypatch.setattr(producer_pool.os, "sched_getaffinity", lambda pid, cores=cores: cores, raising=False)
+        assert boots_at_once(ProducersConfig(num_threads=num_threads)) == expected, (num_cores, num_threads)

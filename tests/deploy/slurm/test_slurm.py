@@ -78,16 +78,15 @@ def options(script: Path) -> dict[str, str]:
     return dict(found)
 
 
-def test_there_is_a_script_for_each_part() -> None:
+def test_the_script_of_each_part_is_sound_bash_and_says_which_argument_it_lacks(cluster: Cluster) -> None:
     assert [script.name for script in SCRIPTS] == ["producers.sbatch", "redis.sbatch", "trainer.sbatch"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_is_sound_bash(script: Path) -> None:
-    assert script.read_text().startswith("#!/bin/bash\n") and os.access(script, os.X_OK)
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
-    if (checker := shutil.which("shellcheck")) is not None:
-        assert subprocess.run([checker, script]).returncode == 0
+    for script in SCRIPTS:
+        assert script.read_text().startswith("#!/bin/bash\n") and os.access(script, os.X_OK)
+        assert subprocess.run(["bash", "-n", script]).returncode == 0
+        if (checker := shutil.which("shellcheck")) is not None:
+            assert subprocess.run([checker, script]).returncode == 0
+        status, said = cluster.run(script.name)
+        assert status != 0 and "expected" in said, script.name
 
 
 def test_jobs_ask_for_what_their_parts_need() -> None:
@@ -132,12 +131,6 @@ def test_redis_is_the_given_one_or_that_of_its_job(cluster: Cluster, script: str
     of_the_job, given = cluster.calls("srun" if script == "trainer.sbatch" else "penstock")
     assert of_the_job.endswith(f" url=redis://node3:6379 password={tmp_path}/password")
     assert given.endswith(" url=redis://mine password=")
-
-
-@pytest.mark.parametrize("script", [script.name for script in SCRIPTS])
-def test_a_script_without_its_argument_says_so(cluster: Cluster, script: str) -> None:
-    status, said = cluster.run(script)
-    assert status != 0 and "expected" in said
 
 
 @pytest.mark.parametrize("status", [0, 1])
