@@ -148,7 +148,8 @@ def _run(
 
 @app.command(name="try")
 def _try(environment: str, /, *, num_tasks: Annotated[int, Parameter(name="-n")] = 4, set: Set = ()) -> int:
-    """Show an environment's tasks, completions and rewards; trains nothing.
+    """Show an environment's tasks, completions and rewards; trains nothing. Status 1 if its code raised, or if a gold
+    answer is worth nothing.
 
     Args:
         environment: a run file, or an environment's import path (my_lab:Capitals)
