@@ -51,4 +51,4 @@ def test_a_pass_that_does_not_compute_the_model_is_the_trainers_fault_and_widens
     report = bench.check(groups_of(bench.engine().generate(prompts(6, 6), 4, 16, sampling=COLD)))
     assert report.verdict.cause == "trainer-pass", report.verdict
     assert "between it and transformers' own attention on the same rows (mean " in report.verdict.sentence
-    assert report.tolerance == TOLERANCES[bench.dtype]
+    assert report.tolerance.mean == TOLERANCES[bench.dtype].mean
