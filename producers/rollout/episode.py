@@ -285,7 +285,7 @@ def load_tokenizer(config: RunConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path = {config.model.path!r}: no tokenizer that transformers can load: {one_line(str(error))}"
