@@ -86,6 +86,7 @@ class Reader:
     ) -> None:
         self._connection = connection
         self._renew, self._run_id = renew, run_id.encode()
+        self._has_dropped = False
         self._stream = keys.rollouts
         self._ledger = ledger
         self._group_size = group_size
@@ -158,7 +159,7 @@ class Reader:
         payload = fields.get(Field.PAYLOAD, b"")
         index = number_in(fields.get(Field.INDEX))
         if fields.get(Field.RUN_ID, self._run_id) != self._run_id:
-            log.warning("entry %s is of another run of this name: dropped", entry_id.decode())
+            self._drop_of_another_run(entry_id)
             return
         if index is None:
             found = _shown(fields.get(Field.INDEX))
@@ -192,6 +193,12 @@ class Reader:
             self.refuse(Refused(index, f"poison: {error}", payload, entry_id, producer=one_line(group.producer_id)))
             return
         self.num_received += 1
+
+    def _drop_of_another_run(self, entry_id: bytes) -> None:
+        """Says once that a producer of another run has appended: it may have sampled many groups."""
+        if not self._has_dropped:
+            log.warning("groups of another run of this name are dropped, first %s", entry_id.decode())
+        self._has_dropped = True
 
     def _drop_duplicate(self, entry_id: bytes, payload: bytes) -> None:
         """Counts a duplicate, unless it is read again. Its environment counts only if the run has one of that name."""
