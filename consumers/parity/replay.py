@@ -133,7 +133,13 @@ class PolicyStore:
 
     def _base(self) -> PackedModel:
         if self._model is None:
-            self._model = PackedModel(self._config.model.path, self.dtype, self.device, lora=self.lora)
+            self._model = PackedModel(
+                self._config.model.path,
+                self.dtype,
+                self.device,
+                lora=self.lora,
+                max_model_len=self._config.engine.max_model_len,
+            )
             self._held = Path(self._config.model.path)
         return self._model
 

@@ -107,7 +107,7 @@ def export(
     /,
     *,
     checkpoint: str | None = None,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16"] | None = None,
     merged: bool = False,
     base: Path | None = None,
     runs: Runs = DEFAULT_RUNS,
@@ -117,7 +117,8 @@ def export(
     Args:
         folder: a new or an empty folder
         checkpoint: its policy version, its name, or `best` (default: the one that is committed)
-        dtype: of the weights: float32, as they are trained, or rounded to half the size
+        dtype: of the weights: float32, as they are trained, or rounded to half the size (default: float32; of `best`,
+            the run's model.dtype)
         merged: of an adapter: the whole model, with the adapter added to its base
         base: with --merged: the base model, if it has moved
     """
@@ -128,7 +129,7 @@ def export(
     except OSError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1
-    print(f"model    {folder} ({name}, {dtype})")
+    print(f"model    {folder} ({name})")
     return 0
 
 

@@ -28,7 +28,7 @@ def export(
     folder: str | Path,
     *,
     checkpoint: str | int | None = None,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16"] | None = None,
     merged: bool = False,
     base: str | Path | None = None,
     runs: str | Path = DEFAULT_RUNS,
@@ -38,6 +38,7 @@ def export(
 
     checkpoint: its policy version or name, or "best" for the model of the best evaluation; by default the newest that
         is committed.
+    dtype: by default float32, as checkpoints hold the weights, and for "best" the run's `model.dtype`.
     merged: exports the whole model in place of an adapter, added to the base model in `base`, by default where the run
         had it.
 
@@ -55,7 +56,7 @@ def export_from(
     run: OpenRun,
     wanted: str | None,
     folder: Path,
-    dtype: str,
+    dtype: str | None,
     progress: Callable[[str], None],
     *,
     merged: bool = False,
@@ -72,7 +73,7 @@ def export_from(
         best = read_best(checkpoint)
         if best is None:
             raise ConfigError(f"--checkpoint best: {checkpoint} is not there; expected a run that has checkpoint.best")
-        adapter = best.adapter
+        adapter, dtype = best.adapter, dtype or best.dtype
     else:
         checkpoint = _find(run, run.folder, wanted)
         progress(f"checking {checkpoint}")
@@ -88,7 +89,7 @@ def export_from(
         make = partial(export_adapter, adapter, progress=progress)
         if merged:
             make = partial(export_merged, adapter, base or Path(adapter.base), progress=progress)
-    export_checkpoint(checkpoint, folder, dtype, make)
+    export_checkpoint(checkpoint, folder, dtype or "float32", make)
     return checkpoint.name
 
 

@@ -26,8 +26,9 @@ from penstock.consumers.learning.loss.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
 from penstock.consumers.learning.model.export import export_adapter, export_model
 from penstock.consumers.learning.model.learner_state import LearnerState
+from penstock.consumers.learning.model.loading import DTYPES
 from penstock.consumers.learning.model.optimizer import make_optimizer
-from penstock.consumers.learning.model.packed_model import DTYPES, PackedModel
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import NUM_STEPS, Movement
 from penstock.consumers.learning.model.schedule import learning_rate
@@ -79,6 +80,7 @@ class Learner:
             lora=config.lora,
             seed=config.seed,
             dithered=config.dithers,
+            max_model_len=config.engine.max_model_len,
         )
         self._movement: Movement | None = None
         """Of a policy that is rounded."""
@@ -114,7 +116,7 @@ class Learner:
 
         Every group must have passed `check_trainable` with the model's vocabulary. batch: from `pack`.
         """
-        if batch.num_rows < self.ranks.size > 1 and not self._warned:
+        if 0 < batch.num_rows < self.ranks.size and not self._warned:
             self._warned = True
             log.warning("a batch of %d rows for %d ranks: some are idle", batch.num_rows, self.ranks.size)
         size = self.ranks.size
@@ -261,9 +263,10 @@ class Learner:
             sums.append(metric_sums(microbatch, part, self.config, first_epoch=first_epoch, scale=scale))
             tally.end_phase("diagnostics")
         self.ranks.phase = "optimizer"
-        grad_norm = self._grad_norm()
+        norms = self._grad_norms()
+        grad_norm = norms.norm()
         if tally.end_step(place, minibatch, scored, sums, grad_norm):
-            self._update(grad_norm)
+            self._update(norms, grad_norm)
             self.num_steps += 1
         elif place in tally.failed:
             tally.blame(place, self._is_finite, minibatch)
@@ -280,23 +283,26 @@ class Learner:
             self._backward(loss, is_last=number == last)
             total += loss.item()
         total = self.ranks.add(torch.tensor(total, dtype=torch.float64)).item()
-        return math.isfinite(total + self._grad_norm().item())
+        return math.isfinite(total + self._grad_norms().norm().item())
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         self.ranks.phase = "backward"
         self.model.reduce_gradients(is_last or self.config.trainer.gradient_accumulation == "sharded")
         loss.backward()
 
-    def _grad_norm(self) -> Tensor:
-        """Returns the gradient norm over all ranks."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    def _grad_norms(self) -> Tensor:
+        """Returns each parameter's gradient norm over all ranks, 0 without a gradient."""
+        zero = torch.zeros((), device=self.device)
+        norms = torch.stack([zero if p.grad is None else p.grad.norm() for p in self.model.parameters()])
+        return norms.full_tensor() if isinstance(norms, DTensor) else norms
 
-    def _update(self, grad_norm: Tensor) -> None:
-        torch.nn.utils.clip_grads_with_norm_(
-            self.model.parameters(), self.config.trainer.max_grad_norm, grad_norm, foreach=True
-        )
+    def _update(self, norms: Tensor, grad_norm: Tensor) -> None:
+        parameters = self.model.parameters()
+        for parameter, norm in zip(parameters, norms.tolist(), strict=True):
+            if norm == 0 and self._adapter is None:
+                # Not reached by the batch, as an expert without tokens: zeros on several ranks, nothing on one.
+                parameter.grad = None
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.trainer.max_grad_norm, grad_norm, foreach=True)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.num_steps)
         self.before_update()

@@ -112,6 +112,7 @@ class TokenScorer:
                 compiled=config.trainer.compile,
                 frozen=True,
                 field="model.reference" if config.model.reference else "model.path",
+                max_model_len=config.engine.max_model_len,
             )
             if self.reference.vocabulary != model.vocabulary:
                 raise ConfigError(

@@ -53,7 +53,10 @@ def open_teacher(config: RunConfig, model: PackedModel, device: torch.device, ra
         return None
     check_vocabularies(config.model.path, config.teacher.model)
     path, dtype, compiled = config.teacher.model, config.model.dtype, config.trainer.compile
-    teacher = PackedModel(path, dtype, device, ranks, compiled=compiled, frozen=True, field="teacher.model")
+    teacher = PackedModel(
+        path, dtype, device, ranks, compiled=compiled, frozen=True, field="teacher.model",
+        max_model_len=config.engine.max_model_len,
+    )  # fmt: skip
     if teacher.vocabulary < model.vocabulary:
         # More rows are padding: each size of a model rounds its head up differently.
         raise ConfigError(

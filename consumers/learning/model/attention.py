@@ -67,11 +67,16 @@ def packed_attention(
     if not isinstance(layout, PackedLayout):
         layer: Any = module.layer_idx
         packed = layout.attend(layer, flat, query.shape[3], scaling, sliding_window)
-    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    elif is_unpadded(query.device, query.dtype):
         packed = _unpadded(flat, layout, query.shape[3], scaling, sliding_window)
     else:
         packed = _in_rectangles(flat, layout, query.shape[3], scaling, sliding_window)
     return packed.view(1, -1, query.shape[1], value.shape[3]), None
+
+
+def is_unpadded(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether attention runs over the spans in place: flash attention, on CUDA and for 16-bit floats only."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _in_rectangles(

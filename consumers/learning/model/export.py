@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from penstock.consumers.learning.model.learner_state import MASTERS, check_masters
+from penstock.consumers.learning.model.loading import DTYPES, kept_in_float32, tensors_of
 from penstock.consumers.learning.model.lora import FACTORS, published_name
-from penstock.consumers.learning.model.packed_model import DTYPES, tensors_of
 from penstock.consumers.learning.model.tensor_files import read_tensors, specs_in
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.adapter import AdapterIdentity, parse_name
@@ -26,11 +26,12 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 def export_model(
     tensors: Path, config: Path, folder: Path, dtype: str, progress: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Writes the masters among the files of `tensors`, whole and in `dtype`, into `folder`, as `save_pretrained` does.
+    """Writes the masters among the files of `tensors`, whole and in `dtype`, into `folder`, as `save_pretrained` does,
+    but without generation_config.json.
 
     Runs in one process, whose memory holds the model in float32.
 
-    config: a folder with the model's config.json, and generation_config.json if it has one.
+    config: a folder with the model's config.json.
 
     Raises:
         OSError, SafetensorError: a file cannot be read or written.
@@ -43,13 +44,11 @@ def export_model(
     specs = specs_in(tensors)
     check_masters(tensors_of(module), specs, tensors)
     masters = _read_masters(tensors, progress)
-    weights = {}
-    for name in list(masters):
-        master = masters.pop(name)  # so that no more than one tensor is in memory twice
-        weights[name] = master.to(DTYPES[dtype]) if master.is_floating_point() else master
-    module.load_state_dict(weights, strict=False, assign=True)
+    module.load_state_dict(masters, strict=False, assign=True)
+    del masters  # so that no more than one tensor is in memory twice
     module.tie_weights()
-    _save(module, config, folder, dtype, progress)
+    _round(module, dtype)
+    _save(module, folder, dtype, progress)
 
 
 def export_kept(
@@ -62,7 +61,9 @@ def export_kept(
     """
     transformers_logging.disable_progress_bar()
     progress(f"reading {kept}")
-    _save(AutoModelForCausalLM.from_pretrained(kept, dtype=DTYPES[dtype]), config, folder, dtype, progress)
+    module: Any = AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32)
+    _round(module, dtype)
+    _save(module, folder, dtype, progress)
 
 
 def export_adapter(
@@ -134,7 +135,8 @@ def export_merged(
     weights = _read_adapter(tensors, progress)
     module: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     _merge(module, weights, adapter.alpha / adapter.rank)
-    _save(module.to(DTYPES[dtype]), config, folder, dtype, progress)
+    _round(module, dtype)
+    _save(module, folder, dtype, progress)
 
 
 @torch.no_grad()
@@ -166,11 +168,20 @@ def _read_masters(tensors: Path, progress: Callable[[str], None]) -> dict[str, T
     return {name.removeprefix(MASTERS): master for name, master in masters.items()}
 
 
-def _save(module: Any, config: Path, folder: Path, dtype: str, progress: Callable[[str], None]) -> None:
-    if (config / "generation_config.json").is_file():
-        module.generation_config = GenerationConfig.from_pretrained(config)
+def _round(module: torch.nn.Module, dtype: str) -> None:
+    """Rounds the weights to `dtype`, tensor by tensor, except those that are published in float32."""
+    kept = kept_in_float32(module)
+    for name, tensor in tensors_of(module).items():
+        if tensor.is_floating_point() and name not in kept:
+            tensor.data = tensor.data.to(DTYPES[dtype])
+
+
+def _save(module: Any, folder: Path, dtype: str, progress: Callable[[str], None]) -> None:
     progress(f"writing {folder} in {dtype}")
+    # transformers refuses to write some settings that it reads. The base model's file is copied.
+    module.generation_config = GenerationConfig()
     module.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
     _share_files(folder, folder / "config.json")
 
 

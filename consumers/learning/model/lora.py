@@ -41,17 +41,14 @@ class LoraLinear(nn.Module):
         return y + F.linear(F.linear(x, self.lora_A), self.lora_B * (self.scaling * self.share))
 
 
-def adapt(module: nn.Module, lora: LoraConfig, dtype: torch.dtype, seed: int, path: str) -> None:
-    """Freezes a model in `dtype` and adds an adapter to the linear layers that `lora` names, in place.
+def adapt(module: nn.Module, lora: LoraConfig, seed: int, path: str) -> None:
+    """Adds an adapter to the linear layers of a frozen model that `lora` names, in place.
 
     Equal seeds give equal adapters.
 
     Raises:
         ConfigError: the model of `path` lacks a target.
     """
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
     linear = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}
     generator = torch.Generator().manual_seed(seed)
     for name in find_targets(lora, linear, path):

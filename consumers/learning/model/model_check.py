@@ -1,7 +1,7 @@
 """The start check that a model computes over packed rows what transformers computes row by row.
 
-Two short rows of random tokens go through the model in float32, packed behind the prefix that they share. Three
-comparisons of logprobs follow:
+Two short rows of random tokens, a long one and a shorter one, go through the model in float32, packed behind the prefix
+that they share. Three comparisons of logprobs follow:
 
 1. of two passes over both rows, which fails if dropout stays on;
 2. of the second row packed and alone, which fails if it sees the first: by a recurrence, or by attention that bypasses
@@ -9,7 +9,9 @@ comparisons of logprobs follow:
 3. of the second row alone and transformers' own forward pass, which fails if anything else is not reproduced: a mask of
    another shape, a soft cap of the logits.
 
-Sliding windows and attention chunks are narrowed for the check, so that the rows are longer than them.
+Sliding windows, attention chunks and the context from which rotary frequencies change are narrowed for the check, so
+that the long row exceeds them. Where training in `dtype` uses another attention kernel than float32 does, the second
+comparison is repeated in `dtype`: there a leak has to exceed what rounding to `dtype` changes.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,10 +32,12 @@ from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
 ALLOWED = 1e-3
 """Mean nats per token: equal computations in another order stay below 1e-5, known faults are above 1e-2."""
 _PREFIX = 5
-_LENGTH = 13
-"""Tokens of a row; both rows begin with the same `_PREFIX` tokens."""
+_LENGTHS = (13, 10)
+"""Tokens of the rows, which begin with the same `_PREFIX` tokens."""
 _WINDOW = 4
 _WINDOWS = ("sliding_window", "attention_chunk_size")
+_LIMIT, _CONTEXT = "original_max_position_embeddings", 11
+"""Between the lengths."""
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 
@@ -43,56 +47,64 @@ class ModelCheckError(ValueError):
 
 
 @torch.no_grad()
-def check_model(module: Any, forward: Forward) -> None:
+def check_model(module: Any, forward: Forward, in_dtype: Forward | None = None) -> None:
     """Compares the logprobs of `forward`, which returns hidden states [N, H] and a head [V, H], with `module`'s own.
+
+    in_dtype: `forward` in the type of training, if it takes another path there.
 
     Raises:
         ModelCheckError: a comparison failed, which the message names, or the model cannot be run over packed rows.
     """
     head = module.get_output_embeddings().weight
-    tokens = torch.randint(len(head), (2, _LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(len(head), (2, max(_LENGTHS)), generator=torch.Generator().manual_seed(0))
     tokens[1, :_PREFIX] = tokens[0, :_PREFIX]
-    rows = tokens.tolist()
-    with _narrowed(module):
-        try:
+    rows = [row[:length] for row, length in zip(tokens.tolist(), _LENGTHS, strict=True)]
+    leak = "of a row that is packed with another differ from those of the row alone: rows leak"
+    try:
+        with _narrowed(module):
             packed, again = (_packed(rows, forward, head.device) for _ in range(2))
             _compare(
                 packed, again, "differ between two passes over the same rows: something random (dropout?) stays on"
             )
             alone = _packed(rows[1:], forward, head.device)
-            leak = "of a row that is packed with another differ from those of the row alone: rows leak"
-            _compare(packed[1:], alone, leak)
-            own = _own(tokens[1].to(head.device), module)
-            _compare(alone[0], own, "differ from those of transformers' own forward pass")
-        except (ModelCheckError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # an untried architecture may raise anything: it cannot be trained
-            raise ModelCheckError(f"cannot be run over packed rows: {str(error) or type(error).__name__}") from error
+            _compare(packed[-len(alone) :], alone, leak)
+            own = _own(torch.tensor(rows[1], device=head.device), module)
+            _compare(alone, own, "differ from those of transformers' own forward pass")
+            if in_dtype is not None:
+                rounded = _packed(rows[1:], in_dtype, head.device)
+                allowed = ALLOWED + 2 * float((rounded - alone).abs().mean())
+                _compare(_packed(rows, in_dtype, head.device)[-len(alone) :], rounded, leak, allowed)
+    except (ModelCheckError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # an untried architecture may raise anything: it cannot be trained
+        raise ModelCheckError(f"cannot be run over packed rows: {str(error) or type(error).__name__}") from error
 
 
-def _compare(found: Tensor, expected: Tensor, what: str) -> None:
-    gap = float((found - expected).abs().mean())
-    if not gap <= ALLOWED:
+def _compare(found: Tensor, expected: Tensor, what: str, allowed: float | None = None) -> None:
+    gap, allowed = float((found - expected).abs().mean()), ALLOWED if allowed is None else allowed
+    if not gap <= allowed:
         raise ModelCheckError(
-            f"is refused by the check at start: logprobs {what}, by {gap:.2g} nats a token (expected {ALLOWED} at most)"
+            f"is refused by the check at start: logprobs {what}, by {gap:.2g} nats a token (expected {allowed:.2g} at "
+            "most)"
         )
 
 
 def _packed(rows: list[list[int]], forward: Forward, device: torch.device) -> Tensor:
-    """Returns the logprobs of the tokens after each row's prefix, [rows, _LENGTH - _PREFIX]."""
-    ((microbatch, _),) = pack_segments([(0, _segment(row), 1.0) for row in rows], 2 * _LENGTH)
+    """Returns the logprobs of the tokens after each row's prefix, those of the first row first."""
+    ((microbatch, _),) = pack_segments([(0, _segment(row), 1.0) for row in rows], sum(map(len, rows)))
     microbatch = microbatch.to(device)
     hidden, head = forward(microbatch)
     logprobs, _ = selected_logprobs(F.embedding(microbatch.predicting, hidden), head, microbatch.targets)
-    return logprobs.view(len(rows), -1)
+    return logprobs
 
 
 def _segment(token_ids: list[int]) -> Segment:
+    length = len(token_ids)
     return Segment(
         token_ids=pack_ids(token_ids),
-        behavior_logprobs=bytes(4 * (_LENGTH - _PREFIX)),
-        loss_mask=((_PREFIX, _LENGTH),),
-        version_spans=(VersionSpan(0, _PREFIX, _LENGTH),),
+        behavior_logprobs=bytes(4 * (length - _PREFIX)),
+        loss_mask=((_PREFIX, length),),
+        version_spans=(VersionSpan(0, _PREFIX, length),),
     )
 
 
@@ -111,7 +123,8 @@ def _own(row: Tensor, module: Any) -> Tensor:
 
 @contextmanager
 def _narrowed(module: Any) -> Iterator[None]:
-    """Sets attention windows and chunks to `_WINDOW` tokens, in the configuration and in the modules."""
+    """Sets attention windows and chunks to `_WINDOW` tokens, in the configuration and in the modules, and the context
+    of rotary frequencies to `_CONTEXT`, in the configuration."""
     configs = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     holders = [
         (holder, name, value)
@@ -119,10 +132,21 @@ def _narrowed(module: Any) -> Iterator[None]:
         for name in _WINDOWS
         if isinstance(value := getattr(holder, name, None), int) and value > _WINDOW
     ]
+    tables = [(table, table[_LIMIT]) for config in configs.values() for table in _rope_tables(config)]
     for holder, name, _ in holders:
         setattr(holder, name, _WINDOW)
+    for table, _ in tables:
+        table[_LIMIT] = _CONTEXT
     try:
         yield
     finally:
         for holder, name, value in holders:
             setattr(holder, name, value)
+        for table, value in tables:
+            table[_LIMIT] = value
+
+
+def _rope_tables(config: Any) -> list[dict[str, Any]]:
+    """Returns the dictionaries of rotary parameters, one or one per layer type, that name a limited context."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [table for table in (parameters, *parameters.values()) if isinstance(table, dict) and _LIMIT in table]

@@ -9,25 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.utils import logging as transformers_logging
 
 from penstock.consumers.learning.batch.batch import MicroBatch
 from penstock.consumers.learning.batch.layout import PackedLayout
-from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention
+from penstock.consumers.learning.model.attention import OwnAttention, is_unpadded
 from penstock.consumers.learning.model.blocks import compile_blocks
+from penstock.consumers.learning.model.loading import (
+    DTYPES,
+    empty_model,
+    even_length,
+    kept_in_float32,
+    load_model,
+    logit_scale,
+    tensors_of,
+)
 from penstock.consumers.learning.model.lora import adapt, adapter_of, adapter_share, published_name
 from penstock.consumers.learning.model.model_check import ModelCheckError, check_model
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import dither
-from penstock.consumers.learning.model.shards import empty_model, fill, gathered, held, shard
+from penstock.consumers.learning.model.shards import fill, gathered, held, shard
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PackedModel:
@@ -46,10 +51,13 @@ class PackedModel:
         seed: seeds new adapters and the places of dithered masters.
         dithered: the masters begin at random places within their rounding intervals; see `rounding.dither`.
         field: the run file's field whose value is `path`.
+        max_model_len: the engine's longest sequence in tokens, `engine.max_model_len`, which decides some rotary
+            frequencies (`fix_rope`).
 
     Raises:
-        ConfigError: no such model, incomplete weights, a head that is not one linear map, an architecture that is
-            computed wrongly over packed rows (see `model_check`), or one without the adapters' targets.
+        ConfigError: no such model, incomplete weights, a head that is not one linear map or that contradicts the
+            configuration, an architecture that is computed wrongly over packed rows (see `model_check`), or one without
+            the adapters' targets.
     """
 
     def __init__(
@@ -66,8 +74,10 @@ class PackedModel:
         seed: int = 0,
         dithered: bool = False,
         field: str = "model.path",
+        max_model_len: int | None = None,
     ) -> None:
         self._named = f"{field} = {path!r}"
+        self._max_model_len = max_model_len
         self.lora = lora
         self._ranks = Ranks() if ranks is None else ranks
         self._dtype = torch.float32  # until the check is over
@@ -75,34 +85,48 @@ class PackedModel:
         """The body's parameters in `dtype` during a forward pass."""
         self._published_names: dict[str, str] | None = None
         """Name of the published tensor by name of its master; empty unless each master has one."""
+        self._published_dtypes: dict[str, torch.dtype] = {}
+        """By the published tensor's name, once `_published_names` is known."""
         self._shards: Any = None
         """Runs the body of a model that several ranks share; None in a world of one."""
         whole = None
         if self._ranks.mesh is None:
-            module = _load(path, self._named).to(device)
+            module = load_model(path, self._named, max_model_len).to(device)
         else:
             if self._ranks.is_lead:
-                cpu = torch.device("cpu")
-                whole = PackedModel(path, dtype, cpu, lora=lora, seed=seed, dithered=dithered, field=field).module
-            module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype])
+                whole = PackedModel(
+                    path,
+                    dtype,
+                    torch.device("cpu"),
+                    gradient_checkpointing=gradient_checkpointing,
+                    lora=lora,
+                    seed=seed,
+                    dithered=dithered,
+                    field=field,
+                    max_model_len=max_model_len,
+                ).module
+            module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype], max_model_len)
         self._take(module, gradient_checkpointing)
         if self._ranks.mesh is None:
-            self._check()
+            self._check(DTYPES[dtype])
             if dithered:
-                dither(self.module, DTYPES[dtype], seed)
+                dither(self.module, DTYPES[dtype], seed, self._kept)
+        if lora is not None or frozen:
+            self._freeze(DTYPES[dtype])
         if lora is not None:
-            adapt(self.module, lora, DTYPES[dtype], seed, path)
+            adapt(self.module, lora, seed, path)
         if compiled:
             compile_blocks(self.module, device)
         if self._ranks.mesh is not None:
-            self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._named)
+            self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._kept, self._named)
             fill(self.module, whole, self._ranks, device)
         self._dtype = DTYPES[dtype]
-        if frozen:
-            for parameter in self.module.parameters():
-                parameter.requires_grad_(False)
-                if self._shards is None:
-                    parameter.data = parameter.data.to(self._dtype)
+
+    def _freeze(self, dtype: torch.dtype) -> None:
+        """Holds the parameters as they are published, untrained."""
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(self._published_dtype(name, parameter, dtype))
 
     def _take(self, module: Any, gradient_checkpointing: bool) -> None:
         # Without dropout: the trainer must reproduce the policy that sampled.
@@ -114,13 +138,23 @@ class PackedModel:
             raise ConfigError(f"{self._named}: expected a linear language-model head without bias")
         self.vocabulary: int = head.weight.shape[0]
         """Token ids are below this."""
-        self._logit_scale: float = _logit_scale(module.config.get_text_config())
-        self.even_length: float = _even_length(module)
+        self._logit_scale: float = logit_scale(module.config.get_text_config())
+        self._kept = kept_in_float32(module)
+        self._kept_ids = {id(p) for name, p in module.named_parameters() if name in self._kept}
+        self.even_length: float = even_length(module)
         """Tokens of a row above which attention's products cost more than those of the weights."""
 
-    def _check(self) -> None:
+    def _check(self, dtype: torch.dtype) -> None:
+        def in_dtype(microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+            self._dtype = dtype
+            try:
+                return self.forward(microbatch)
+            finally:
+                self._dtype = torch.float32
+
+        device = self.module.get_output_embeddings().weight.device
         try:
-            check_model(self.module, self.forward)
+            check_model(self.module, self.forward, in_dtype if is_unpadded(device, dtype) else None)
         except ModelCheckError as error:
             raise ConfigError(f"{self._named}: {type(self.module).__name__} {error}") from error
 
@@ -186,7 +220,9 @@ class PackedModel:
         if self._dtype is torch.float32:
             outputs = self.body(**arguments)
         else:
-            self._rounded = {name: p.to(self._dtype) for name, p in self.body.named_parameters()}
+            self._rounded = {
+                name: p if id(p) in self._kept_ids else p.to(self._dtype) for name, p in self.body.named_parameters()
+            }
             outputs = torch.func.functional_call(self.body, self._rounded, kwargs=arguments)
             self._rounded = {}
             head = head.to(self._dtype)
@@ -211,14 +247,16 @@ class PackedModel:
 
         If several ranks share the model, all must call it, and only the lead's result is not empty.
         """
-        if self._shards is None:
-            state = self._untied()
-        elif not (state := gathered(self.state(), self._dtype, self._ranks)):
-            return {}
-        state = self._published(state)
+        state = self._untied() if self._shards is None else self.state()
+        self._describe(state)
+        if self._shards is not None:
+            dtypes = {name: self._published_dtype(name, tensor, self._dtype) for name, tensor in state.items()}
+            state = gathered(state, dtypes, self._ranks)
+            if not state:
+                return {}
         return {
-            name: tensor.detach().to("cpu", self._published_dtype(tensor), copy=True).contiguous()
-            for name, tensor in state.items()
+            name: tensor.detach().to("cpu", self._published_dtypes[name], copy=True).contiguous()
+            for name, tensor in self._published(state).items()
         }
 
     def published_parts(self) -> Callable[[], list[PublishedPart]]:
@@ -230,9 +268,7 @@ class PackedModel:
         model that several ranks share is gathered on the lead immediately, and the other ranks have no parts.
         """
         state = self._untied() if self._shards is None else self.state()
-        if self._published_names is None:
-            self._published_names = _renamed(state, self._published)
-        names = self._published_names
+        names = self._describe(state)
         if names:
             return lambda: self._parts({names[name]: tensor for name, tensor in state.items()})
         if self._shards is None:
@@ -274,12 +310,28 @@ class PackedModel:
         parts = []
         for name, tensor in tensors.items():
             start, values = held(tensor.detach(), self._ranks)
-            dtype = self._published_dtype(tensor)
+            dtype = self._published_dtypes[name]
             parts.append(PublishedPart(name, dtype, tuple(tensor.shape), start, values.contiguous()))
         return parts
 
-    def _published_dtype(self, tensor: Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() else tensor.dtype
+    def _published_dtype(self, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type in which a tensor of the module is published by a model of `dtype`."""
+        return dtype if tensor.is_floating_point() and name not in self._kept else tensor.dtype
+
+    def _describe(self, state: Mapping[str, Tensor]) -> dict[str, str]:
+        """Finds the published tensors' names and types once; returns the names by master name, or nothing if some are
+        split or joined."""
+        if self._published_names is None:
+            likenesses = {
+                name: torch.empty(tensor.shape, dtype=self._published_dtype(name, tensor, self._dtype), device="meta")
+                for name, tensor in state.items()
+            }
+            names = {id(likeness): name for name, likeness in likenesses.items()}
+            converted = self._published(dict(likenesses))
+            self._published_dtypes = {name: likeness.dtype for name, likeness in converted.items()}
+            renamed = {names[id(likeness)]: name for name, likeness in converted.items() if id(likeness) in names}
+            self._published_names = renamed if len(renamed) == len(state) == len(converted) else {}
+        return self._published_names
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Renames, splits and joins tensors as `save_pretrained` would; adapters get peft's names."""
@@ -301,7 +353,8 @@ class PackedModel:
         if self._shards is not None:
             raise NotImplementedError("a model that several ranks share is loaded from their checkpoint")
         try:
-            self.module.load_state_dict(_load(str(folder), f"model.path = {str(folder)!r}").state_dict())
+            named = f"model.path = {str(folder)!r}"
+            self.module.load_state_dict(load_model(str(folder), named, self._max_model_len).state_dict())
         except RuntimeError as error:
             raise ConfigError(f"{folder}: does not fit the model of {self._named}: {error}") from None
 
@@ -350,57 +403,3 @@ class BaseOfAdapter:
         """See `PackedModel.forward`; without gradient."""
         with torch.no_grad(), adapter_share(self._model.module, 0.0):
             return self._model.forward(microbatch)
-
-
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and saved buffers in use by name, tied ones once."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
-
-
-def _renamed(
-    state: Mapping[str, Tensor], published: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-) -> dict[str, str]:
-    """Returns the published tensors' names by master name; empty if `published` splits or joins any."""
-    likenesses = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
-    names = {id(likeness): name for name, likeness in likenesses.items()}
-    converted = published(dict(likenesses))
-    renamed = {names[id(likeness)]: name for name, likeness in converted.items() if id(likeness) in names}
-    return renamed if len(renamed) == len(state) == len(converted) else {}
-
-
-def _logit_scale(config: Any) -> float:
-    """Returns the model's factor on its logits: Cohere's architectures multiply by it, Granite's divide."""
-    factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
-    return (factor if isinstance(factor, float | int) else 1.0) / (divisor or 1.0)
-
-
-def _even_length(module: Any) -> float:
-    """Returns `PackedModel.even_length`. A token's products with weights cost 2 per parameter; those of attention 4
-    times the heads' width per earlier token, on average half the row, in every layer."""
-    config = module.config.get_text_config()
-    heads, layers = getattr(config, "num_attention_heads", 0), getattr(config, "num_hidden_layers", 0)
-    width = heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads))
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    return num_parameters / (layers * width) if layers * width else math.inf
-
-
-def _load(path: str, named: str) -> Any:
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{named}: expected a folder with a transformers model (no config.json there)")
-    # Progress bars would break a run's own display.
-    transformers_logging.disable_progress_bar()
-    try:
-        loading: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        why = "its attention cannot be replaced by the packed one" if IMPLEMENTATION in str(error) else error
-        raise ConfigError(f"{named}: transformers cannot load it: {why}") from error
-    model, loaded = loading
-    if loaded["missing_keys"]:
-        # transformers would continue with random values in their place.
-        raise ConfigError(f"{named}: lacks the weights {sorted(loaded['missing_keys'])[:3]}")
-    return model

@@ -1,7 +1,7 @@
 """The rounding of float32 masters to the published policy: how fast the policy follows them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ _SAMPLE_SIZE = 1 << 16
 
 
 @torch.no_grad()
-def dither(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
+def dither(module: nn.Module, dtype: torch.dtype, seed: int, kept: Collection[str] = ()) -> None:
     """Moves every trainable float32 parameter that `dtype` holds exactly to a place of its own, uniform over the values
     that round to it.
 
@@ -25,9 +25,11 @@ def dither(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
 
     The published weights are those of the undithered model, bit for bit. Each place is determined by `seed`, the
     parameter's name and the element's number. Zeros stay where they are: around them the unit is far below any step.
+
+    kept: names of the parameters that are published in float32, which stay as they are.
     """
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float32:
+        if parameter.requires_grad and parameter.dtype == torch.float32 and name not in kept:
             generator = torch.Generator().manual_seed(_seed(seed, name))
             place = torch.rand(parameter.shape, generator=generator).to(parameter.device)
             parameter.copy_(_placed(parameter, place, dtype))

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.consumers.learning.model import model_check
 from penstock.consumers.learning.model import packed_model as model
 from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.consumers.learning.model.packed_model import PackedModel
-from penstock.schemas.config import ConfigError, RunConfig, TrainerConfig
+from penstock.schemas.config import ConfigError, ModelConfig, RunConfig, TrainerConfig
 from rank_processes import on_ranks
-from rank_work import step_once
+from rank_work import step_once, train
 from training_groups import configuration, random_group, tiny_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -53,6 +54,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16,
     },
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "gemma4_text": {
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": 67,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    | WINDOW,
     "glm4_moe": {"n_routed_experts": 4},
     "granite": {"logits_scaling": 6.0},
     "granitemoe": {"logits_scaling": 6.0},
@@ -73,6 +82,7 @@ ROWS = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.M)
 
 def small_model(kind: str, **changes: Any) -> PreTrainedModel:
     default = AutoConfig.for_model(kind).get_text_config()
+    default.allow_global_per_layer_attribute_access = True
     sizes = {name: size for name, size in SIZES.items() if hasattr(default, name)}
     torch.manual_seed(0)
     config = type(default)(**sizes | SETTINGS.get(kind, {}) | changes)
@@ -83,7 +93,7 @@ def small_model(kind: str, **changes: Any) -> PreTrainedModel:
 def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, architecture, kind, verdict) -> None:
     module = small_model(kind)
     assert type(module).__name__ == architecture
-    monkeypatch.setattr(model, "_load", lambda *_: module)
+    monkeypatch.setattr(model, "load_model", lambda *_: module)
     monkeypatch.setattr(model_check, "ALLOWED", 1e-5)
 
     def verdict_of(**settings: bool) -> str:
@@ -97,6 +107,67 @@ def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, arch
 
     found, checkpointed = verdict_of(), verdict_of(gradient_checkpointing=True)
     assert verdict == (found if checkpointed == found else f"{found}; with gradient checkpointing {checkpointed}")
+
+
+KEPT = {
+    "glm4_moe": "e_score_correction_bias",
+    "solar_open": "e_score_correction_bias",
+    "minimax_m2": "e_score_correction_bias",
+    "afmoe": "expert_bias",
+    "ernie4_5_moe": r"e_score_correction_bias|gate\.weight",
+}
+"""The tensors that engines hold in float32: by transformers' word, as a buffer, or as a parameter that is untrained."""
+
+
+def _saved(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Saves a small model with odd values; returns the tensors of its file."""
+    module = small_model(kind, **({"n_routed_experts": 4} if kind == "solar_open" else {}))
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in module.state_dict().items():
+        if re.search(KEPT[kind], name):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) / 8)
+    module.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_engines_hold_in_float32_is_published_in_float32(tmp_path, kind) -> None:
+    saved = _saved(kind, tmp_path)
+    for lora in (False, True):
+        packed = PackedModel(str(tmp_path), "bfloat16", torch.device("cpu"), frozen=lora)
+        weights = packed.published_weights()
+        parts = {part.name: part.dtype for part in packed.published_parts()()}
+        kept = {name for name in saved if re.search(KEPT[kind], name)}
+        assert kept and weights.keys() == saved.keys() == parts.keys()
+        for name, tensor in weights.items():
+            dtype = torch.float32 if name in kept else torch.bfloat16
+            assert (tensor.dtype, parts[name]) == (dtype, dtype), name
+            assert torch.equal(tensor, saved[name].to(dtype)), name
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_publish_the_same_tensors_in_float32(tmp_path) -> None:
+    configs, saved = {}, {}
+    for kind in KEPT:
+        saved[kind] = _saved(kind, tmp_path / kind)
+        settings = ModelConfig(path=str(tmp_path / kind), dtype="bfloat16")
+        configs[kind] = configuration(tmp_path / kind, model=settings, trainer=TrainerConfig(weight_decay=0.1))
+    batches = {kind: [[random_group(index, 1, siblings=2) for index in range(1, 4)]] for kind in KEPT}
+    trained = on_ranks(2, train, configs, batches, folder=tmp_path / "ranks")[0]
+    for kind, found in trained.items():
+        for name, tensor in found.weights.items():
+            is_kept = re.search(KEPT[kind], name)
+            assert tensor.dtype == (torch.float32 if is_kept else torch.bfloat16), name
+            if is_kept and not name.endswith("gate.weight"):
+                assert torch.equal(tensor, saved[kind][name]), f"{name} has no gradient, and moved"
+
+
+def test_ranks_are_checked_in_the_mode_in_which_they_train(tmp_path) -> None:
+    small_model("opt").save_pretrained(tmp_path / "opt")
+    trainer = TrainerConfig(device="cpu", gradient_checkpointing=True)
+    config = configuration(tmp_path / "opt", trainer=trainer)
+    with pytest.raises(Exception, match="something random"):
+        on_ranks(2, step_once, {"opt": config}, [random_group(1, 1)], folder=tmp_path)
 
 
 ODD = {"hidden_size": 18, "intermediate_size": 25, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}

@@ -10,6 +10,7 @@ from transformers import CohereConfig, CohereForCausalLM, GPTJConfig, GPTJForCau
 from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.loss.scoring import head_logprobs
+from penstock.consumers.learning.model import attention, model_check, packed_model
 from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.consumers.learning.model.model_check import ModelCheckError, check_model
 from penstock.consumers.learning.model.packed_model import PackedModel
@@ -181,3 +182,76 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path) -> None
     GPTJForCausalLM(GPTJConfig(vocab_size=23, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="its attention cannot be replaced by the packed one"):
         Learner(configuration(tmp_path))
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(("rope", "longest"), [(LONGROPE, 16), (LONGROPE, 64), (DYNAMIC, 64)])
+def test_rotary_frequencies_are_the_engine_s_whatever_is_packed_together(tmp_path, rope, longest) -> None:
+    tiny_model(tmp_path, head_dim=8, max_position_embeddings=16 if rope is DYNAMIC else 64, rope_parameters=rope)
+    model = PackedModel(str(tmp_path), "float32", torch.device("cpu"), max_model_len=longest)
+    generator = torch.Generator().manual_seed(0)
+    short, long = (torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (10, 40))
+    with torch.no_grad():
+        alone, beside = (
+            model_check._packed(rows, model.forward, torch.device("cpu")) for rows in ([short], [long, short])
+        )
+    exponents = torch.arange(0, 8, 2) / 8
+    factor = 4.0 if rope is LONGROPE and longest > 16 else 1.0
+    torch.testing.assert_close(model.module.model.rotary_emb.inv_freq, 1 / (factor * 10000.0**exponents))
+    torch.testing.assert_close(beside[-len(alone) :], alone, rtol=0, atol=1e-5)
+
+
+def test_a_head_that_the_configuration_contradicts_is_refused(folder, tmp_path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    for head, refused in ((embedding.clone(), False), (embedding + 1, True)):
+        save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+        if refused:
+            with pytest.raises(ConfigError, match=r"tie_word_embeddings = true in its config\.json, and"):
+                PackedModel(str(folder), "float32", torch.device("cpu"))
+        else:
+            PackedModel(str(folder), "float32", torch.device("cpu"))
+    tiny_model(tmp_path / "untied", tied=False)
+    weights = load_file(tmp_path / "untied" / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "untied" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks the weights .*lm_head\.weight"):
+        PackedModel(str(tmp_path / "untied"), "float32", torch.device("cpu"))
+
+
+def test_the_check_runs_the_attention_that_training_runs(folder, monkeypatch) -> None:
+    def leaking(flat, layout, head_dim, *others):
+        attended = attention._in_rectangles(flat, layout, head_dim, *others)
+        return attended + attended.mean(0) if len(attended) > 10 else attended  # the short row has 10 tokens
+
+    monkeypatch.setattr(attention, "is_unpadded", lambda device, dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(packed_model, "is_unpadded", attention.is_unpadded)
+    monkeypatch.setattr(attention, "_unpadded", attention._in_rectangles)
+    PackedModel(str(folder), "bfloat16", torch.device("cpu"))
+    monkeypatch.setattr(attention, "_unpadded", leaking)
+    PackedModel(str(folder), "float32", torch.device("cpu"))
+    with pytest.raises(ConfigError, match="rows leak"):
+        PackedModel(str(folder), "bfloat16", torch.device("cpu"))
+
+
+def test_weight_decay_moves_no_parameter_without_a_gradient(folder) -> None:
+    trainer = TrainerConfig(device="cpu", learning_rate=0.1, weight_decay=0.5)
+    weights = []
+    for unreached in (None, torch.zeros_like):  # on one process, and on several ranks
+        learner = Learner(configuration(folder, trainer=trainer))
+        before = [parameter.clone() for parameter in learner.model.parameters()]
+        for number, parameter in enumerate(learner.model.parameters()):
+            parameter.grad = torch.ones_like(parameter) if number else unreached and unreached(parameter)
+        norms = learner._grad_norms()
+        learner._update(norms, norms.norm())
+        after = learner.model.parameters()
+        moved = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+        assert not moved[0] and all(moved[1:])
+        weights.append([parameter.detach().clone() for parameter in after])
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
