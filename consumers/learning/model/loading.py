@@ -95,12 +95,13 @@ def fix_rope(module: nn.Module, max_model_len: int | None) -> None:
 
     max_model_len: the engine's longest sequence in tokens; None for vLLM's default.
     """
+    rope: Any
     for rope in module.modules():
         kinds: Any = getattr(rope, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer, kind in by_layer.items():
             if kind == "longrope":
-                config: Any = rope.config
+                config = rope.config
                 length = max_model_len or getattr(
                     config, "original_max_position_embeddings", config.max_position_embeddings
                 )

@@ -139,8 +139,8 @@ class PackedModel:
         self.vocabulary: int = head.weight.shape[0]
         """Token ids are below this."""
         self._logit_scale: float = logit_scale(module.config.get_text_config())
-        self._kept = kept_in_float32(module)
-        self._kept_ids = {id(p) for name, p in module.named_parameters() if name in self._kept}
+        self._kept: frozenset[str] = kept_in_float32(module)
+        self._kept_ids: set[int] = {id(p) for name, p in module.named_parameters() if name in self._kept}
         self.even_length: float = even_length(module)
         """Tokens of a row above which attention's products cost more than those of the weights."""
 
