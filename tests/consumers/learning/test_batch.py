@@ -108,12 +108,6 @@ def test_a_row_that_is_masked_throughout_is_left_out_but_counted() -> None:
     assert (batch.minibatches[0].num_tokens, batch.num_tokens_masked_lag) == (3, 2)
 
 
-def test_a_batch_that_is_masked_throughout_has_no_micro_batch() -> None:
-    batch = pack([_one_row(1, 1)], lag_from(17), CONFIG)
-    assert batch.microbatches == ()
-    assert (batch.minibatches[0].num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag) == (3, 0, 3)
-
-
 def _lag_with_unknown(version: int) -> int:
     if version == -1:
         raise UnknownVersionError("version -1 is unknown")
@@ -274,10 +268,6 @@ def test_mini_batches_of_an_asynchronous_batch_are_drawn_by_seed_and_batch() -> 
     assert len({str([index - first for index in split(0, first)[0]]) for first in range(1, 7)}) > 1
     alone = pack([random_group(i, 2) for i in (1, 2, 3)], lag_from(7), configuration("none", max_lag=9))
     assert alone.indexes == (1, 2, 3)
-
-
-def test_a_trainable_group_passes() -> None:
-    check_trainable(random_group(1, 0), VOCABULARY)
 
 
 @pytest.mark.parametrize(

@@ -266,17 +266,6 @@ def test_a_result_that_nobody_asks_a_gradient_of_gets_none() -> None:
         torch.testing.assert_close((hidden.grad, weight.grad), tuple(leaf.grad for leaf in leaves))
 
 
-def test_a_frozen_input_gets_no_gradient_and_the_other_its_own() -> None:
-    for frozen in (0, 1):
-        *tensors, targets = _inputs(4, 3, 5, torch.float64)
-        *expected, leaves = _oracle(*tensors, targets, 1.0, None)
-        sum(expected).sum().backward()
-        tensors[frozen].requires_grad_(False)
-        sum(selected_logprobs(*tensors, targets)).sum().backward()
-        assert tensors[frozen].grad is None
-        torch.testing.assert_close(tensors[1 - frozen].grad, leaves[1 - frozen].grad)
-
-
 def test_a_second_derivative_is_refused() -> None:
     hidden, weight, targets = _inputs(4, 3, 5, torch.float64)
     logprobs, _ = selected_logprobs(hidden, weight, targets)

@@ -129,18 +129,6 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, monkeypatch, dtype
         assert torch.equal(got[name], gradient), name
 
 
-def test_equal_batches_and_states_give_equal_bits(folder) -> None:
-    config = configuration(folder)
-    results = []
-    for _ in range(2):
-        learner = Learner(config)
-        metrics = [learner.step(pack(_groups(seed=s), lag_from(7), config)).metrics for s in range(3)]
-        results.append((_weights(learner), metrics))
-    (weights, metrics), (again, metrics_again) = results
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-    assert metrics == metrics_again
-
-
 def test_a_report_names_what_the_update_lines_need(folder) -> None:
     config = configuration(folder, max_lag=2)
     batch = pack(_groups(), lag_from(7), config)

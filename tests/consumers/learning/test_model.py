@@ -110,15 +110,6 @@ def test_a_frozen_model_is_held_as_published_and_computes_the_same_bits(folder) 
         assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
-def test_the_reference_of_a_kl_term_is_held_as_published(folder) -> None:
-    kl = Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs={"kl_coefficient": 0.1})
-    learner = Learner(configuration(folder, model=ModelConfig(path=str(folder), dtype="bfloat16"), objective=kl))
-    assert {(p.dtype, p.requires_grad) for p in learner.scorer.reference.module.parameters()} == {
-        (torch.bfloat16, False)
-    }
-    assert learner.step(_batch(learner.config)).skipped_reason is None
-
-
 @pytest.mark.parametrize("scale", [0.0625, 0.3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_logit_scale_is_applied_without_rounding(tmp_path, dtype, scale) -> None:

@@ -84,12 +84,10 @@ class Host:
     def __init__(self, folder: Path, client: fakeredis.FakeRedis) -> None:
         self.folder, self.client = folder, client
         self.log = WeightWriter(client, piece=5000)
-        self.joining: list[HostCopy] = []
         self.copies: list[HostCopy] = []
 
     def producer(self) -> ReportingCopy:
         copy = ReportingCopy(self.folder, self.client)
-        self.joining.append(copy)
         copy.open()
         self.copies.append(copy)
         return copy
@@ -436,23 +434,6 @@ def test_the_last_one_out_removes_the_folder_and_any_producer_sweeps_what_was_le
     assert len(list(tmp_path.glob("penstock-*-other-*"))) == 1
     third = host.producer()
     assert list(tmp_path.glob("penstock-*")) == [third.folder]
-
-
-def test_who_joins_while_the_folder_is_removed_makes_a_new_one(host: Host) -> None:
-    leaving = host.producer()
-    users = leaving._host._locks["users"]
-    fcntl.flock(users, fcntl.LOCK_EX)
-    joining = threading.Thread(target=host.producer)
-    joining.start()
-    while len(host.joining) < 2:
-        time.sleep(0.001)
-    time.sleep(0.02)  # it waits for the lock in the old folder
-    leaving.folder.rename(leaving.folder.with_name("removed"))
-    host.producer()  # makes a new one
-    fcntl.flock(users, fcntl.LOCK_UN)
-    joining.join()
-    for copy in host.copies[1:]:
-        assert os.path.samestat(os.fstat(copy._host._locks["users"]), (copy.folder / "users").stat())
 
 
 @pytest.mark.parametrize("moment", ["before its last look", "after it"])
