@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
-from penstock.consumers.checkpoints.state import RequeuedIndex
+from penstock.consumers.checkpoints.state import ReleasedTask, RequeuedIndex
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import LagOf, Reader
 from penstock.consumers.stream.run_progress import RunProgress
@@ -18,7 +20,9 @@ log = logging.getLogger(__name__)
 class Releaser:
     """Keeps the number of released, unsettled indexes at the credit, but never above what the run still needs.
 
-    The credit bounds lag: a finished group waits behind at most `max_lag` batches.
+    The credit bounds lag: a finished group waits behind at most `max_lag` batches. Each index is released with the
+    policy version that the trainer will have when it takes the group, as far as those before it tell: a producer waits
+    until its own is within the lag bound of that one, so that no token is sampled that would be masked for its lag.
     """
 
     def __init__(
@@ -53,15 +57,29 @@ class Releaser:
         ledger = self._ledger
         target = len(ledger.settled) + min(self.credit, self._num_needed)
         while ledger.num_released < target:
-            tasks = self._plan.next(target - ledger.num_released)
-            self._scripts.release(ledger.num_released, tasks, policy_version)
-            for task in tasks:
-                ledger.release(task)
+            for version, tasks in self._by_version(self._plan.next(target - ledger.num_released), policy_version):
+                self._scripts.release(ledger.num_released, tasks, version)
+                for task in tasks:
+                    ledger.release(task)
+
+    def _by_version(self, tasks: Sequence[ReleasedTask], policy_version: int) -> list[tuple[int, list[ReleasedTask]]]:
+        """Returns the tasks in order, by the version at which the trainer will take their groups."""
+        num_ahead = self._ledger.num_open
+        versions = [policy_version + self._steps_until_taken(num_ahead + place) for place in range(len(tasks))]
+        pairs = groupby(zip(versions, tasks, strict=True), key=itemgetter(0))
+        return [(version, [task for _, task in pair]) for version, pair in pairs]
+
+    def _steps_until_taken(self, num_ahead: int) -> int:
+        """Returns the optimizer steps that will be taken on the `num_ahead` open groups before the batch of the next
+        one; the credit bounds them by the lag bound."""
+        num_ready, config = min(num_ahead, len(self._reader.ready)), self._config
+        expected = num_ready + (num_ahead - num_ready) * (1 - self._progress.skipped_share)
+        return min(config.lag_bound, int(expected / config.groups_per_batch) * config.steps_per_batch)
 
     def _release_again(self, indexes: Sequence[int], reason: str, policy_version: int) -> None:
-        """Releases indexes again that are not settled."""
+        """Releases indexes again that are not settled; in turn they come after all others that are open."""
         tasks = [(index, self._ledger.tasks[index]) for index in sorted(indexes)]
-        self._scripts.release_again(policy_version, tasks)
+        self._scripts.release_again(policy_version + self._steps_until_taken(self._ledger.num_open - 1), tasks)
         self._ledger.released_again[reason] += len(indexes)
 
     def postpone(self, indexes: Iterable[int], reason: str) -> None:

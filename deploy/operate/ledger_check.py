@@ -16,7 +16,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class OpenPrompt:
-    """An entry of the prompts stream. version: the trainer's policy when it was released."""
+    """An entry of the prompts stream. version: the policy at which the trainer expects to take its group."""
 
     entry_id: str
     index: int

@@ -8,11 +8,20 @@ import pytest
 from msgspec.structs import replace
 
 from mini_producer import group_fields, make_group
+from penstock.consumers.checkpoints.state import CheckpointState
 from penstock.consumers.learning.advantages import has_variance
 from penstock.consumers.observe.run_log import by_environment
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.release import Releaser
-from penstock.schemas.config import AdvantageConfig, BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
+from penstock.consumers.stream.run_progress import RunProgress
+from penstock.schemas.config import (
+    AdvantageConfig,
+    BatchConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from penstock.schemas.record_reader import Record
 from trainer_bench import assert_balanced, tasks_taken
 
@@ -141,3 +150,33 @@ def test_siblings_of_equal_rewards_and_different_parts_teach_where_advantages_ar
     by_parts = AdvantageConfig(path="penstock.consumers.learning.advantages:per_component", kwargs={"weights": weights})
     assert has_variance(group, by_parts) is varies
     assert not has_variance(group, AdvantageConfig())
+
+
+def test_each_index_is_released_for_the_policy_that_will_take_it():
+    """A producer's policy must be within the lag bound of that one, so that what waits behind two batches is sampled by
+    the newest policy, not by one that is as old as the bound allows already."""
+    environment, trainer = EnvironmentConfig(path="a:B"), TrainerConfig(num_minibatches=2)
+    config = RunConfig(
+        name="r", groups_per_batch=4, model=ModelConfig(path="m"), environment=environment, trainer=trainer, max_lag=4
+    )
+    ledger, released = Ledger(), []
+    scripts = SimpleNamespace(
+        release=lambda after, tasks, version: released.extend([version] * len(tasks)),
+        release_again=lambda version, tasks: released.extend([version] * len(tasks)),
+    )
+    reader, progress = SimpleNamespace(ready={}), RunProgress(0, CheckpointState(policy_version=-1))
+    releaser = Releaser(scripts, ledger, reader, config, progress)  # type: ignore[arg-type]
+    releaser.release(10)
+    assert released == [10] * 4 + [12] * 4 + [14] * 4
+    for index in range(1, 5):
+        ledger.settle(index, "trained")
+    releaser.release(12)
+    assert released[12:] == [16] * 4, "behind two batches of two steps each"
+    releaser.postpone([7], "lost")
+    releaser.release(12)
+    assert released[16:] == [16]
+    progress.skipped_share = 0.5
+    for index in (5, 6, 8, 9):
+        ledger.settle(index, "skipped")
+    releaser.release(12)
+    assert released[17:21] == [12, 14, 14, 14], "half of the open groups will be skipped, and take no batch"
