@@ -260,16 +260,16 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 5_650,
-    "producers": 11_050,
-    "consumers": 15_550,
-    "deploy": 13_550,
-    "bench": 6_050,
-    "tests": 55_550,
+    "schemas": 5_900,
+    "producers": 12_450,
+    "consumers": 17_000,
+    "deploy": 14_200,
+    "bench": 6_150,
+    "tests": 54_500,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 104
+MOST_IMPORTED_BY_THE_TRAINER = 110
 
 
 def test_the_house_keeps_its_budget():
