@@ -20,6 +20,7 @@ from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.redis_url import connection_file
 
 _MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them a zero
+_LONGEST_BASE = _MAX_SOCKET_PATH_BYTES - len("/penstock-abcdefgh/redis.sock")
 _ANSWER_S = 5.0
 _START_S = 10.0
 _LOAD_S = 600.0  # a long append-only file is read before the first command is answered
@@ -105,7 +106,9 @@ class RedisServer:
         socket = self.folder / "redis.sock"
         if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
             return socket
-        return Path(tempfile.mkdtemp(prefix="penstock-")) / "redis.sock"
+        base = tempfile.gettempdir()
+        short = base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp"
+        return Path(tempfile.mkdtemp(prefix="penstock-", dir=short)) / "redis.sock"
 
     def _remove_predecessor_files(self) -> None:
         try:

@@ -64,8 +64,11 @@ def test_server_answers_on_a_private_socket_only_hides_its_password_and_keeps_it
         again.stop()
 
 
-def test_a_run_folder_with_a_long_name_gets_its_socket_elsewhere(tmp_path):
+@pytest.mark.parametrize("is_tmpdir_long", [False, True])
+def test_a_run_folder_with_a_long_name_gets_its_socket_elsewhere(tmp_path, monkeypatch, is_tmpdir_long):
     folder = tmp_path / ("long" * 30) / 'with "quotes" and spaces'
+    if is_tmpdir_long:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
     server = RedisServer(folder, maxmemory_mb=64)
     socket = Path(json.loads(connection_file(folder).read_text())["socket"])
     try:
