@@ -89,10 +89,13 @@ def main(
     except StoppedError as stopped:
         log.info("%s", stopped)
         return 0
-    except Exception as error:
-        if watch is None:
+    except (Exception, SystemExit) as error:  # objective, advantage and curriculum may be the user's
+        if watch is not None:
+            watch.leave(error)
+        elif isinstance(error, SystemExit):
+            log.error("the trainer ends: the user's code called sys.exit(%s)", error, exc_info=error)
+        else:
             raise
-        watch.leave(error)
         return 1
     finally:
         signals.ignore()

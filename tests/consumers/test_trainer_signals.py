@@ -1,4 +1,5 @@
-"""A trainer that is stopped before it trains: nothing is left behind, and the run is as it was."""
+"""A trainer that is stopped before it trains: nothing is left behind, and the run is as it was. One that the user's
+code ends."""
 
 import signal
 import subprocess
@@ -36,6 +37,12 @@ class Learner(ScriptedLearner):
     def __init__(self, config, ranks):
         Path(os.environ["MARKER"]).touch()
         time.sleep(300)
+""")
+
+ENDED_BY_AN_OBJECTIVE = with_learner("""
+class Learner(ScriptedLearner):
+    def step(self, batch):
+        sys.exit(0)
 """)
 
 LOADING_THE_CHECKPOINT = with_learner("""
@@ -110,6 +117,12 @@ def test_a_trainer_stopped_while_it_boots_to_resume_leaves_the_run_as_it_was(
     process = processes.start("booting", "--resume", program=program, fresh=program is IMPORTING)
     assert_stops(processes, process, signal.SIGTERM, marker.exists, "booting")
     assert everything(bench, redis_client) == before
+
+
+def test_a_trainer_that_an_objective_ends_leaves_a_status_and_a_line(bench, processes):
+    bench.resilient_producer()
+    assert processes.start("ended", program=ENDED_BY_AN_OBJECTIVE).wait(60) == 1, processes.log("ended")
+    assert "the trainer ends: the user's code called sys.exit(0)" in processes.log("ended")
 
 
 def test_a_trainer_stopped_while_it_loads_its_checkpoint_changes_only_the_epoch(bench, redis_client, processes, marker):
