@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,10 @@ from penstock.producers.weights.follower import WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.process import clock
-from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.process.cancellation import cancel_and_wait, gather_or_cancel
 from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.producer_parity import ProducerParity
+from penstock.schemas.rollout import RolloutGroup
 from penstock.schemas.weights.reading import WeightReader
 
 log = logging.getLogger(__name__)
@@ -309,9 +311,10 @@ class Producer:
         try:
             if self.endpoint is not None and self._environments.converses(claim.environment):
                 # Agents claim training prompts of conversations themselves.
-                outcome = await self.endpoint.conversations.evaluate(claim)
+                work: Coroutine[Any, Any, RolloutGroup | Dead] = self.endpoint.conversations.evaluate(claim)
             else:
-                outcome = await self._episodes.run(claim, found)
+                work = self._episodes.run(claim, found)
+            (outcome,) = await gather_or_cancel([work])  # a task of its own, which the environment may cancel
             self.writer.put(claim, outcome)
         except EngineError:
             raise

@@ -25,7 +25,7 @@ from penstock.producers.stream.progress_store import LARGEST_SHARE, ProgressStor
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
-from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.process.cancellation import cancel_and_wait, gather_or_cancel
 from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, NOT_FINISHED, RolloutGroup
@@ -320,6 +320,15 @@ class Agents:
         return False
 
     async def _pose(self, claim: Claim) -> None:
+        """Begins a claim's group in a task of its own, which the environment may cancel."""
+        try:
+            await gather_or_cancel([self._begin(claim)])
+        except asyncio.CancelledError as error:
+            if ends_caller(error):
+                raise
+            self._writer.put(claim, Dead.of("prompt", error))
+
+    async def _begin(self, claim: Claim) -> None:
         max_attempts = self._config.producers.max_attempts
         if claim.attempt > max_attempts:
             claim.has_progress = True  # it may be what kills its producers

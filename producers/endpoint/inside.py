@@ -131,12 +131,8 @@ class Conversations:
         """
         outcome: Reward | str = ""
         try:
-            source = self.environments.named(rollout.group.claim.environment)
-            environment: Any = source.environment  # a ConversingEnvironment
-            ignore = self.endpoint.unsupported == "ignore"
-            conversation = RolloutConversation(rollout, self.calls, source.sampling, ignore=ignore)
-            outcome = checked(await environment.converse(rollout.group.prompt, conversation), "a conversation")
-        except BaseException as error:  # the environment is the user's, and one rollout never ends the others
+            (outcome,) = await gather_or_cancel([self._hold(rollout)])  # a task of its own, which it may cancel
+        except asyncio.CancelledError as error:
             if ends_caller(error):
                 raise
             rollout.error = error
@@ -145,6 +141,20 @@ class Conversations:
         if self.calls.failed.done():
             self.calls.failed.result()
         return outcome
+
+    async def _hold(self, rollout: AgentRollout) -> Reward | str:
+        """Returns the reward of one conversation; without one, `rollout.error` says why."""
+        try:
+            source = self.environments.named(rollout.group.claim.environment)
+            environment: Any = source.environment  # a ConversingEnvironment
+            ignore = self.endpoint.unsupported == "ignore"
+            conversation = RolloutConversation(rollout, self.calls, source.sampling, ignore=ignore)
+            return checked(await environment.converse(rollout.group.prompt, conversation), "a conversation")
+        except BaseException as error:  # the environment is the user's, and one rollout never ends the others
+            if ends_caller(error):
+                raise
+            rollout.error = error
+            return ""
 
     async def run(self, agents: Agents) -> None:
         """Holds the conversations about training prompts, as many at once as the producer has room for.

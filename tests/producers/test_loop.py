@@ -15,8 +15,9 @@ from penstock.producers.stream import heartbeat
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.producer_parity import ProducerParity, encode_parity
+from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import decode_group, encode_group, unpack_ids
-from producer_run import KEYS, PATIENT, QUICK, ids
+from producer_run import KEYS, PATIENT, QUICK, Numbers, ids
 from scripted_engine import ScriptedEngine
 from waiting import until
 from wire_examples import group_of_lengths
@@ -50,6 +51,23 @@ async def test_a_failing_group_does_not_end_the_others(run) -> None:
         14: "reward: ZeroDivisionError: division by zero",
         15: "engine: ValueError: the scripted engine refuses this prompt",
     }
+
+
+async def test_a_prompt_that_cancels_its_own_task_is_dead(run, monkeypatch) -> None:
+    def cancelling(self, index: int) -> Prompt:
+        if index == 2:
+            asyncio.current_task().cancel()
+        return Prompt(text=str(index))
+
+    monkeypatch.setattr(Numbers, "prompt", cancelling)
+    monkeypatch.setattr(Numbers, "evaluation_prompt", cancelling)
+    one = run()
+    await one.producer()
+    one.trainer.release(1, 3)
+    one.trainer.evaluate(0, 3)
+    reasons = {fields[Field.INDEX]: fields.get(Field.REASON) for fields in await one.read(3)}
+    assert reasons == {b"1": None, b"2": b"producer: CancelledError", b"3": None}
+    await until(lambda: one.client.xlen(KEYS.evaluation_results) == 3)
 
 
 async def test_evaluations_are_answered_by_the_policy_they_ask_about(run) -> None:

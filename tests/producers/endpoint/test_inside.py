@@ -64,6 +64,11 @@ async def test_a_conversation_that_fails_ends_alone(serve) -> None:
     class Fragile(ToolCaller):
         num_begun = 0
 
+        def prompt(self, index):
+            if index == 3:
+                asyncio.current_task().cancel()
+            return super().prompt(index)
+
         async def converse(self, prompt, conversation):
             self.num_begun += 1
             n = self.num_begun if prompt.text == "1" else 1
@@ -73,6 +78,8 @@ async def test_a_conversation_that_fails_ends_alone(serve) -> None:
                 await cancelled()
             if n == 7:
                 sys.exit(0)
+            if n == 8:
+                asyncio.current_task().cancel()
             reward = await super().converse(prompt, conversation)
             if n == 3:
                 return float("nan")
@@ -80,19 +87,21 @@ async def test_a_conversation_that_fails_ends_alone(serve) -> None:
                 value=0.5, parts={4: {str(n): 0.0 for n in range(33)}, 5: {"\ud800": 1.0}}.get(n, reward.parts)
             )
 
-    one = await serve(environment=Fragile(), group_size=7)
-    one.trainer.release(1, 2)
-    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
+    one = await serve(environment=Fragile(), group_size=8)
+    one.trainer.release(1, 3)
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(3)}
     assert entries[1][Field.KIND] == Kind.GROUP and entries[2][Field.KIND] == Kind.DEAD
-    assert b"7 environment: LookupError: no such tool" in entries[2][Field.REASON]
+    assert b"8 environment: LookupError: no such tool" in entries[2][Field.REASON]
+    assert entries[3][Field.REASON] == b"prompt: CancelledError"
     missing = decode_group(entries[1][Field.PAYLOAD]).missing
     for reason in (
-        "CancelledError", "SystemExit: 0", "LookupError: no such tool", "RewardError: nan for a conversation",
+        "SystemExit: 0", "LookupError: no such tool", "RewardError: nan for a conversation",
         "RewardError: parts has 33 names, expected at most 32, in the reward of a conversation",
     ):  # fmt: skip
         assert f"1 environment: {reason}" in missing
+    assert "2 environment: CancelledError" in missing
     assert one.count("penstock_agent_rollouts_total", outcome="finished") == 1
-    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 13 and not one.task.done()
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 15 and not one.task.done()
 
 
 async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(serve) -> None:
