@@ -66,7 +66,7 @@ def shown_error(error: BaseException) -> str:
     """Returns an error's type and text in one line, as `one_line` cuts it, whatever its own `__str__` does."""
     try:
         text = str(error)
-    except Exception as second:
+    except BaseException as second:  # the class may be the user's
         text = f"its text cannot be shown: {type(second).__name__}"
     return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 

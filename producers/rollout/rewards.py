@@ -4,6 +4,7 @@ A function's signature, read once, decides what it is given: all siblings if its
 `completions`, and what is known of the rollout apart from its text if it has a parameter `facts`.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -65,9 +66,10 @@ class RewardCall:
     def failure(self, error: BaseException, tries: int = 1) -> RewardError:
         """Returns the error of a group; the user's own is its cause, with a note that names the completion."""
         of = f"a group of {len(self.completions)}, the first: " if self.is_of_group else "the completion "
-        # Several calls may raise one and the same error, of a request that they share.
-        error.__notes__ = [note for note in getattr(error, "__notes__", ()) if not note.startswith(SCORING)]
-        error.add_note(f"{SCORING} {of}{self.completions[0][:200]!r}")
+        with contextlib.suppress(Exception):  # an error of a frozen class takes no note
+            # Several calls may raise one and the same error, of a request that they share.
+            error.__notes__ = [note for note in getattr(error, "__notes__", ()) if not note.startswith(SCORING)]
+            error.add_note(f"{SCORING} {of}{self.completions[0][:200]!r}")
         return explained(error, tries)
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
@@ -147,6 +148,16 @@ class Unreadable(Exception):
         raise ZeroDivisionError
 
 
+class Leaving(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
 def leave(error: BaseException) -> NoReturn:
     raise error
 
@@ -164,6 +175,8 @@ async def test_whatever_a_reward_lets_out_is_its_groups_reason(make_config) -> N
         (Panic("index 3 of 2"), "Panic: index 3 of 2"),
         (asyncio.CancelledError(), "CancelledError"),
         (Unreadable(), "Unreadable: its text cannot be shown: ZeroDivisionError"),
+        (Leaving(), "Leaving: its text cannot be shown: SystemExit"),
+        (Frozen(503), "Frozen: 503"),
         (ValueError("x" * 30_000_000), "ValueError: xxx.*30,000,0.. characters"),
     ]:
 
