@@ -10,7 +10,7 @@ import redis
 
 import wire_examples
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
-from penstock.schemas.policy import WeightManifest
+from penstock.schemas.policy import WeightManifest, steps_behind
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
 
@@ -40,13 +40,17 @@ def make_group(index: int, version: int, *, rewards=(0.0, 1.0), evaluation_id: s
 class MiniProducer(threading.Thread):
     """Answers every prompt and evaluation until `stop` is set or the run is finished.
 
+    Samples with any policy within `lag_bound` of the one that the prompt names, as producers do.
     `answer(index, version)` returns the fields of the rollout entry; the default is a group of rewards 0 and 1.
     `held_out(version)` is the reward of each held-out prompt of an evaluation; with `evaluated_by` the instance that
     answered it.
     """
 
-    def __init__(self, url: str, run: str, answer: Callable[[int, int], dict] | None = None) -> None:
+    def __init__(
+        self, url: str, run: str, answer: Callable[[int, int], dict] | None = None, lag_bound: int = 0
+    ) -> None:
         super().__init__(daemon=True)
+        self.lag_bound = lag_bound
         self.client = redis.Redis.from_url(url, protocol=2)
         self.keys = Keys(run)
         self.stop = threading.Event()
@@ -94,13 +98,14 @@ class MiniProducer(threading.Thread):
     def _serve(self, stream: str, entries: list) -> None:
         for entry_id, fields in entries:
             version = self._newest_policy()
-            # A prompt may name a version that is not announced yet.
-            wanted = int(fields[Field.VERSION] if stream == self.keys.prompts else entry_id.partition(b"-")[0])
-            while version < wanted and not self.stop.is_set():
+            # Both may name a version that is not announced yet, a prompt the one that will take its group.
+            is_prompt = stream == self.keys.prompts
+            wanted = int(fields[Field.VERSION] if is_prompt else entry_id.partition(b"-")[0])
+            while steps_behind(version, wanted) > self.lag_bound * is_prompt and not self.stop.is_set():
                 time.sleep(0.001)
                 version = self._newest_policy()
             pipeline = self.client.pipeline(transaction=True)
-            if stream == self.keys.prompts:
+            if is_prompt:
                 pipeline.xadd(self.keys.rollouts, self.answer(int(fields[Field.INDEX]), version))
                 self.num_answered += 1
             else:

@@ -18,8 +18,8 @@ class ResilientProducer(MiniProducer):
     """Continues after outages, after the server was emptied, and when it is full. `answers` counts by index,
     `num_pauses` counts refusals at the memory limit."""
 
-    def __init__(self, url: str, run: str, answer=None) -> None:
-        super().__init__(url, run, answer)
+    def __init__(self, url: str, run: str, answer=None, lag_bound: int = 0) -> None:
+        super().__init__(url, run, answer, lag_bound)
         self.client.close()
         self.client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=10.0)
         self.answers: Counter[int] = Counter()

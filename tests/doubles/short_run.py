@@ -67,7 +67,7 @@ class ShortRun:
 
     def producer(self, answer: Callable[[int, int], dict] | None = None) -> MiniProducer:
         """Starts a producer."""
-        producer = MiniProducer(self.url, self.config.name, answer)
+        producer = MiniProducer(self.url, self.config.name, answer, self.config.lag_bound)
         producer.start()
         self._producers.append(producer)
         return producer

@@ -83,10 +83,10 @@ class TrainerBench:
         return trainer
 
     def producer(self, answer=None) -> MiniProducer:
-        return self._start(MiniProducer(self.url, "test", answer))
+        return self._start(MiniProducer(self.url, "test", answer, self.config.lag_bound))
 
     def resilient_producer(self, answer=None, url: str | None = None) -> ResilientProducer:
-        return self._start(ResilientProducer(url or self.url, "test", answer))
+        return self._start(ResilientProducer(url or self.url, "test", answer, self.config.lag_bound))
 
     def proxy(self) -> CuttingProxy:
         """Returns a proxy in front of the server that knows the trainer's scripts by name."""
