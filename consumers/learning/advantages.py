@@ -96,8 +96,10 @@ def leave_one_out(rewards: BatchRewards, *, normalize_std: bool = False) -> np.n
 
 def batch_normalized(rewards: BatchRewards) -> np.ndarray:
     """Subtracts each group's mean and divides by the standard deviation of the batch's rewards."""
-    centered = rewards.of_groups(partial(_normalized, by_std=False), rewards.values)
-    return centered / (rewards.values.std(ddof=1) + STD_EPSILON) if centered.any() else centered
+    scale = _scale(rewards.values)
+    values = rewards.values / scale
+    centered = rewards.of_groups(partial(_normalized, by_std=False), values)
+    return centered / (values.std(ddof=1) + STD_EPSILON / scale) if centered.any() else centered
 
 
 def reinforce_plus_plus(rewards: BatchRewards, *, group_baseline: bool = False) -> np.ndarray:
@@ -108,9 +110,11 @@ def reinforce_plus_plus(rewards: BatchRewards, *, group_baseline: bool = False) 
     values, total = _without_rounding(values), rewards.num_tokens.sum()
     if total < 2 or (values == values[0]).all():
         return np.zeros(len(values))
+    scale = _scale(values)
+    values = values / scale
     centered = values - (rewards.num_tokens * values).sum() / total
     variance = (rewards.num_tokens * centered**2).sum() / (total - 1)
-    return np.asarray(centered / np.sqrt(variance + VARIANCE_EPSILON))
+    return np.asarray(centered / np.sqrt(variance + VARIANCE_EPSILON / scale / scale))
 
 
 def per_component(rewards: BatchRewards, *, weights: Mapping[str, float]) -> np.ndarray:
@@ -244,11 +248,16 @@ def _without_rounding(values: np.ndarray) -> np.ndarray:
     return np.full_like(values, values[0]) if is_equal else values
 
 
+def _scale(values: np.ndarray) -> float:
+    """Returns what values are divided by before they are squared: the square of one beyond 1e154 would be infinite."""
+    return max(1.0, float(np.abs(values).max()))
+
+
 def _normalized(values: np.ndarray, *, by_std: bool) -> np.ndarray:
     if len(values) < 2 or (values == values[0]).all():  # exact, whatever the rounding of the mean
         return np.zeros(len(values))
     if not by_std:
         return values - values.mean()
-    scale = max(1.0, np.abs(values).max())  # the square of a part beyond 1e154 would be infinite
+    scale = _scale(values)
     values = values / scale
     return (values - values.mean()) / (values.std(ddof=1) + STD_EPSILON / scale)

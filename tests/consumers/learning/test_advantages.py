@@ -169,7 +169,12 @@ def test_rewards_that_are_equal_up_to_rounding_have_no_variance_under_any_functi
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("size", [1e9, 1e154, 1e200, 1e308, 1.7e308])
-def test_a_part_of_any_finite_size_has_its_exact_advantage(size) -> None:
+def test_a_reward_or_part_of_any_finite_size_has_its_exact_advantage(size) -> None:
+    whole = _rewards([[(size, 3, 0.0, 0.0), (-size, 3, 0.0, 0.0), (0.0, 3, 0.0, 0.0)]])
+    np.testing.assert_allclose(batch_normalized(whole), [1.0, -1.0, 0.0], rtol=1e-12)
+    for group_baseline in (False, True):  # the variance over 9 tokens is 6 / 8 of size**2
+        got = reinforce_plus_plus(whole, group_baseline=group_baseline)
+        np.testing.assert_allclose(got, np.array([1.0, -1.0, 0.0]) / np.sqrt(0.75), rtol=1e-12)
     parts = [(0.0, 3, size, 0.0), (0.0, 3, -size, 0.0), (0.0, 3, 0.0, 1.0)]
     got = per_component(_rewards([parts]), weights={"exact": 1.0, "brief": 0.0})
     np.testing.assert_allclose(got, [1.0, -1.0, 0.0], rtol=1e-12)  # mean 0, std = size
