@@ -215,7 +215,7 @@ def test_from_python_progress_is_told_the_engines_output_is_not_and_threads_are_
         (["{model}", "evaluation.num_prompts=0", "environments=[{{path='letters_environment:Letters'}}]"],
          "environments[0].path = 'letters_environment:Letters': no held-out prompts; expected some"),
         (["{model}", "evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with num_samples = 4"),
-        (["{model}", "evaluation.num_prompts=3"], "3: the environment 'main' (environment) has 2 held-out"),
+        (["{model}", "evaluation.num_prompts=3"], "3: the environment 'letters' (environments[0]) has 2 held-out"),
         (["{adapter}"], "an adapter without its base; expected a whole model (`penstock export RUN FOLDER --merged`)"),
         (["{best}"], "expected a whole model (`penstock export RUN FOLDER --checkpoint best --merged`)"),
         (["{bare}"], "a model without safetensors weights"),
