@@ -1,6 +1,7 @@
 """Every Redis name of a run. One hash tag per run keeps its keys in one slot of a cluster."""
 
 import re
+from collections.abc import Mapping
 
 PRODUCERS_GROUP = "producers"
 """The consumer group of the prompts and evaluations streams."""
@@ -144,6 +145,11 @@ def number_in(field: bytes | None) -> int | None:
     thousands of digits, and return numbers that no record can hold.
     """
     return int(field) if field is not None and len(field) <= _MAX_DIGITS and field.isdigit() else None
+
+
+def is_of_run(fields: Mapping[bytes, bytes], run_id: str) -> bool:
+    """Returns whether an entry is of run `run_id`, see `Commit.RUN_ID`; one that was written by hand names none."""
+    return fields.get(Field.RUN_ID, run_id.encode()) == run_id.encode()
 
 
 def entry_key(entry_id: bytes) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figure
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, LARGEST_CLOCK, START
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.config import HeldOut
-from penstock.schemas.keys import Field, Kind, entry_key, number_in
+from penstock.schemas.keys import Field, Kind, entry_key, is_of_run, number_in
 from penstock.schemas.rollout import RecordError, decode_group
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Evaluator:
         version, n = number_in(before), number_in(after)
         if version is None or n is None or (version, n) not in self._asked:
             return  # an evaluation that is complete, or of an earlier trainer
-        if fields.get(Field.RUN_ID, self._scripts.run_id.encode()) != self._scripts.run_id.encode():
+        if not is_of_run(fields, self._scripts.run_id):
             return  # answered by the weights of another run of this name
         entry, (version, n) = (version, n), self._asked[version, n]
         samplers: tuple[str, ...] = ()

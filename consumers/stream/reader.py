@@ -9,7 +9,7 @@ from msgspec import structs
 
 from penstock.consumers.stream.connection import BLOCK_S, TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
-from penstock.schemas.keys import Field, Keys, Kind, entry_key, number_in
+from penstock.schemas.keys import Field, Keys, Kind, entry_key, is_of_run, number_in
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
@@ -85,7 +85,7 @@ class Reader:
         run_id: str = "",
     ) -> None:
         self._connection = connection
-        self._renew, self._run_id = renew, run_id.encode()
+        self._renew, self._run_id = renew, run_id
         self._has_dropped = False
         self._stream = keys.rollouts
         self._ledger = ledger
@@ -158,7 +158,7 @@ class Reader:
     def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
         payload = fields.get(Field.PAYLOAD, b"")
         index = number_in(fields.get(Field.INDEX))
-        if fields.get(Field.RUN_ID, self._run_id) != self._run_id:
+        if not is_of_run(fields, self._run_id):
             self._drop_of_another_run(entry_id)
             return
         if index is None:

@@ -12,7 +12,7 @@ from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import RunConfig
-from penstock.schemas.keys import Field, number_in
+from penstock.schemas.keys import Field, is_of_run, number_in
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +110,8 @@ class Releaser:
         scripts, reader = self._scripts, self._reader
         entries = self._reachable_prompts()
         # Producers may append here, and one may be broken or hostile.
-        own = scripts.run_id.encode()
         open_prompts = {
-            number_in(fields.get(Field.INDEX)) for _, fields in entries if fields.get(Field.RUN_ID, own) == own
+            number_in(fields.get(Field.INDEX)) for _, fields in entries if is_of_run(fields, scripts.run_id)
         }
         if None in open_prompts:
             log.warning("prompts: an entry names no task; the producer that claims it removes it")
