@@ -16,7 +16,7 @@ from redis.retry import Retry
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.server_binary import find_server
 from penstock.schemas.config import ConfigError
-from penstock.schemas.process.files import write_whole
+from penstock.schemas.process.files import folder_for_sockets, write_whole
 from penstock.schemas.process.redis_url import connection_file
 
 _MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them a zero
@@ -106,9 +106,7 @@ class RedisServer:
         socket = self.folder / "redis.sock"
         if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
             return socket
-        base = tempfile.gettempdir()
-        short = base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp"
-        return Path(tempfile.mkdtemp(prefix="penstock-", dir=short)) / "redis.sock"
+        return Path(tempfile.mkdtemp(prefix="penstock-", dir=folder_for_sockets(_LONGEST_BASE))) / "redis.sock"
 
     def _remove_predecessor_files(self) -> None:
         try:

@@ -26,6 +26,7 @@ from penstock.producers.engines.settings import engine_environment
 from penstock.producers.engines.weight_transfer import BIND_VARIABLE
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig
+from penstock.schemas.process.files import folder_for_sockets
 
 LONGEST_BASE = 50
 """Characters of the folder in which that of the sockets is made: a socket's path may have 107, 55 of them are ours and
@@ -41,11 +42,10 @@ def socket_folder() -> str:
     Raises:
         EngineError: TMPDIR is too long a path for a socket, and /tmp cannot be written.
     """
-    base = tempfile.gettempdir()
-    short = base if len(os.fsencode(base)) <= LONGEST_BASE else "/tmp"
     try:
-        folder = tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=short)
+        folder = tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=folder_for_sockets(LONGEST_BASE))
     except OSError as error:
+        base = tempfile.gettempdir()
         raise EngineError(
             f"TMPDIR = {base!r}: {len(base)} characters, too long for a socket's path, and /tmp cannot be used "
             f"({error}); expected at most {LONGEST_BASE}"

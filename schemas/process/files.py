@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,12 @@ def make_private(folder: Path) -> None:
     """Creates a run's folder, if absent, for its owner alone: it holds prompts and answers. An existing folder keeps
     its permissions."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def folder_for_sockets(longest: int) -> str:
+    """Returns the system's temporary folder, or /tmp if its path has more than `longest` bytes: a socket's has few."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= longest else "/tmp"
 
 
 def write_whole(file: Path, data: str | bytes, *, mode: int = 0o666) -> None:
