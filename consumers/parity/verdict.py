@@ -102,20 +102,13 @@ def judge(
     engine = torch.where(candidate.trainer.isnan() | meant.isnan(), torch.nan, engine)
     gap, before = gap_of(meant, candidate.trainer), gap_of(engine, baseline)
     trimmed = _without_worst(meant, candidate.trainer, candidate.flips) if candidate.flips else gap
-    explains = (
-        candidate.possible
-        and tolerance.allows(trimmed)
-        and (candidate.certain or trimmed.mean <= _BETTER * before.mean)
+    is_better = trimmed.mean <= _BETTER * before.mean
+    if is_better and noisy:
+        is_better = _z(meant - candidate.trainer, engine - baseline, _CLEARLY_OFF * tolerance.mean) >= _MIN_Z
+    elif is_better:
         # In float32 a gap within the tolerance needs no explanation: rounding alone may make one of two the closer one.
-        and (
-            candidate.certain
-            or (
-                _z(meant - candidate.trainer, engine - baseline, _CLEARLY_OFF * tolerance.mean) >= _MIN_Z
-                if noisy
-                else not tolerance.allows(before)
-            )
-        )
-    )
+        is_better = not tolerance.allows(before)
+    explains = candidate.possible and tolerance.allows(trimmed) and (candidate.certain or is_better)
     hypothesis = Hypothesis(
         layer=layer_of(candidate.name),
         name=candidate.name,
