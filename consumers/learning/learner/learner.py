@@ -85,7 +85,7 @@ class Learner:
         self._movement: Movement | None = None
         """Of a policy that is rounded."""
         if config.model.dtype != "float32" and config.lora is None:
-            self._movement = Movement(self.model.parameters(), DTYPES[config.model.dtype])
+            self._movement = Movement(self.model.parameters(), DTYPES[config.model.dtype], self.ranks)
             self._warn_of_a_standstill(self._movement.slowest_rate())
         self._adapter = identity_of(config)
         objective = construct(config.objective, "objective", Objective)

@@ -5,7 +5,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from penstock.consumers.learning.model.shards import held
+from penstock.consumers.learning.ranks import Ranks
 
 NUM_STEPS = 50
 """Optimizer steps within which a weight should reach the published policy."""
@@ -53,19 +55,22 @@ def _placed(values: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Movement:
-    """A sample of the masters, of this rank, and where they stood when the run began.
+    """A sample of the masters, of this rank of `ranks`, and where they stood when the run began.
 
     parameters: as they begin; with a resumed run before its checkpoint is loaded. dtype: of the published policy.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, ranks: Ranks) -> None:
+        self._parameters, self._ranks = parameters, ranks
         self._dtype = dtype
-        self._stride = max(1, sum(_local(parameter).numel() for parameter in parameters) // _SAMPLE_SIZE)
+        self._stride = max(1, sum(len(elements) for elements in self._held()) // _SAMPLE_SIZE)
         self._start = self._sample()
 
     def _sample(self) -> Tensor:
-        return torch.cat([_local(parameter).reshape(-1)[:: self._stride] for parameter in self._parameters])
+        return torch.cat([elements[:: self._stride] for elements in self._held()])
+
+    def _held(self) -> list[Tensor]:
+        return [held(parameter.detach(), self._ranks)[1] for parameter in self._parameters]
 
     def published_share(self) -> float:
         """Returns the share of the masters' movement since the start that the published policy has made: the slope of
@@ -82,8 +87,3 @@ class Movement:
         size = self._start.abs().to(self._dtype)
         outer = (size.view(torch.int16) + 1).view(self._dtype)
         return ((outer.float() - size.float()) / 2).median().item() / NUM_STEPS
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    tensor = parameter.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,6 +10,7 @@ from torch import nn
 from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.model.rounding import Movement, dither
+from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, ModelConfig, TrainerConfig, load_config
 from training_groups import configuration, lag_from, random_group, tiny_model
 
@@ -75,7 +76,7 @@ def test_a_dithered_policy_makes_the_whole_movement_from_the_first_step(rate) ->
         module = _module(w=_typical())
         if is_dithered:
             dither(module, BFLOAT16, 0)
-        movement = Movement(list(module.parameters()), BFLOAT16)
+        movement = Movement(list(module.parameters()), BFLOAT16, Ranks())
         assert movement.published_share() == 1.0
         sign = torch.where(torch.rand(module.w.shape, generator=torch.Generator().manual_seed(1)) < 0.5, -1.0, 1.0)
         module.w.data += rate * sign
@@ -86,7 +87,7 @@ def test_a_dithered_policy_makes_the_whole_movement_from_the_first_step(rate) ->
 
 def test_half_of_the_weights_move_within_fifty_steps_at_the_slowest_rate() -> None:
     module = _module(w=_typical())
-    rate = Movement(list(module.parameters()), BFLOAT16).slowest_rate()
+    rate = Movement(list(module.parameters()), BFLOAT16, Ranks()).slowest_rate()
     for share, factor in ((0.0, 0.2), (0.5, 1.001), (1.0, 60.0)):
         outwards = module.w + 50 * factor * rate * module.w.sign()
         changed = (outwards.to(BFLOAT16) != module.w.to(BFLOAT16))[module.w != 0].float().mean().item()
