@@ -17,7 +17,7 @@ from penstock.schemas.rollout import decode_group
 from penstock.schemas.weights.log import read_log
 from real_server import RealServer
 from scripted_learner import KilledError
-from trainer_bench import assert_balanced, at_step
+from trainer_bench import assert_balanced
 
 pytestmark = pytest.mark.redis
 
@@ -102,9 +102,7 @@ def test_a_trainer_that_is_fenced_can_neither_publish_nor_commit(bench):
 
 def test_a_stopped_trainer_commits_and_is_continued(bench):
     bench.producer()
-    first = bench.trainer()
-    at_step(first, 6, first.stop)
-    assert not first.run()
+    first = bench.stopped_at(6)
     steps = first.learner.num_steps
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == steps, "what was trained before the stop is in its checkpoint"

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from forked_programs import ForkedProgram
-from trainer_bench import TrainerBench, assert_settled_once, at_step
+from trainer_bench import TrainerBench, assert_settled_once
 from trainer_process import BARE, TrainerProcesses, with_learner
 from waiting import wait_for
 
@@ -71,9 +71,7 @@ def everything(bench: TrainerBench, client: redis.Redis) -> dict[str, object]:
 
 def a_stopped_run(bench: TrainerBench) -> None:
     bench.resilient_producer()
-    first = bench.trainer()
-    at_step(first, 6, first.stop)
-    assert first.run() is False
+    bench.stopped_at(6)
     for producer in bench.producers:
         producer.stop.set()
         producer.join()

@@ -82,6 +82,13 @@ class TrainerBench:
         self.trainers.append(trainer)
         return trainer
 
+    def stopped_at(self, step: int) -> Trainer:
+        """Runs a trainer that is stopped in its optimizer step number `step`, and has committed."""
+        trainer = self.trainer()
+        at_step(trainer, step, trainer.stop)
+        assert trainer.run() is False
+        return trainer
+
     def producer(self, answer=None) -> MiniProducer:
         return self._start(MiniProducer(self.url, "test", answer, self.config.lag_bound))
 

@@ -24,7 +24,7 @@ from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.schemas.config import ConfigError, TrainerConfig
 from scripted_learner import ScriptedLearner
-from trainer_bench import assert_settled_once, at_step
+from trainer_bench import assert_settled_once
 from training_groups import configuration, lag_from, random_group, tiny_model
 
 
@@ -115,9 +115,7 @@ def test_no_two_trainers_get_one_epoch(tmp_path):
 @pytest.mark.redis
 def test_a_run_keeps_its_id_and_the_folder_of_another_is_refused(bench, redis_client):
     bench.resilient_producer()
-    first = bench.trainer()
-    at_step(first, 5, first.stop)
-    assert first.run() is False
+    first = bench.stopped_at(5)
     redis_client.flushall()
     second = bench.trainer(resume=True)
     assert second.leadership.scripts.run_id == first.leadership.scripts.run_id != ""
@@ -133,9 +131,7 @@ def test_a_run_keeps_its_id_and_the_folder_of_another_is_refused(bench, redis_cl
 @pytest.mark.redis
 def test_redis_keeps_the_tasks_of_what_the_older_checkpoint_kept_has_not_released(bench, redis_client):
     bench.resilient_producer()
-    trainer = bench.trainer()
-    at_step(trainer, 9, trainer.stop)
-    assert trainer.run() is False
+    bench.stopped_at(9)
     states = [read_state(folder) for folder in (bench.folder / "checkpoints").glob("*-*") if folder.is_dir()]
     before, _ = sorted(state.ledger.num_released for state in states)
     released = int(redis_client.hget(bench.keys.commit, "released"))

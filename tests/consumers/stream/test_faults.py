@@ -432,9 +432,7 @@ def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(benc
 
 def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_client):
     producers = [bench.resilient_producer(), bench.resilient_producer()]
-    first = bench.trainer()
-    at_step(first, 5, first.stop)
-    assert first.run() is False
+    bench.stopped_at(5)
     wait_for(lambda: redis_client.xlen(bench.keys.prompts) == 0)
     answered = sum(producer.num_answered for producer in producers)
     time.sleep(0.5)

@@ -25,14 +25,19 @@ def parser():
     return lambda **names: VllmAnswerParser(tokenizer_of("qwen3"), EndpointConfig(**names), {})
 
 
-def message_of(parser, text: str, **fields: object) -> dict:
+def completion_of(text: str) -> Completion:
+    """Returns an answer that ends its turn."""
     ids = encode("qwen3", text + "<|im_end|>")
-    completion = Completion(
+    return Completion(
         token_ids=pack_ids(ids),
         behavior_logprobs=pack_floats([-1.0] * len(ids)),
         version_spans=(VersionSpan(0, 0, len(ids)),),
         finish_reason="stop",
     )
+
+
+def message_of(parser, text: str, **fields: object) -> dict:
+    completion = completion_of(text)
     request = parse_chat({"messages": [{"role": "user", "content": "x"}], **fields}, SamplingSettings())
     return Answers(tokenizer_of("qwen3"), parser).message(request, [1, 2], completion)
 
@@ -94,16 +99,10 @@ def test_what_is_streamed_begins_what_the_parser_finds_in_the_end(parser, names)
         "three and four </think> seven",
     ):
         for tools in ({}, {"tools": TOOLS}):
-            ids = encode("qwen3", text + "<|im_end|>")
-            whole = Completion(
-                token_ids=pack_ids(ids),
-                behavior_logprobs=pack_floats([-1.0] * len(ids)),
-                version_spans=(VersionSpan(0, 0, len(ids)),),
-                finish_reason="stop",
-            )
+            whole = completion_of(text)
             request = parse_chat({"messages": [{"role": "user", "content": "x"}], **tools}, SamplingSettings())
             answers = Answers(tokenizer, made, finds_reasoning="reasoning_parser" in names)
             message = answers.message(request, [1, 2], whole)
-            for n in range(len(ids) + 1):
+            for n in range(whole.num_tokens + 1):
                 for part, said in answers.so_far(request, [1, 2], whole.part(0, n)).items():
                     assert (message.get(part) or "").startswith(said), (text, tools, n, part)
