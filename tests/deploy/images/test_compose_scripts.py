@@ -1,7 +1,6 @@
 """The containers' start: passwords are handed out, the trainer begins or continues, each producer gets a GPU."""
 
 import hashlib
-import http.server
 import json
 import os
 import shutil
@@ -9,17 +8,18 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import start_http_server
 
 from penstock.deploy.images import hand_out, healthy
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 IMAGES = ROOT / "deploy" / "images"
+COMMON = "/workspace/run.toml --name demo --runs {} --set metrics.host=0.0.0.0"
+"""What the trainer's script tells every trainer, with the folder of all runs."""
 
 
 class ScriptMachine:
@@ -78,26 +78,22 @@ def machine(tmp_path: Path) -> ScriptMachine:
     return ScriptMachine(tmp_path)
 
 
-def test_a_trainer_begins_a_run_that_has_no_checkpoints_and_reports_its_end(machine: ScriptMachine) -> None:
+def test_a_trainer_begins_or_continues_a_run_and_reports_its_end_and_a_failed_one_is_a_failed_container(
+    machine: ScriptMachine,
+) -> None:
+    report = f"report demo --runs {machine.runs}"
     machine.put_penstock("exit 0")
     assert machine.run("trainer.sh").returncode == 0
-    common = f"/workspace/run.toml --name demo --runs {machine.runs} --set metrics.host=0.0.0.0"
-    assert machine.calls() == [f"trainer {common}", f"report demo --runs {machine.runs}"]
-
-
-def test_a_trainer_continues_a_run_that_was_begun(machine: ScriptMachine) -> None:
+    assert machine.calls() == [f"trainer {COMMON.format(machine.runs)}", report]
     (machine.runs / "demo" / "checkpoints").mkdir(parents=True)
     (machine.runs / "demo" / "checkpoints" / "epoch-0").touch()
-    machine.put_penstock("exit 0")
-    assert machine.run("trainer.sh").returncode == 0
-    assert machine.calls()[0].endswith("--resume")
-
-
-@pytest.mark.parametrize("status", [1, 2])
-def test_a_failed_trainer_is_a_failed_container(machine: ScriptMachine, status: int) -> None:
-    machine.put_penstock(f"exit {status}")
-    assert machine.run("trainer.sh").returncode == status
-    assert len(machine.calls()) == 1
+    for script, status, calls in (("exit 0", 0, 2), ("exit 1", 1, 1), ("exit 2", 2, 1), ('[ "$1" = trainer ]', 0, 2)):
+        machine.calls_file.unlink()
+        machine.put_penstock(script)
+        done = machine.run("trainer.sh")
+        assert (done.returncode, len(machine.calls())) == (status, calls), script
+        assert machine.calls()[0].endswith("--resume")
+    assert "the run is complete; its report could not be written" in done.stderr
 
 
 def test_a_trainer_that_is_stopped_is_waited_for_and_is_not_a_complete_run(machine: ScriptMachine) -> None:
@@ -111,13 +107,6 @@ def test_a_trainer_that_is_stopped_is_waited_for_and_is_not_a_complete_run(machi
     assert len(machine.calls()) == 1
 
 
-def test_a_report_that_cannot_be_written_does_not_undo_the_run(machine: ScriptMachine) -> None:
-    machine.put_penstock('[ "$1" = trainer ]')
-    done = machine.run("trainer.sh")
-    assert done.returncode == 0
-    assert "the run is complete; its report could not be written" in done.stderr
-
-
 @pytest.mark.parametrize(("index", "is_host"), [("0", "yes"), ("1", "no")])
 def test_a_pod_of_several_starts_its_ranks_by_torchrun_and_the_first_one_reports(
     machine: ScriptMachine, index: str, is_host: str
@@ -125,24 +114,21 @@ def test_a_pod_of_several_starts_its_ranks_by_torchrun_and_the_first_one_reports
     machine.put("torchrun", f'echo "torchrun $*" >> {machine.calls_file}')
     machine.put_penstock("exit 0")
     assert machine.run("trainer.sh", PET_NNODES="2", JOB_COMPLETION_INDEX=index).returncode == 0
-    common = f"/workspace/run.toml --name demo --runs {machine.runs} --set metrics.host=0.0.0.0"
     started, *reported = machine.calls()
     # Ranks that torchrun starts again continue, whatever there was when the pod began.
     options = f"--rdzv-conf is_host={is_host},read_timeout=600 --no-python"
-    assert started == f"torchrun {options} penstock trainer {common} --resume"
+    assert started == f"torchrun {options} penstock trainer {COMMON.format(machine.runs)} --resume"
     assert reported == ([f"report demo --runs {machine.runs}"] if index == "0" else [])
 
 
-def test_a_pod_of_several_that_does_not_know_its_number_says_so(machine: ScriptMachine) -> None:
-    done = machine.run("trainer.sh", PET_NNODES="2")
-    assert done.returncode != 0 and "the number of this pod is missing" in done.stderr
-
-
-@pytest.mark.parametrize("script", ["trainer.sh", "producer.sh"])
-def test_a_container_without_the_runs_name_says_so(machine: ScriptMachine, script: str) -> None:
-    done = machine.run(script, RUN="")
-    assert done.returncode != 0
-    assert "the name of the run is missing" in done.stderr
+def test_a_container_without_what_it_must_be_told_says_so(machine: ScriptMachine) -> None:
+    for script, environment, said in (
+        ("trainer.sh", {"PET_NNODES": "2"}, "the number of this pod is missing"),
+        ("trainer.sh", {"RUN": ""}, "the name of the run is missing"),
+        ("producer.sh", {"RUN": ""}, "the name of the run is missing"),
+    ):
+        done = machine.run(script, **environment)
+        assert done.returncode != 0 and said in done.stderr
 
 
 def test_a_producer_without_gpus_starts_as_it_is(machine: ScriptMachine) -> None:
@@ -228,27 +214,12 @@ def test_the_setup_image_hands_out_with_what_it_copies_and_the_standard_library(
     assert (tmp_path / "to" / "redis" / "users.acl").is_file()
 
 
-@pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setattr(healthy, "URL", f"http://127.0.0.1:{server.server_port}/metrics")
-        yield
-        server.shutdown()
-        thread.join()
-
-
-def test_a_container_is_healthy_while_its_metrics_are_served(metrics: None, monkeypatch, capsys) -> None:
+def test_a_container_is_healthy_while_its_metrics_are_served(monkeypatch, capsys) -> None:
+    server, thread = start_http_server(0, "127.0.0.1")
+    monkeypatch.setattr(healthy, "URL", f"http://127.0.0.1:{server.server_port}/metrics")
     assert healthy.main() == 0
-    monkeypatch.setattr(healthy, "URL", "http://127.0.0.1:9/metrics")
+    server.shutdown()
+    thread.join()
+    server.server_close()
     assert healthy.main() == 1
-    assert "127.0.0.1:9" in capsys.readouterr().err
+    assert "127.0.0.1" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from penstock.deploy import cli
 from penstock.deploy.prometheus.__main__ import TEMPLATES, generated
 from penstock.deploy.prometheus.command import HERE, RULES, write_prometheus_config
 from penstock.schemas import limits
-from penstock.schemas.config import ConfigError, MetricsConfig
+from penstock.schemas.config import ConfigError
 from prometheus_server import needs_prometheus
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +31,7 @@ ALERTS = {rule["alert"]: rule for rule in rules("alert")}
 
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=300)
 
 
 def unit_tests(name: str) -> list[dict[str, Any]]:
@@ -40,15 +39,9 @@ def unit_tests(name: str) -> list[dict[str, Any]]:
 
 
 @needs_prometheus
-@pytest.mark.parametrize("file", sorted(UNIT_TESTS.glob("*.yml")), ids=lambda file: file.stem)
-def test_rules_do_what_their_unit_tests_say(file: Path) -> None:
-    result = promtool("test", "rules", file)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@needs_prometheus
-def test_promtool_takes_the_rules_and_the_configuration_for_containers() -> None:
+def test_rules_do_what_their_unit_tests_say_and_promtool_takes_the_configuration_for_containers() -> None:
     for result in (
+        promtool("test", "rules", *sorted(UNIT_TESTS.glob("*.yml"))),
         promtool("check", "rules", *RULES.glob("*.yml")),
         promtool("check", "config", HERE / "prometheus.yml"),
     ):
@@ -84,23 +77,6 @@ def test_an_alert_leads_to_what_to_do_and_is_tried_in_health_and_on_a_run_that_f
     assert fallen and all(not wanted[0] and wanted[-1] for wanted in fallen)
 
 
-@needs_prometheus
-@pytest.mark.parametrize("expr", ["vector(0) > 1", "vector(1)"], ids=["never", "always"])
-def test_an_alert_that_never_or_always_fires_fails_its_unit_test(expr: str, tmp_path: Path) -> None:
-    folder = tmp_path / "deploy" / "prometheus" / "rules"
-    shutil.copytree(RULES, folder)
-    document = yaml.safe_load((folder / "alerts.yml").read_text())
-    for group in document["groups"]:
-        for rule in group["rules"]:
-            rule["expr"] = expr
-    (folder / "alerts.yml").write_text(yaml.safe_dump(document))
-    tests = tmp_path / "tests" / "deploy" / "prometheus"
-    tests.mkdir(parents=True)
-    for name in ALERTS:
-        shutil.copy(UNIT_TESTS / f"{name}.yml", tests)
-        assert promtool("test", "rules", tests / f"{name}.yml").returncode == 1, name
-
-
 def test_each_unit_test_belongs_to_an_alert_and_each_recording_rule_has_a_value_or_carries_an_alert() -> None:
     others = ("recording_rules", "without_data_in_a_short_run")
     assert {file.stem for file in UNIT_TESTS.glob("*.yml")} == {*ALERTS, *others}
@@ -119,18 +95,6 @@ def test_the_runbook_has_a_section_for_each_alert_and_for_no_other() -> None:
     for name in ALERTS:
         for part in ("**What it means.**", "**How to look.**", "**What to do.**"):
             assert part in sections[name], f"{name}: {part}"
-
-
-def test_containers_are_found_by_their_services_names_at_the_port_of_the_run_file() -> None:
-    jobs = {job["job_name"]: job for job in yaml.safe_load((HERE / "prometheus.yml").read_text())["scrape_configs"]}
-    found = {name: job["dns_sd_configs"][0] for name, job in jobs.items() if "dns_sd_configs" in job}
-    places = {name: (*place["names"], place["port"]) for name, place in found.items()}
-    assert places == {
-        "penstock-trainer": ("trainer", MetricsConfig().port),
-        "penstock-producer": ("producer", MetricsConfig().port),
-        "redis": ("redis-exporter", 9121),
-    }
-    assert all(jobs[name]["honor_labels"] for name in jobs if name.startswith("penstock"))
 
 
 @needs_prometheus

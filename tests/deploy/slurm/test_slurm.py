@@ -97,11 +97,8 @@ def test_jobs_ask_for_what_their_parts_need() -> None:
     for name in (trainer, producers):
         assert name["open-mode"] == "append" and "requeue" in name  # a job that is queued again keeps its log
     assert "requeue" not in redis  # it would come back at another address
-
-
-def test_a_producer_has_the_time_to_hand_its_claims_back_before_its_job_ends() -> None:
-    number, _, seconds = options(FOLDER / "producers.sbatch")["signal"].removeprefix("B:").partition("@")
-    assert number == "TERM" and int(seconds) >= 2 * (GRACE_S + SHUTDOWN_TIMEOUT_S)
+    number, _, seconds = producers["signal"].removeprefix("B:").partition("@")
+    assert number == "TERM" and int(seconds) >= 2 * (GRACE_S + SHUTDOWN_TIMEOUT_S), "its claims are handed back"
 
 
 @pytest.mark.parametrize("script", PARTS)
@@ -133,13 +130,6 @@ def test_redis_is_the_given_one_or_that_of_its_job(cluster: Cluster, script: str
     assert given.endswith(" url=redis://mine password=")
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_a_trainer_that_ends_by_itself_is_not_queued_again(cluster: Cluster, status: int) -> None:
-    cluster.put("srun", f"exit {status}")
-    assert cluster.run("trainer.sbatch", "run.toml", REDIS_URL="redis://there")[0] == status
-    assert not [call for call in cluster.calls("scontrol") if "requeue" in call]
-
-
 def test_a_trainer_whose_time_is_over_saves_and_is_queued_again(cluster: Cluster) -> None:
     cluster.put(
         "srun", f"trap 'echo saved; exit 1' TERM\necho $$ > {cluster.folder}/step\nwhile :; do sleep 0.02; done"
@@ -155,7 +145,10 @@ def test_a_trainer_whose_time_is_over_saves_and_is_queued_again(cluster: Cluster
     assert any("requeue 123456" in call for call in cluster.calls("scontrol"))
 
 
-def test_a_trainer_that_is_cancelled_is_waited_for_and_not_queued_again(cluster: Cluster) -> None:
+def test_a_trainer_that_ends_by_itself_or_is_cancelled_is_waited_for_and_not_queued_again(cluster: Cluster) -> None:
+    for status in (0, 1):
+        cluster.put("srun", f"exit {status}")
+        assert cluster.run("trainer.sbatch", "run.toml", REDIS_URL="redis://there")[0] == status
     cluster.put(
         "srun", f"echo $$ > {cluster.folder}/step\nwhile [ ! -e {cluster.folder}/over ]; do sleep 0.02; done; exit 1"
     )
