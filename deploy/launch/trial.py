@@ -6,7 +6,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from penstock.producers.interfaces import RolloutFacts
+from penstock.producers.engines.settings import end_ids
+from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.episode import load_tokenizer, tokenize
 from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironment, open_environments, pose
@@ -29,7 +30,7 @@ async def show_tasks(config: RunConfig, num_prompts: int) -> bool:
         ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.
     """
     tokenizer, model, shown_model = _load(config)
-    model_ends = [] if model is None else _take_ends(model)
+    model_ends = [] if model is None else _model_ends(config, model)
     trials = [_Trial(config, source, tokenizer, model, model_ends) for source in open_environments(config)]
     for trial in trials:
         held_out, settings = trial.environment.num_evaluation_prompts, config.every_environment[trial.name]
@@ -177,28 +178,30 @@ def _load(config: RunConfig) -> tuple[Any, Any, str]:
 
 def _load_model(config: RunConfig) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from penstock.consumers.learning.model.device import choose_device
+    from penstock.consumers.learning.model.loading import read_model
 
     logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, local_files_only=True, dtype="auto")
+        model = read_model(config.model.path, "auto")
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: transformers cannot load it: {error}") from None
     return model.to(choose_device("auto")).eval()
 
 
-def _take_ends(model: Any) -> list[int]:
-    """Returns the end-of-sequence ids of the model's generation_config.json, as the engine reads them, and empties its
-    other settings: transformers would take from them whatever a call does not set, the engine takes none."""
-    from transformers import GenerationConfig
-
-    ends = model.generation_config.eos_token_id
-    model.generation_config = GenerationConfig()
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+def _model_ends(config: RunConfig, model: Any) -> Sequence[int]:
+    """Returns the model's own end-of-sequence ids, as the engine reads them."""
+    try:
+        ends = end_ids(config.model.path)
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
+    if ends is not None:
+        return ends
+    declared = model.config.eos_token_id
+    return declared if isinstance(declared, list) else [] if declared is None else [declared]
 
 
 def _pieces(tokenizer: Any, token_ids: list[int]) -> str:

@@ -2,13 +2,17 @@
 
 import asyncio
 import atexit
+import contextlib
 import functools
+import json
 import logging
 import multiprocessing
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -22,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.producers.engines.parent_death import SOCKETS_PREFIX, SOCKETS_VARIABLE, children_bound
-from penstock.producers.engines.settings import engine_environment
+from penstock.producers.engines.settings import GENERATION_FILE, end_ids, engine_environment
 from penstock.producers.engines.weight_transfer import BIND_VARIABLE
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig
@@ -72,6 +76,19 @@ def set_environment(config: RunConfig) -> None:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # Its cached artifact does not load on CPU: each boot would warn and compile again.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+
+
+@contextlib.contextmanager
+def ends_alone(model: str) -> Iterator[dict[str, str]]:
+    """Yields vLLM's argument for the model's end-of-sequence ids alone, in place of its whole generation_config.json:
+    vLLM reads no other setting of it, and would refuse the model for one that transformers refuses."""
+    ends = end_ids(model)
+    if ends is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        (Path(folder) / GENERATION_FILE).write_text(json.dumps({"eos_token_id": ends} if ends else {}), "utf-8")
+        yield {"generation_config": folder}
 
 
 async def boot(arguments: dict[str, Any]) -> AsyncLLM:

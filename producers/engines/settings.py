@@ -38,6 +38,9 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
 completion only."""
 
+GENERATION_FILE = "generation_config.json"
+"""Of transformers: the settings that a model's makers recommend for sampling."""
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks that vLLM supports; a smaller one is padded with zeros."""
 
@@ -128,6 +131,27 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
     if not isinstance(overrides, Mapping) or "head_dtype" in overrides:
         raise EngineError(f"engine.args.hf_overrides = {overrides!r}: expected a table without head_dtype")
     return arguments | engine.args | {"hf_overrides": {**overrides, "head_dtype": engine.head_dtype}}
+
+
+def end_ids(model: str) -> list[int] | None:
+    """Returns the end-of-sequence ids of a model's generation_config.json, the only setting in it that is used; None
+    without a file that holds settings: those of config.json end a sequence then.
+
+    Raises:
+        EngineError: they are no token ids.
+    """
+    file = Path(model) / GENERATION_FILE
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(settings, dict):
+        return None
+    given = settings.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token_id) is int for token_id in ids):
+        raise EngineError(f"{file}: eos_token_id = {given!r}, expected a token id, or a list of them")
+    return ids
 
 
 def _check_divides(size: int, model: Path) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from penstock.producers.engines.completions import pack, pack_unfinished
-from penstock.producers.engines.engine_process import boot, set_environment, shut_down
+from penstock.producers.engines.engine_process import boot, ends_alone, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import TRY, UPDATE, results_of
 from penstock.producers.engines.weight_files import BaseModel, check
@@ -92,7 +92,8 @@ class VllmEngine:
                 )
             arguments["load_format"] = "dummy"
         set_environment(config)
-        llm = await boot(arguments)
+        with ends_alone(config.model.path) as ends:
+            llm = await boot(ends | arguments)
         try:
             await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
             if config.lora is not None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from penstock.consumers.learning.model.learner_state import MASTERS, check_masters
-from penstock.consumers.learning.model.loading import DTYPES, kept_in_float32, tensors_of
+from penstock.consumers.learning.model.loading import DTYPES, kept_in_float32, read_model, tensors_of
 from penstock.consumers.learning.model.lora import FACTORS, published_name
 from penstock.consumers.learning.model.tensor_files import read_tensors, specs_in
 from penstock.consumers.learning.ranks import Ranks
@@ -61,7 +61,7 @@ def export_kept(
     """
     transformers_logging.disable_progress_bar()
     progress(f"reading {kept}")
-    module: Any = AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32)
+    module = read_model(kept, torch.float32)
     _round(module, dtype)
     _save(module, folder, dtype, progress)
 
@@ -133,7 +133,7 @@ def export_merged(
         )
     transformers_logging.disable_progress_bar()
     weights = _read_adapter(tensors, progress)
-    module: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    module = read_model(base, torch.float32)
     _merge(module, weights, adapter.alpha / adapter.rank)
     _round(module, dtype)
     _save(module, folder, dtype, progress)

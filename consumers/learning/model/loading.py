@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -31,14 +31,11 @@ def load_model(path: str, named: str, max_model_len: int | None) -> Any:
     # Progress bars would break a run's own display.
     transformers_logging.disable_progress_bar()
     try:
-        loading: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, output_loading_info=True
-        )
+        module, loaded = read_model(path, torch.float32, attn_implementation=IMPLEMENTATION, output_loading_info=True)
     except Exception as error:  # an untried architecture may raise anything
         why = str(error) or type(error).__name__
         why = "its attention cannot be replaced by the packed one" if IMPLEMENTATION in why else why
         raise ConfigError(f"{named}: transformers cannot load it: {why}") from error
-    module, loaded = loading
     if loaded["missing_keys"]:
         # transformers would continue with random values in their place.
         raise ConfigError(f"{named}: lacks the weights {sorted(loaded['missing_keys'])[:3]}")
@@ -49,6 +46,14 @@ def load_model(path: str, named: str, max_model_len: int | None) -> Any:
     _check_tied(module, named)
     fix_rope(module, max_model_len)
     return module
+
+
+def read_model(path: Path | str, dtype: torch.dtype | str, **how: Any) -> Any:
+    """Returns what transformers' `from_pretrained` does, without the folder's generation_config.json: transformers
+    refuses some of what that may hold, and nothing here generates by it."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True, generation_config=GenerationConfig(), **how
+    )
 
 
 def empty_model(path: str, dtype: torch.dtype, max_model_len: int | None) -> Any:

@@ -1,5 +1,6 @@
 """A checkpoint's tensors become what transformers loads."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,21 +37,23 @@ MODELS = {
 def test_what_was_trained_is_what_transformers_loads(tmp_path, model, dtype) -> None:
     base, folder = tmp_path / "base", tmp_path / "exported"
     MODELS[model](base)
-    # transformers reads it, and refuses to write it: a temperature without sampling.
-    (base / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}')
+    # transformers refuses to write a temperature without sampling, and to read the others.
+    refused = {"temperature": 0.6, "num_return_sequences": 4, "max_new_tokens": -5, "cache_implementation": "own"}
+    (base / "generation_config.json").write_text(json.dumps(refused | {"eos_token_id": 1}))
     learner = Learner(configuration(base))
     learner.step(pack([random_group(1, 0)], lag_from(7), learner.config))
     (tmp_path / "saved" / "model").mkdir(parents=True)
     learner.begin_checkpoint(tmp_path / "saved" / "tensors").result()
     copy_model_files(base, tmp_path / "saved" / "model")
     export_checkpoint(tmp_path / "saved", folder, dtype, export_model)
+    assert (folder / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    (folder / "generation_config.json").unlink()
     loaded, of = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not of["missing_keys"] and not of["unexpected_keys"] and str(loaded.dtype) == f"torch.{dtype}"
     expected = learner.model.module.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in loaded.state_dict().items())
     assert {file.name for file in folder.glob("*.safetensors")} == {"model.safetensors"}
-    assert (folder / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
 
 
 def test_tensors_of_another_model_than_the_configuration_s_are_refused(tmp_path) -> None:

@@ -151,8 +151,12 @@ def test_of_the_folders_generation_config_the_ends_alone_count_as_in_the_engine(
     own = {"suppress_tokens": list(range(2, 90)), "no_repeat_ngram_size": 1, "min_p": 0.9, "num_beams": 3}
     own |= {"forced_eos_token_id": 7, "stop_strings": ["1", "e"], "repetition_penalty": 5.0, "min_new_tokens": 5}
     own |= {"temperature": 0.1, "top_k": 1, "typical_p": 0.1, "begin_suppress_tokens": [5], "bad_words_ids": [[6]]}
+    own |= {"num_return_sequences": 4, "max_new_tokens": -5, "cache_implementation": "own", "compile_config": 3}
     for name, value in own.items():
         assert shown({"eos_token_id": 1, name: value}) == plain, name
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    assert cli.main(["try", f"{__name__}:Sums", *arguments]) == 2
+    assert "generation_config.json: eos_token_id = '</s>', expected a token id" in capsys.readouterr().err
     ended = shown({"eos_token_id": [1, *range(2, 90)]})
     assert len(re.findall(r"length 0\)", ended)) >= 2 * 3
 

@@ -110,6 +110,8 @@ async def test_a_setting_that_the_engine_reports_otherwise_stops_the_start(
 ):
     # The CPU build switches asynchronous scheduling off, whatever it is asked for.
     make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    # Nothing in this file but the ends of sequences may keep an engine from its start.
+    (tmp_path / "model" / "generation_config.json").write_text('{"num_return_sequences": 4, "eos_token_id": 1}')
     config = make_config(tmp_path / "model", engine={"args": {"enforce_eager": True, "async_scheduling": True}})
     before = engine_processes()
     with pytest.raises(EngineError, match=r"engine\.args\.async_scheduling: wanted True, .* reports False"):
