@@ -4,7 +4,6 @@ import math
 import random
 
 import msgspec
-import pytest
 
 from attrition_totals import totals
 from penstock.schemas.attrition import (
@@ -12,7 +11,6 @@ from penstock.schemas.attrition import (
     UNKNOWN,
     WINDOW,
     Attrition,
-    LostByLength,
     Rollouts,
     length_bucket,
     lost_by_length,
@@ -34,35 +32,20 @@ def test_losses_of_long_groups_raise_the_alarm_and_losses_at_random_do_not() -> 
 
 def test_groups_of_one_length_cannot_be_told_apart() -> None:
     assert lost_by_length([(16, n < 100) for n in range(WINDOW)]) is None
-    assert lost_by_length([(16, True)] * 200 + [(8, False)] * 56).num_long == 200
-    assert lost_by_length([(16, True)] * 3 + [(8, False)] * 253).num_long == 3
+    for num_longest in (200, 3):
+        lengths = [(16, True)] * num_longest + [(8, False)] * (WINDOW - num_longest)
+        assert lost_by_length(lengths).num_long == num_longest
     assert lost_by_length([(16, True)] * 10 + [(9, True)] * 60 + [(8, False)] * 186).num_long == 70
 
 
-def test_groups_are_counted_by_environment_outcome_and_length() -> None:
+def test_groups_are_counted_by_environment_outcome_and_length_also_since_a_copy() -> None:
     found = Attrition()
     found.add("sums", "trained", group_of_lengths(3, 5, reward=1.0), 2, [0, 4])
     found.add("sums", "stale", group_of_lengths(300, 5), 2)
-    assert found.rollouts == {
-        "sums": {
-            "trained": {
-                "4": Rollouts(1, 3, 0, 1, 1.0, {"stop": 1}),
-                "8": Rollouts(1, 5, 4, 1, 1.0, {"stop": 1}),
-            },
-            "stale": {
-                "512": Rollouts(1, 300, 0, 1, 0.0, {"stop": 1}),
-                "8": Rollouts(1, 5, 0, 1, 0.0, {"stop": 1}),
-            },
-        }
-    }
-    assert totals(found) == {"trained": {"4": (1, 3), "8": (1, 5)}, "stale": {"512": (1, 300), "8": (1, 5)}}
+    stale = {"512": Rollouts(1, 300, 0, 1, 0.0, {"stop": 1}), "8": Rollouts(1, 5, 0, 1, 0.0, {"stop": 1})}
+    trained = {"4": Rollouts(1, 3, 0, 1, 1.0, {"stop": 1}), "8": Rollouts(1, 5, 4, 1, 1.0, {"stop": 1})}
+    assert found.rollouts == {"sums": {"trained": trained, "stale": stale}}
     assert found.window == [(5, False), (300, True)]
-
-
-def test_what_was_counted_since_a_copy_is_told_apart_by_environment_outcome_and_length() -> None:
-    found = Attrition()
-    found.add("sums", "trained", group_of_lengths(3, 5, reward=1.0), 2, [1, 0])
-    found.add("sums", "dead", None, 2)
     before = found.copied()
     assert found.since(before) == {} and found.since({}) == found.rollouts
     found.add("sums", "trained", group_of_lengths(4, reward=-0.5), 1, [2])
@@ -93,19 +76,17 @@ def test_rollouts_in_no_record_are_of_unknown_length_and_a_deadline_is_longer_th
     assert found.window == [(BEYOND, True), (9, False)]
 
 
-@pytest.mark.parametrize("outcome", ["stale", "quarantined"])
-def test_a_sibling_is_missing_of_its_group_only_where_that_is_the_one_that_counts(outcome) -> None:
+def test_a_sibling_is_missing_of_its_group_only_where_that_is_the_one_that_counts() -> None:
     """What an agent did not end in a group that is sampled again is no rollout that its index lacks."""
-    found = Attrition()
-    found.add("sums", outcome, group_of_lengths(9, 9), 4)
-    found.add("sums", "skipped", group_of_lengths(9, 9, 9), 4)
-    assert totals(found) == {
-        outcome: {"16": (2, 18), UNKNOWN: (2, 0)},
-        "skipped": {"16": (3, 27)},
-        "missing": {UNKNOWN: (1, 0)},
-    }
-    settled = sum(num for kind in ("skipped", "missing") for num, _ in totals(found)[kind].values())
-    assert settled == 4, "one index is settled"
+    for outcome in ("stale", "quarantined"):
+        found = Attrition()
+        found.add("sums", outcome, group_of_lengths(9, 9), 4)
+        found.add("sums", "skipped", group_of_lengths(9, 9, 9), 4)
+        assert totals(found) == {
+            outcome: {"16": (2, 18), UNKNOWN: (2, 0)},
+            "skipped": {"16": (3, 27)},
+            "missing": {UNKNOWN: (1, 0)},
+        }
 
 
 def test_one_sibling_that_was_too_long_makes_its_group_a_long_one_that_was_lost() -> None:
@@ -117,20 +98,17 @@ def test_one_sibling_that_was_too_long_makes_its_group_a_long_one_that_was_lost(
     assert found.window == [(BEYOND, True), (BEYOND, True), (9, False)]
 
 
-@pytest.mark.parametrize(
-    ("reason", "is_so"),
-    [
-        ("record: group 7: 5,402,112 bytes encoded, at most 4,194,304 fit one stream entry; lower group_size", True),
+def test_what_died_of_its_length_is_told_from_what_died_of_other_things() -> None:
+    """That a record over the limit and a deadline are told so, the tests of the writer and of episodes show."""
+    for reason, is_so in [
         ("agents: no rollout of 2 finished: 2 rollout_too_large", True),
         ("record: group 7: rollouts[0].reward.value: nan, expected a finite number", False),
         ("reward: TimeoutError: not finished after 3 s", False),
         ("abandoned: nothing was heard of the agents: 2 not finished after 900 s", False),
         ("attempts: handed out 8 times without a result", False),
         ("", False),
-    ],
-)
-def test_what_died_of_its_length_is_told_from_what_died_of_other_things(reason: str, is_so: bool) -> None:
-    assert died_of_length(reason) == is_so
+    ]:
+        assert died_of_length(reason) == is_so, reason
 
 
 def test_rewards_that_are_no_numbers_are_left_out_and_tries_of_other_producers_are_counted() -> None:
@@ -148,14 +126,6 @@ def test_a_window_is_tested_when_it_is_full_and_the_next_one_begins_anew() -> No
         is_long = n % 4 == 0
         found.add("sums", "stale" if is_long else "trained", group_of_lengths(90 if is_long else 10), 1)
     assert found.last is not None and found.last.is_alarm and found.window == []
-
-
-def test_the_counts_survive_a_checkpoint() -> None:
-    found = Attrition()
-    found.add("sums", "trained", group_of_lengths(3, 70), 2, [0, 1])
-    found.last = LostByLength(cut=3, num_long=1, num_long_lost=0, num_other=1, num_other_lost=0)
-    state = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(found)))
-    assert msgspec.convert(state, Attrition) == found
 
 
 def test_lengths_are_told_by_powers_of_two() -> None:

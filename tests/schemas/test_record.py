@@ -97,12 +97,9 @@ def test_a_token_has_every_number_that_was_recorded_and_none_where_nothing_was_s
     assert skipped[3] == (8, 8, 0, -0.125, None, None, None) and len(skipped) == 4
 
 
-def test_a_run_without_a_record_is_refused(tmp_path):
+def test_a_run_without_a_record_and_a_bound_that_holds_no_two_files_are_refused(tmp_path):
     with pytest.raises(RecordReadError, match=r"record: no record of rollouts; expected the folder of a run that"):
         Record(tmp_path)
-
-
-def test_a_bound_that_holds_no_two_files_is_refused(tmp_path):
     (tmp_path / "run.toml").write_text('name = "r"\nmodel.path = "m"\nenvironment.path = "a:B"\n')
     assert load_config(tmp_path / "run.toml").record
     with pytest.raises(ConfigError, match=r"recording.max_mb = 100: expected at least two .* 128"):
@@ -154,30 +151,23 @@ def test_a_closed_record_is_read_where_nothing_can_be_written(tmp_path):
     assert [file.suffix for file in (tmp_path / FOLDER).iterdir()] == [".sqlite"], "one file, without a WAL beside it"
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "user_version 0, expected 2"),
-        (b"name = 'demo'\n" * 100, "file is not a database"),
-        (bytes(50_000), "file is not a database"),
-    ],
-    ids=["just begun", "another file", "zeros, after a power loss"],
-)
-def test_a_file_that_cannot_be_read_is_said_and_hides_no_other(tmp_path, content, said):
+def test_a_file_that_cannot_be_read_is_said_and_hides_no_other(tmp_path):
     write_record(tmp_path, range(2), epoch=0)
     write_record(tmp_path, range(2, 4), epoch=1, line={0: 2})
-    files_of(tmp_path)[1].write_bytes(content)
-    record = Record(tmp_path)
-    assert [record.batch(at) for at in record.batches] == [batch(0), batch(1)]
-    assert f"00001-000000.sqlite: cannot be read: {said}" in record.notes[0]
+    for content, said in [
+        (b"", "user_version 0, expected 2"),  # just begun
+        (b"name = 'demo'\n" * 100, "file is not a database"),
+        (bytes(50_000), "file is not a database"),  # zeros, after a power loss
+    ]:
+        files_of(tmp_path)[1].write_bytes(content)
+        record = Record(tmp_path)
+        assert [record.batch(at) for at in record.batches] == [batch(0), batch(1)]
+        assert f"00001-000000.sqlite: cannot be read: {said}" in record.notes[0]
     files_of(tmp_path)[0].unlink()
     with pytest.raises(RecordReadError, match=said):
         Record(tmp_path)
-
-
-def test_a_record_of_another_format_is_refused_by_its_number(tmp_path):
     write_record(tmp_path, range(1))
-    with closing(sqlite3.connect(only_file(tmp_path))) as connection:
+    with closing(sqlite3.connect(files_of(tmp_path)[0])) as connection:
         connection.execute("PRAGMA user_version = 3")
     with pytest.raises(RecordReadError, match="user_version 3, expected 2"):
         Record(tmp_path)
@@ -195,16 +185,17 @@ ALTERATIONS = {
 }
 
 
-@pytest.mark.parametrize("alteration", ALTERATIONS)
-def test_a_batch_that_was_altered_is_named_when_it_is_read(tmp_path, alteration):
-    write_record(tmp_path, range(3))
-    record = Record(tmp_path)
-    with closing(sqlite3.connect(only_file(tmp_path))) as connection:
-        connection.execute(ALTERATIONS[alteration])
-        connection.commit()
-    with pytest.raises(RecordReadError, match=r"00000-000000.sqlite: batch 1: altered since it was written: "):
-        record.batch(record.batches[1])
-    assert record.batch(record.batches[2]) == batch(2)
+def test_a_batch_that_was_altered_is_named_when_it_is_read(tmp_path):
+    for n, (name, alteration) in enumerate(ALTERATIONS.items()):
+        run = tmp_path / str(n)
+        write_record(run, range(3))
+        record = Record(run)
+        with closing(sqlite3.connect(only_file(run))) as connection:
+            connection.execute(alteration)
+            connection.commit()
+        with pytest.raises(RecordReadError, match=r"00000-000000.sqlite: batch 1: altered since it was written: "):
+            pytest.fail(f"{name} is not noticed: {record.batch(record.batches[1])}")
+        assert record.batch(record.batches[2]) == batch(2)
 
 
 def read_all(record: Record) -> None:

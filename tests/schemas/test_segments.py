@@ -129,9 +129,8 @@ def test_a_segment_has_the_masks_of_the_tokens_that_it_trains():
     check_wire(chains)
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
+def test_a_call_that_contradicts_itself_is_refused_by_name():
+    for fields, code in [
         ({"prompt_token_ids": b"123"}, "invalid_token_ids"),
         ({"prompt_token_ids": pack_ids([1, -1])}, "invalid_token_ids"),
         ({"generation_token_ids": pack_ids([-1])}, "invalid_token_ids"),
@@ -140,13 +139,10 @@ def test_a_segment_has_the_masks_of_the_tokens_that_it_trains():
         ({"version_spans": (VersionSpan(3, 0, 2),)}, "version_spans_mismatch"),
         ({"version_spans": (VersionSpan(3, 0, 0), VersionSpan(3, 0, 1))}, "version_spans_mismatch"),
         ({"generation_token_ids": b"", "behavior_logprobs": b""}, "version_spans_mismatch"),
-    ],
-)
-def test_a_call_that_contradicts_itself_is_refused_by_name(fields, code):
-    bad = replace(call("a", 0, [1], [2]), **fields)
-    with pytest.raises(CallError, match="call 'a'") as refused:
-        segments([bad])
-    assert refused.value.code == code
+    ]:
+        with pytest.raises(CallError, match="call 'a'") as refused:
+            segments([replace(call("a", 0, [1], [2]), **fields)])
+        assert refused.value.code == code, fields
     with pytest.raises(CallError, match="'a'") as refused:
         segments([call("a", 0, [1], [2]), call("a", 1, [1, 2], [3])])
     assert refused.value.code == "duplicate_call_id"

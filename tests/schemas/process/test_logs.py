@@ -59,6 +59,10 @@ def test_a_record_is_one_line_of_json_with_run_role_id_and_policy_version(capsys
         "logger": "penstock.producers.loop",
         "message": "two lines:\né",
     }
+    logs.bind(policy_version=lambda: 1 / 0)
+    logging.getLogger("x").warning("m")
+    (record,) = records(capsys)
+    assert "policy_version" not in record and record["message"] == "m"
 
 
 class Unshowable:
@@ -69,25 +73,19 @@ class Unshowable:
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-@pytest.mark.parametrize(
-    ("message", "arguments", "said"),
-    [
+def test_a_message_that_cannot_be_formatted_is_one_record_all_the_same(capsys, monkeypatch, form):
+    monkeypatch.setenv(logs.FORM, form)
+    logs.configure("trainer", run="r", id="t")
+    (handler,) = (each for each in logging.getLogger().handlers if isinstance(each, logs.LogHandler))
+    for message, arguments, said in [
         ("%d groups", ("many",), "%d groups with ('many',): TypeError"),
         ("%s and %s", ("one",), "%s and %s with ('one',): TypeError"),
         ("%s", (Unshowable(),), "%s with <tuple that cannot be shown: RuntimeError>: RuntimeError: not me"),
         (Unshowable(), (), "<Unshowable that cannot be shown: RuntimeError>"),
-    ],
-    ids=["no number", "too few", "an argument", "the message"],
-)
-def test_a_message_that_cannot_be_formatted_is_one_record_all_the_same(
-    capsys, monkeypatch, form, message, arguments, said
-):
-    monkeypatch.setenv(logs.FORM, form)
-    logs.configure("trainer", run="r", id="t")
-    (handler,) = (each for each in logging.getLogger().handlers if isinstance(each, logs.LogHandler))
-    handler.handle(logging.LogRecord("x", logging.WARNING, "x.py", 1, message, arguments, None))  # not to pytest's own
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in (json.loads(line)["message"] if form == "json" else line)
+    ]:
+        handler.handle(logging.LogRecord("x", logging.WARNING, "x.py", 1, message, arguments, None))  # not to pytest's
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in (json.loads(line)["message"] if form == "json" else line)
 
 
 def test_a_record_is_one_line_for_every_reader(capsys):
@@ -109,14 +107,6 @@ def test_libraries_that_tell_every_url_are_kept_quiet_unless_a_level_is_set_alre
     told = [(record["logger"], record["message"]) for record in records(capsys)]
     assert [name for name, message in told if "secret" in message] == ["httpcore"]
     assert [name for name, message in told if message == "retrying"] == [f"{name}.part" for name in CHATTY]
-
-
-def test_a_policy_version_that_cannot_be_told_is_left_out(capsys):
-    logs.configure("trainer", run="r", id="t")
-    logs.bind(policy_version=lambda: 1 / 0)
-    logging.getLogger("x").info("m")
-    (record,) = records(capsys)
-    assert "policy_version" not in record and record["message"] == "m"
 
 
 def test_a_text_line_is_short_and_what_follows_is_indented(capsys, monkeypatch):

@@ -25,25 +25,22 @@ def test_the_environment_comes_before_the_run_file_and_both_before_the_runs_own_
         redis_url(config(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
+def test_a_password_file_completes_a_url_without_a_password(monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a/b?c#d@e:f%g é\n")
+    monkeypatch.setenv("REDIS_PASSWORD_FILE", str(file))
+    for url, expected in [
         ("redis://host", "redis://:{}@host"),
         ("redis://user@host:1/3", "redis://user:{}@host:1/3"),
         ("rediss://user@[::1]:1?ssl_check_hostname=false", "rediss://user:{}@[::1]:1?ssl_check_hostname=false"),
         ("unix:///run/redis.sock?db=1", "unix://:{}@/run/redis.sock?db=1"),
         ("unix://user@/run/redis.sock", "unix://user:{}@/run/redis.sock"),
-    ],
-)
-def test_a_password_file_completes_a_url_without_a_password(monkeypatch, tmp_path: Path, url, expected) -> None:
-    file = tmp_path / "secret"
-    file.write_text("a/b?c#d@e:f%g é\n")
-    monkeypatch.setenv("REDIS_PASSWORD_FILE", str(file))
-    monkeypatch.setenv("REDIS_URL", url)
-    found = configured_url(None)
-    assert found == expected.format("a%2Fb%3Fc%23d%40e%3Af%25g%20%C3%A9")
-    with redis.Redis.from_url(found) as client:
-        assert client.get_connection_kwargs()["password"] == "a/b?c#d@e:f%g é"
+    ]:
+        monkeypatch.setenv("REDIS_URL", url)
+        found = configured_url(None)
+        assert found == expected.format("a%2Fb%3Fc%23d%40e%3Af%25g%20%C3%A9")
+        with redis.Redis.from_url(found) as client:
+            assert client.get_connection_kwargs()["password"] == "a/b?c#d@e:f%g é"
 
 
 def test_a_server_has_one_spelling() -> None:
@@ -57,44 +54,46 @@ def test_a_server_has_one_spelling() -> None:
     assert len({server_of(url) for url in (*others, same[0])}) == 5
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "cannot be read: No such file or directory"), (b"\n", "the file is empty"), (b"\xff", "not UTF-8")],
-)
-def test_a_password_file_that_cannot_be_used_is_named(monkeypatch, tmp_path: Path, content, message: str) -> None:
+def test_a_password_file_that_cannot_be_used_is_named(monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    if content is not None:
-        file.write_bytes(content)
     monkeypatch.setenv("REDIS_PASSWORD_FILE", str(file))
-    with pytest.raises(ConfigError, match=f"REDIS_PASSWORD_FILE = '{file}': .*{message}"):
-        configured_url(config("redis://host"))
+    for content, message in [
+        (None, "cannot be read: No such file or directory"),
+        (b"\n", "the file is empty"),
+        (b"\xff", "not UTF-8"),
+    ]:
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"REDIS_PASSWORD_FILE = '{file}': .*{message}"):
+            configured_url(config("redis://host"))
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://user:marker@host", "redis://user:mar/ker@host:1", "redis://:12/marker@host", "redis://:mark#er@host",
-        "redis://:mark?er@host", "redis://user:12?marker@host", "redis://user:marker@host:port", "redis://user:marker@host:99999",
-        "redis://user:marker@", "redis://user:marker@host/name", "unix://user:marker@", "unix://marker/redis.sock",
-        "redis://[marker", "marker",
-    ],
+URLS = (
+    "http://user:marker@host", "redis://user:mar/ker@host:1", "redis://:12/marker@host", "redis://:mark#er@host",
+    "redis://:mark?er@host", "redis://user:12?marker@host", "redis://user:marker@host:port",
+    "redis://user:marker@host:99999", "redis://user:marker@", "redis://user:marker@host/name", "unix://user:marker@",
+    "unix://marker/redis.sock", "redis://[marker", "marker",
 )  # fmt: skip
-def test_a_url_that_is_none_is_refused_without_quoting_it(monkeypatch, url: str) -> None:
-    monkeypatch.setenv("REDIS_URL", url)
-    with pytest.raises(ConfigError, match="REDIS_URL") as caught:
-        configured_url(None)
-    error = caught.value
-    assert "mark" not in str(error) and (error.__context__ is None or error.__suppress_context__)
-    with pytest.raises(ConfigError, match=r"redis\.url"):
+"""None is the URL of a Redis."""
+
+
+def test_a_url_that_is_none_is_refused_without_quoting_it(monkeypatch) -> None:
+    for url in URLS:
+        monkeypatch.setenv("REDIS_URL", url)
+        with pytest.raises(ConfigError, match="REDIS_URL") as caught:
+            configured_url(None)
+        error = caught.value
+        assert "mark" not in str(error) and (error.__context__ is None or error.__suppress_context__), url
         monkeypatch.delenv("REDIS_URL")
-        configured_url(config(url))
+        with pytest.raises(ConfigError, match=r"redis\.url"):
+            configured_url(config(url))
 
 
-@pytest.mark.parametrize("option", ["socket_timeout=1", "protocol=3", "retry_on_timeout=true", "password=marker"])
-def test_a_url_cannot_undo_what_this_program_sets_itself(option: str) -> None:
+def test_a_url_cannot_undo_what_this_program_sets_itself() -> None:
     # A socket timeout of 1 s would break every blocking read, which waits longer than that.
-    with pytest.raises(ConfigError, match=f"redis.url: option '{option.partition('=')[0]}', expected only db and"):
-        configured_url(config(f"redis://host?{option}"))
+    for option in ("socket_timeout=1", "protocol=3", "retry_on_timeout=true", "password=marker"):
+        with pytest.raises(ConfigError, match=f"redis.url: option '{option.partition('=')[0]}', expected only db and"):
+            configured_url(config(f"redis://host?{option}"))
 
 
 def test_a_certificate_that_is_not_there_is_named_before_anything_connects(tmp_path: Path) -> None:

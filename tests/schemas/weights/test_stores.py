@@ -60,20 +60,10 @@ def test_what_a_store_does_not_take_names_the_place_the_bytes_and_the_reason(
             open_store(url, KEYS, lambda command: command(None))
 
 
-def test_an_s3_bucket_keeps_chunks_with_credentials_from_the_environment(s3_bucket: str) -> None:
-    """Against a real S3 API server."""
+def test_an_s3_bucket_that_is_not_there_is_named(s3_bucket: str) -> None:
+    """That a bucket keeps what is put, with credentials from the environment, the tests of the publisher show."""
     nowhere = open_store("s3://no-such-bucket/runs", KEYS, lambda command: command(None))
     with pytest.raises(ChunkStoreError, match="s3://no-such-bucket/runs does not take 1-a"):
         nowhere.put("1-a", b"data")
-    store = open_store(f"{s3_bucket}/runs/one", KEYS, lambda command: command(None))
-    data = bytes(range(256)) * 40_000
-    store.put("1-a", data)
-    store.put("2-b", b"two")
-    assert store.get("1-a") == data and sorted(store.keys()) == ["1-a", "2-b"]
-    other = open_store(f"{s3_bucket}/runs/one", KEYS, lambda command: command(None))
-    other.put("3-c", b"three")
-    assert sorted(store.keys()) == ["1-a", "2-b", "3-c"]
-    store.delete(["1-a", "2-b", "3-c", "never-there"])
-    assert other.keys() == []
     with pytest.raises(ChunkMissingError, match="1-a"):
-        store.get("1-a")
+        open_store(f"{s3_bucket}/runs", KEYS, lambda command: command(None)).get("1-a")

@@ -82,15 +82,10 @@ def test_chunks_give_the_bits_that_they_were_made_of_and_are_encoded_as_they_wer
         for number, tensor in enumerate(TENSORS):
             held = layout.elements(file, number, 0, math.prod(tensor.shape))
             assert held.tobytes() == policy[number].tobytes(), (name, tensor.name)
-        slices = [
-            Slice(
-                tensor,
-                start,
-                None if before is None else before[tensor][start:][:count],
-                policy[tensor][start:][:count],
-            )
-            for tensor, start, count in PIECES
-        ]
+        slices = []
+        for tensor, start, count in PIECES:
+            old = None if before is None else before[tensor][start:][:count]
+            slices.append(Slice(tensor, start, old, policy[tensor][start:][:count]))
         _, data = encode_chunk("key", slices, whole=before is None)
         assert unpack(data) == parts
         before = policy
