@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import threading
 import time
 
 import pytest
@@ -36,6 +35,7 @@ from penstock.schemas.rollout import (
     shown_traceback,
     unpack_ids,
 )
+from producer_run import ids
 from scripted_engine import ScriptedEngine
 
 
@@ -93,11 +93,6 @@ def episodes(make_config, metrics, tmp_path):
 
 def claim(index: int = 7, **fields) -> Claim:
     return Claim(stream="prompts", entry_id=b"1-1", index=index, version=0, **fields)
-
-
-def ids(text: str) -> list[int]:
-    """Token ids as the test's tokenizer has them."""
-    return ["0123456789+= -abcdefghijklmnopqrstuvwxyz".index(character) + 2 for character in text]
 
 
 def text_engine(*completions: str, **settings) -> ScriptedEngine:
@@ -204,9 +199,8 @@ async def test_messages_go_through_the_chat_template_with_a_generation_prompt(ep
     assert list(unpack_ids(segment.token_ids)) == [*ids("user 1+1 a="), *ids("2"), 1]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [
+async def test_a_prompt_that_cannot_be_posed_is_dead(episodes) -> None:
+    for prompt, reason in [
         (KeyError("no such row"), "prompt: KeyError: 'no such row'"),
         (SystemExit(0), "prompt: SystemExit: 0"),
         (asyncio.CancelledError(), "prompt: CancelledError"),
@@ -215,13 +209,11 @@ async def test_messages_go_through_the_chat_template_with_a_generation_prompt(ep
         (Prompt(messages=(Message(role="user", content="hi"),)), "prompt: ValueError: Cannot use chat template"),
         ("12+34=", "prompt: TypeError: prompt(7) returned '12+34=', expected a Prompt"),
         (Prompt(text="12+34=", answer=46), "prompt: ValidationError: Expected `str`, got `int` - at `$.answer`"),
-    ],
-)
-async def test_a_prompt_that_cannot_be_posed_is_dead(episodes, prompt, reason: str) -> None:
-    engine = ScriptedEngine(max_model_len=40)
-    outcome = await episodes(OneTask(prompt), engine).run(claim())
-    assert isinstance(outcome, Dead) and outcome.reason.startswith(reason)
-    assert engine.requests == []
+    ]:
+        engine = ScriptedEngine(max_model_len=40)
+        outcome = await episodes(OneTask(prompt), engine).run(claim())
+        assert isinstance(outcome, Dead) and outcome.reason.startswith(reason), reason
+        assert engine.requests == []
 
 
 async def test_a_reward_is_told_lengths_limit_and_end_of_each_completion(episodes) -> None:
@@ -257,7 +249,7 @@ async def test_a_reward_that_raises_keeps_its_traceback_and_the_completions(epis
 
 
 async def test_generation_past_the_deadline_is_dead_and_the_request_is_aborted(episodes) -> None:
-    engine = ScriptedEngine(hang_on_prompt=tuple(ids("12")))
+    engine = ScriptedEngine(hang_on_prompt=ids("12"))
     late = episodes(engine=engine, producers=ProducersConfig(generation_deadline_s=0.05))
     outcome = await late.run(claim())
     assert isinstance(outcome, Dead)
@@ -269,25 +261,8 @@ async def test_generation_past_the_deadline_is_dead_and_the_request_is_aborted(e
         await late.run(claim(attempt=2))
 
 
-async def test_a_reward_past_the_deadline_is_dead_and_the_next_group_is_scored(episodes) -> None:
-    may_end = threading.Event()
-
-    def reward(prompt: Prompt, completion: str) -> float:
-        may_end.wait(60)
-        return 1.0
-
-    slow = episodes(reward=reward, producers=ProducersConfig(generation_deadline_s=0.1))
-    outcome = await slow.run(claim())
-    assert isinstance(outcome, Dead) and outcome.reason.startswith("deadline:")
-    may_end.set()
-    for attempt in range(2, 100):  # a busy machine may take longer than the deadline
-        if isinstance(outcome := await slow.run(claim(attempt=attempt)), RolloutGroup):
-            break
-    assert isinstance(outcome, RolloutGroup)
-
-
 async def test_what_the_engine_refuses_or_fails_at_is_dead(episodes) -> None:
-    refused = await episodes(engine=ScriptedEngine(refuse_prompt=tuple(ids("12")))).run(claim())
+    refused = await episodes(engine=ScriptedEngine(refuse_prompt=ids("12"))).run(claim())
     assert isinstance(refused, Dead) and refused.reason == "engine: ValueError: the scripted engine refuses this prompt"
     assert refused.group is not None and (refused.group.prompt, refused.group.rollouts) == (SUM, ())
     failed = await episodes(engine=ScriptedEngine(finish_reasons={1: "error"})).run(claim())
@@ -296,24 +271,13 @@ async def test_what_the_engine_refuses_or_fails_at_is_dead(episodes) -> None:
         await episodes(engine=ScriptedEngine(die_after=0)).run(claim())
 
 
-async def test_a_completion_that_the_engine_breaks_off_is_finished_beside_its_siblings(episodes) -> None:
-    whole = await episodes(engine=ScriptedEngine(num_tokens=3)).run(claim())
-    broken = await episodes(engine=ScriptedEngine(num_tokens=3, finish_reasons={1: "abort"})).run(claim())
-    assert isinstance(whole, RolloutGroup) and isinstance(broken, RolloutGroup)
-    assert broken.rollouts[0] == whole.rollouts[0]
-    begun, (finished,) = whole.rollouts[1].segments[0], broken.rollouts[1].segments
-    assert finished.token_ids.startswith(begun.token_ids) and finished.num_sampled_tokens == 6
-    assert finished.finish_reason != "abort"
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_model_folder_without_a_tokenizer_is_refused(make_config, tmp_path, exists: bool) -> None:
-    folder = tmp_path / "model"
-    if exists:
-        folder.mkdir()
-    message = "no tokenizer that transformers can load" if exists else "no such folder; expected a transformers model"
-    with pytest.raises(ConfigError, match=f"model.path = .*: {message}"):
-        load_tokenizer(make_config(model=ModelConfig(path=str(folder))))
+def test_a_model_folder_without_a_tokenizer_is_refused(make_config, tmp_path) -> None:
+    for folder, message in [
+        (tmp_path / "none", "no such folder; expected a transformers model"),
+        (tmp_path, "no tokenizer that transformers can load"),
+    ]:
+        with pytest.raises(ConfigError, match=f"model.path = .*: {message}"):
+            load_tokenizer(make_config(model=ModelConfig(path=str(folder))))
 
 
 async def test_a_teacher_scores_finished_groups_and_no_held_out_answers(episodes) -> None:

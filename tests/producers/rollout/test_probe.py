@@ -86,14 +86,10 @@ class DependsOnTheBatch(ScriptedEngine):
         return [msgspec.structs.replace(found, behavior_logprobs=pack_floats(logprobs), token_ids=bytes(ids))]
 
 
-async def test_batch_dependence_compares_requests_alone_with_the_same_together():
-    found = await batch_dependence(DependsOnTheBatch(), PROMPTS)
-    assert found == (15, 0.5, 0.5, 3, 0)
-    assert "15 tokens" in str(found)
-    assert "2 others" in str(found)
-
-
-async def test_batch_dependence_looks_at_no_token_after_the_texts_have_parted():
+async def test_batch_dependence_compares_requests_alone_with_the_same_together_until_the_texts_part():
     engine = DependsOnTheBatch()
+    found = await batch_dependence(engine, PROMPTS)
+    assert found == (15, 0.5, 0.5, 3, 0)
+    assert "15 tokens" in str(found) and "2 others" in str(found)
     engine.parts = True
     assert await batch_dependence(engine, PROMPTS) == (6, 0.5, 0.5, 3, 3)

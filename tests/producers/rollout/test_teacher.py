@@ -79,26 +79,24 @@ async def test_a_teacher_is_asked_again_as_a_judge_is_and_then_is_an_error(stub)
             assert await scored(stub, a_group(), timeout_s=0.2, retries=20) == await scored(stub, a_group())
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
+async def test_an_answer_of_no_use_is_an_error_at_once(stub) -> None:
+    def rows(*logprobs: Any) -> dict[str, Any]:
+        return {"choices": [{"prompt_logprobs": [{"3": {"logprob": each}} for each in logprobs] or [None] * 6}]}
+
+    nothing = "no prompt logprob of token 2, id 3"
+    for answer, reason in [
         ("refuse", r"HTTP 400: .*maximum context length is 8"),
-        ({"choices": []}, r"no prompt logprob of token 2, id 3 \(IndexError: .*expected an answer of a vLLM server"),
-        ({"choices": [{"text": ""}]}, r"no prompt logprob of token 2, id 3 \(KeyError: 'prompt_logprobs'\)"),
-        ({"choices": [{"prompt_logprobs": [None] * 6}]}, r"no prompt logprob of token 2, id 3 \(TypeError: "),
-        ({"choices": [{"prompt_logprobs": [{"3": {"logprob": -9999.0}}] * 6}]}, r"logprob -9999.0 of token 2, id 3"),
-        (
-            {"choices": [{"prompt_logprobs": [{"3": {"logprob": "nan"}}] * 6}]},
-            r"logprob nan of token 2, id 3: expected",
-        ),
-    ],
-)
-async def test_an_answer_of_no_use_is_an_error_at_once(stub, answer: Any, reason: str) -> None:
-    group = group_of(1, [[segment([1, 2, 3, 4], [(2, 4)], [7, 7])]], [0.5])
-    stub.script.append(answer)
-    with pytest.raises(TeacherError, match=reason):
-        await scored(stub, group, retries=3)
-    assert len(stub.asked) == 1
+        ({"choices": []}, rf"{nothing} \(IndexError: .*expected an answer of a vLLM server"),
+        ({"choices": [{"text": ""}]}, rf"{nothing} \(KeyError: 'prompt_logprobs'\)"),
+        (rows(), rf"{nothing} \(TypeError: "),
+        (rows(*[-9999.0] * 6), r"logprob -9999.0 of token 2, id 3"),
+        (rows(*["nan"] * 6), r"logprob nan of token 2, id 3: expected"),
+    ]:
+        stub.asked.clear()
+        stub.script.append(answer)
+        with pytest.raises(TeacherError, match=reason):
+            await scored(stub, group_of(1, [[segment([1, 2, 3, 4], [(2, 4)], [7, 7])]], [0.5]), retries=3)
+        assert len(stub.asked) == 1
 
 
 async def test_no_more_requests_are_open_at_once_than_the_run_file_allows(stub) -> None:
