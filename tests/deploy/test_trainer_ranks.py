@@ -74,13 +74,6 @@ def test_without_redis_rank_0_alone_says_so(tmp_path: Path, run_file: str) -> No
     assert "REDIS_URL" in line
 
 
-def test_a_redis_that_does_not_answer_ends_all_ranks_with_one_message(tmp_path: Path, run_file: str) -> None:
-    url = {"REDIS_URL": "redis://127.0.0.1:1/0"}
-    ended = trainer_on_ranks(tmp_path, [[run_file, "--set", "redis.outage_s=0.5"]] * 2, url)
-    assert ended.statuses == [1, 1]
-    assert sum("127.0.0.1:1" in line and " ERROR " in line for line in ended.lines) == 1
-
-
 def test_ranks_of_different_run_files_are_told_field_and_rank(tmp_path: Path, run_file: str) -> None:
     other = [run_file, "--set", "trainer.learning_rate=0.5"]
     ended = trainer_on_ranks(tmp_path, [[run_file], other, [run_file]])

@@ -60,18 +60,8 @@ def test_the_folder_holds_what_an_engine_loads(random_model: Path):
     assert generation.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
     assert generation.pad_token_id == model.config.pad_token_id == tokenizer.pad_token_id
     card = (random_model / "README.md").read_text()
-    assert "It was not trained" in card
-    assert f"{model.num_parameters():,}" in card
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_embedding_and_head_are_one_matrix_only_where_asked_for(tmp_path: Path, tied: bool):
-    made = make_model(tmp_path / "m", msgspec.structs.replace(RANDOM, tie_word_embeddings=tied), progress=silent)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    assert model.config.tie_word_embeddings is tied
-    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight) is tied
-    assert made.num_parameters == model.num_parameters()
-    assert made.held_out_accuracy is None
+    assert "It was not trained" in card and f"{model.num_parameters():,}" in card
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
 def test_the_seed_decides_the_weights_and_leaves_the_process_alone(tmp_path: Path, random_model: Path):
@@ -109,23 +99,22 @@ def test_a_warm_start_outside_the_band_fails_and_saves_nothing(tmp_path: Path):
         make_model(tmp_path / "m", msgspec.structs.replace(QUICK, num_steps=50), progress=lines.append)
     assert list(tmp_path.iterdir()) == []
     assert any("held-out accuracy" in line for line in lines)
-    assert sum(line.startswith("warm start: step 100 of 50, loss ") for line in lines) == 1
+    quick = msgspec.structs.replace(QUICK, task="calculator", num_steps=2)
+    with pytest.raises(WarmStartError, match=r"after 4 steps .* right once the tool is called, expected 0\.9"):
+        make_model(tmp_path / "m", quick, progress=silent)
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_an_impossible_recipe_is_refused():
+    for arguments, message in (
         ({"head_dim": 48}, "head_dim is 48, expected 32 or 64"),
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads is 3, expected a multiple of 2"),
         ({"forgotten_carries": 1.5}, r"forgotten_carries is 1\.5"),
-        ({"guesses": -0.1}, r"guesses is -0\.1, expected 0 to 1"),
         ({"lowest_accuracy": 0.5}, r"lowest_accuracy is 0\.5 and highest_accuracy is 0\.45"),
         ({"num_steps": 0}, "num_steps is 0, expected 1 or more"),
-    ],
-)
-def test_an_impossible_recipe_is_refused(arguments: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        ModelRecipe(**arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelRecipe(**arguments)
 
 
 @pytest.mark.slow
@@ -199,13 +188,6 @@ def test_the_calculator_lessons_train_what_the_model_says_and_nothing_else():
         assert tokenizer.decode(wanted[wanted != NO_TARGET]) == "".join(f"{part}<|im_end|>" for part in said if part)
         num_called += "<tool_call>" in text
     assert num_called / 200 == pytest.approx(1 - recipe.guesses, abs=0.12)
-
-
-def test_a_calculator_model_outside_the_band_is_not_saved(tmp_path: Path):
-    quick = msgspec.structs.replace(QUICK, task="calculator", num_steps=2)
-    with pytest.raises(WarmStartError, match=r"after 4 steps .* right once the tool is called, expected 0\.9"):
-        make_model(tmp_path / "m", quick, progress=silent)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_makes_the_model_of_a_task_and_takes_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -100,13 +100,6 @@ def test_every_set_is_answered_as_it_asks_also_one_that_is_not_trained_on(model,
     assert (found.model, engine.model, engine.closed) == (str(model), str(model), True)
 
 
-def test_as_many_are_in_flight_as_a_producer_has_room_for(model, config):
-    engine, start = scripted(token_s=0.001)
-    overrides = ["producers.groups_in_flight=2", "environments=[{path='letters_environment:Letters'}]"]
-    evaluate(model, config("evaluation.num_samples=8", *overrides), start_engine=start)
-    assert engine.most_active == 1
-
-
 def test_progress_a_set_without_prompts_and_a_figure_that_no_answer_has_are_told(model, config):
     said: list[str] = []
     misspelt = config("evaluation.num_prompts=0", "evaluation.solved={figure='reward/exat'}")
@@ -185,13 +178,6 @@ def test_prompts_that_fail_count_as_0_and_are_told_with_their_reasons(command, m
     assert "1 of 3 prompts failed, each counts as 0: prompt: LookupError: no task 2" in err
 
 
-def test_an_engine_that_dies_is_one_line_with_the_place_of_its_log(command, model, tmp_path):
-    status, _, err = command(str(model), str(tmp_path / "run.toml"), die_after=1)
-    assert status == 1 and "penstock: the scripted engine has died" in err
-    (log,) = tmp_path.glob("penstock-evaluate-*.log")
-    assert f"({log} holds what the engine printed)" in err
-
-
 def test_from_python_progress_is_told_the_engines_output_is_not_and_threads_are_limited(
     in_place_of_vllm, model, config, tmp_path, monkeypatch, capfd
 ):
@@ -208,32 +194,28 @@ def test_from_python_progress_is_told_the_engines_output_is_not_and_threads_are_
         penstock.evaluate(model, config())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["none/such"], "none/such: neither a folder nor a run in"),
-        (["{model}", "evaluation.num_prompts=0", "environments=[{{path='letters_environment:Letters'}}]"],
-         "environments[0].path = 'letters_environment:Letters': no held-out prompts; expected some"),
-        (["{model}", "evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with num_samples = 4"),
-        (["{model}", "evaluation.num_prompts=3"], "3: the environment 'letters' (environments[0]) has 2 held-out"),
-        (["{adapter}"], "an adapter without its base; expected a whole model (`penstock export RUN FOLDER --merged`)"),
-        (["{best}"], "expected a whole model (`penstock export RUN FOLDER --checkpoint best --merged`)"),
-        (["{bare}"], "a model without safetensors weights"),
-        (["{empty}"], "no run"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_evaluated_is_refused(command, model, tmp_path, words, message):
+def test_what_cannot_be_evaluated_is_refused(command, model, tmp_path):
     for name in ("adapter", "best", "empty", "bare"):
         (tmp_path / name).mkdir()
     for file in ("adapter/adapter_config.json", "best/adapter_config.json", "best/best.json"):
         (tmp_path / file).write_text("{}")
     for name in ("adapter", "bare"):
         (tmp_path / name / "config.json").write_text("{}")
-    places = {name: tmp_path / name for name in ("adapter", "best", "empty", "bare")} | {"model": model}
-    given, *overrides = (word.format(**places) for word in words)
-    sets = [word for override in overrides for word in ("--set", override)]
-    status, out, err = command(given, str(tmp_path / "run.toml"), *sets)
-    assert (status, out) == (2, "") and message in err
+    alone = "environments=[{path='letters_environment:Letters'}]"
+    for given, overrides, message in (
+        ("none/such", [], "none/such: neither a folder nor a run in"),
+        (model, ["evaluation.num_prompts=0", alone],
+         "environments[0].path = 'letters_environment:Letters': no held-out prompts; expected some"),
+        (model, ["evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with num_samples = 4"),
+        (model, ["evaluation.num_prompts=3"], "3: the environment 'letters' (environments[0]) has 2 held-out"),
+        (tmp_path / "adapter", [], "expected a whole model (`penstock export RUN FOLDER --merged`)"),
+        (tmp_path / "best", [], "expected a whole model (`penstock export RUN FOLDER --checkpoint best --merged`)"),
+        (tmp_path / "bare", [], "a model without safetensors weights"),
+        (tmp_path / "empty", [], "no run"),
+    ):  # fmt: skip
+        sets = [word for override in overrides for word in ("--set", override)]
+        status, out, err = command(str(given), str(tmp_path / "run.toml"), *sets)
+        assert (status, out) == (2, "") and message in err, message
 
 
 def test_of_a_run_the_newest_checkpoint_is_evaluated_in_the_type_of_its_engines(model, config, tmp_path):

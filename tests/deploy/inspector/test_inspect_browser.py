@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -33,18 +34,23 @@ INDEXES = "[...document.querySelectorAll('#rows tr')].map((row) => Number(row.ch
 ALL = NUM_PLAIN + 5
 
 
-@pytest.fixture
-def files(tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def files(runs):
     """The record files of a run that is still written."""
-    files = inspected_run(tmp_path, close=False)
+    files = inspected_run(runs, close=False)
     yield files
     files.close()
 
 
-@pytest.fixture
-def server(tmp_path, files) -> Iterator[InspectorServer]:
-    texts = TokenTexts(AutoTokenizer.from_pretrained(tmp_path / "model"))
-    server = InspectorServer(Catalogue(NAME, Record(tmp_path / NAME), texts), 0)
+@pytest.fixture(scope="module")
+def server(runs, files) -> Iterator[InspectorServer]:
+    texts = TokenTexts(AutoTokenizer.from_pretrained(runs / "model"))
+    server = InspectorServer(Catalogue(NAME, Record(runs / NAME), texts), 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -53,33 +59,25 @@ def server(tmp_path, files) -> Iterator[InspectorServer]:
     server.server_close()
 
 
-@pytest.fixture
-def browser(server) -> Iterator[Browser]:
-    """At its end nothing went wrong, nothing opened, and nothing was asked of anybody else."""
+@pytest.fixture(scope="module")
+def opened(server) -> Iterator[Browser]:
     browser = Browser()
     yield browser
-    try:
-        assert browser.errors == [] and browser.dialogs == []
-        assert [url for url in browser.requests if not url.startswith((server.url, "about:blank", "data:,"))] == []
-    finally:
-        browser.close()
+    browser.close()
+
+
+@pytest.fixture
+def browser(server, opened) -> Iterator[Browser]:
+    """At a test's end nothing went wrong, nothing opened, and nothing was asked of anybody else."""
+    yield opened
+    assert opened.errors == [] and opened.dialogs == []
+    assert [url for url in opened.requests if not url.startswith((server.url, "about:blank", "data:,"))] == []
 
 
 def group_is(browser: Browser, index: int) -> None:
     browser.wait_for("document.getElementById('title').innerText", lambda title: title.startswith(f"Group {index}:"))
     # What a frame has not drawn yet has no innerText (content-visibility: auto).
     browser.wait_for("document.querySelector('.sibling h3')?.innerText")
-
-
-def colours(browser: Browser, number: int) -> list[str]:
-    """Returns the colours of the first sibling's sampled tokens, as the picture shows them."""
-    box = json.dumps(".sibling .t.sampled")
-    picture = browser.screenshot()
-    places = browser.evaluate(
-        f"[...document.querySelectorAll({box})].slice(0, {number}).map((token) => "
-        "{ const box = token.getClientRects()[0]; return [Math.ceil(box.x) + 1, Math.ceil(box.y) + 1]; })"
-    )
-    return [f"rgb{picture.getpixel((x, y))}" for x, y in places]
 
 
 def test_the_list_is_filtered_sorted_paged_linked_and_exported(server, browser):
@@ -121,10 +119,11 @@ def test_a_group_is_opened_by_keys_its_tokens_in_the_colours_of_their_numbers(se
     assert browser.evaluate(tokens) == ["2+2=abcdef", "2+2=‥é‥é"]
     legend = browser.evaluate("[...document.querySelectorAll('#legend li')].map((one) => one.innerText)")
     assert legend == ["0", "1", "2", "3", "4", "5 or more"]
-    swatches = browser.evaluate(
-        "[...document.querySelectorAll('#legend i')].map((one) => getComputedStyle(one).backgroundColor)"
+    swatches, tokens = (
+        browser.evaluate(f"[...document.querySelectorAll('{of}')].map((one) => getComputedStyle(one).backgroundColor)")
+        for of in ("#legend i", ".sibling .t.sampled")
     )
-    assert colours(browser, 6) == swatches[::-1] and len(set(swatches)) == 6, "lags 5, 4, 3, 2, 1, 0"
+    assert tokens[:6] == swatches[::-1] and len(set(swatches)) == 6, "lags 5, 4, 3, 2, 1, 0"
     for classes in (
         ["cat-0", "cat-1", "cat-2", "cat-3", "cat-4", "cat-5"],
         ["div-0", "div-1", "div-2", "div-3", "div-4", "div-6"],
@@ -166,9 +165,7 @@ def test_text_of_strangers_is_text(server, browser):
     assert HOSTILE_TEXT in browser.evaluate(options)
 
 
-def test_what_comes_in_meanwhile_is_told_and_moves_nothing_and_what_was_undone_says_so(
-    server, browser, files, tmp_path
-):
+def test_what_comes_in_meanwhile_is_told_and_moves_nothing_and_what_was_undone_says_so(server, browser, files, runs):
     browser.open(f"{server.url}?group={KNOWN_KEY}&sibling=2")
     group_is(browser, KNOWN)
     before = browser.wait_for(INDEXES, len)
@@ -178,7 +175,7 @@ def test_what_comes_in_meanwhile_is_told_and_moves_nothing_and_what_was_undone_s
     browser.press("r")
     browser.wait_for(INDEXES, lambda found: found[0] == 300)
     assert browser.evaluate("document.querySelector('tr[aria-current]').dataset.key") == KNOWN_KEY
-    again = trainer_files(tmp_path, 1, {0: 10})
+    again = trainer_files(runs, 1, {0: 10})
     write_batch(again, 10, [plain(202)])
     again.close()
     browser.click("#follow")

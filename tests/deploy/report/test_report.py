@@ -237,18 +237,6 @@ def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: 
     assert "svg" not in page.tags
 
 
-def test_tile_and_figure_give_the_same_percentiles_of_the_pauses(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "demo")
-    early = {"event": "weights", "time_s": START_S - 5, "policy_version": 0, "pause_s": 9.0}
-    for file in (folder / "producers").iterdir():
-        file.write_text(json.dumps(early) + "\n" + file.read_text())
-    (ax,) = drawn("pauses", read_telemetry(folder))
-    legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    summary = summary_of(folder)
-    for q in ("p50", "p99"):
-        assert f"{q} {1000 * summary[f'pause_s_{q}']:.1f} ms" in legend
-
-
 @pytest.mark.usefixtures("unrendered")
 def test_the_report_of_a_run_that_is_not_over_says_so_and_as_of_when(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "demo")

