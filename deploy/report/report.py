@@ -10,15 +10,11 @@ from typing import Any
 
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
-from penstock.deploy.report.means import MASKED
 from penstock.deploy.report.summary import summarize
-from penstock.deploy.report.summary_table import NOTHING, not_over, shown
+from penstock.deploy.report.summary_table import NOTHING, not_over, table_rows, warnings_of
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
-from penstock.schemas.metrics import figure_name
 from penstock.schemas.process.files import write_whole
 
-MUCH_SKIPPED = 0.5
-"""From this share of the groups, those without a learning signal are among the key figures."""
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
@@ -47,7 +43,7 @@ def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str)
         heading=html.escape(telemetry.name),
         subtitle=html.escape(_subtitle(telemetry, summary)),
         notice=_notice(summary),
-        keys="\n".join(_key(*key) for key in key_figures(summary)),
+        result=_rows(table_rows(summary)),
         figures="\n".join(_figure(spec, telemetry) for spec in FIGURES),
         attrition=_attrition(telemetry),
         summary=_rows((name, _show(value)) for name, value in summary.items()),
@@ -55,54 +51,6 @@ def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str)
         configuration=html.escape(configuration),
         footer=html.escape(_footer(telemetry)),
     )
-
-
-def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns (label, value, remark) of each figure in the page's head."""
-    s = summary
-    rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
-    num_producers = len(rates["by_producer"])
-    held_out = (s["held_out"] or {}).get(s["figure"], {})
-    course = s["course"] or {}
-    lengths, truncated = course.get("completion_tokens", {}), course.get("truncated_frac", {})
-    return [
-        (
-            f"Held-out {figure_name(s['figure'])}",
-            f"{shown(held_out.get('initial'), '.3f')} → {shown(held_out.get('final'), '.3f')}",
-            f"{s['answered']}, {shown(s['num_evaluation_prompts'])} problems{_goal(s)}",
-        ),
-        _groups(s),
-        ("Updates", shown(s["num_updates"]), f"{shown(s['updates_per_s'], '.2f')}/s in {shown(s['wall_s'])} s"),
-        (
-            "Completion length",
-            f"{shown(lengths.get('first'), ',.1f')} → {shown(lengths.get('last'), ',.1f')}",
-            f"tokens; {shown(truncated.get('last'), '.1%')} truncated at the end",
-        ),
-        ("Sampled tokens/s", shown(rates["total"]), f"{num_producers} producer{'s' * (num_producers != 1)}"),
-        ("Trained tokens/s", shown(s["trainer_tokens_per_s"]), f"{shown(s['num_tokens_trained'])} tokens"),
-        ("Mean lag", shown(s["mean_lag"], ".2f"), f"steps; {shown(s[MASKED], '.1%')} of the tokens masked"),
-        (
-            "Pause p50 / p99",
-            f"{shown(s['pause_s_p50'], '.1f', scale=1000)} / {shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)}",
-            f"{shown(s['paused_share'], '.1%')} of the time paused",
-        ),
-    ]
-
-
-def _groups(summary: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns the tile of the groups, headed by those that taught nothing if there are many."""
-    trained, skipped, dead = (summary[f"num_groups_{what}"] for what in ("trained", "skipped", "dead"))
-    if skipped and skipped >= MUCH_SKIPPED * (trained + skipped):
-        remark = f"their rewards are all equal; {trained:,} trained, {dead:,} dead"
-        return "Groups without a learning signal", f"{skipped / (trained + skipped):.0%}", remark
-    return "Groups trained", shown(trained), f"{shown(skipped)} skipped, {shown(dead)} dead"
-
-
-def _goal(summary: dict[str, Any]) -> str:
-    if summary["goal"] is None:
-        return ""
-    reached_s = summary["goal_reached_s"]
-    return f"; goal {summary['goal']:g} " + (f"after {reached_s:,.0f} s" if reached_s is not None else "not reached")
 
 
 def _subtitle(telemetry: RunTelemetry, summary: dict[str, Any]) -> str:
@@ -127,13 +75,10 @@ def _notice(summary: dict[str, Any]) -> str:
         notes.append(f"Missing files: {', '.join(summary['missing'])}.")
     if summary["num_torn_lines"]:
         notes.append(f"Lines cut short (by a kill, or just being written) and left out: {summary['num_torn_lines']}.")
+    notes += [f"{warning[0].upper()}{warning[1:]}." for warning in warnings_of(summary)]
     if summary["engines_that_differ"]:
         notes.append(f"Producers whose engine differs from the first: {', '.join(summary['engines_that_differ'])}.")
     return f'<p class="notice">{html.escape(" ".join(notes))}</p>' if notes else ""
-
-
-def _key(label: str, value: str, remark: str) -> str:
-    return f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}<small>{html.escape(remark)}</small></dd></div>"
 
 
 def _figure(spec: FigureSpec, telemetry: RunTelemetry) -> str:

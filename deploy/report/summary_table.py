@@ -70,7 +70,11 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     engine = s["engine"] or {}
     rows = [
         *([("state", not_over(s))] if not s["finished"] else []),
-        ("held-out reward", _rewards(s["held_out"], "initial", "final")),
+        (
+            "held-out reward",
+            _rewards(s["held_out"], "initial", "final")
+            + (f"; {s['answered']}, {shown(s['num_evaluation_prompts'])} problems" if s["held_out"] else ""),
+        ),
         *([("goal", _goal(s))] if s["goal"] is not None else []),
         ("reward", _rewards(s["course"], "first", "last")),
         *(
@@ -97,7 +101,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("groups", f"{shown(s['num_groups_released'])} released: " + ", ".join(groups)),
         *([("rollouts", _rollouts(s["attrition"]["outcomes"]))] if s["attrition"] else []),
         ("tokens trained", f"{shown(s['num_tokens_trained'])}, {shown(s['trainer_tokens_per_s'])}/s"),
-        ("tokens by lag", lag_shares(s["lag_histogram"], s["lag_bound"])),
+        ("tokens by lag", f"{lag_shares(s['lag_histogram'], s['lag_bound'])}; mean {shown(s['mean_lag'], '.2f')}"),
         (
             "tokens masked",
             f"{shown(s[MASKED], '.1%')}: {shown(s['num_tokens_masked_lag'])} for their lag, "

@@ -90,6 +90,7 @@ WINDOWS = (
 def test_report_and_summary_have_the_tables_by_window_the_figures_and_the_warning(run_folder: Path) -> None:
     summary, file = write_report(run_folder)
     page = file.read_text()
+    assert "Long rollouts are lost at a rate" in page, "each warning is in the page's notice"
     section = page[page.index("What was sampled and what was trained") :]
     for text in (
         "1 groups are not settled: what was sampled of them is in no table",

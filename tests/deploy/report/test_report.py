@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import wire_examples
 from docs.run_picture import NAMES, write_picture
 from penstock.deploy.report.figures import FIGURES, draw
-from penstock.deploy.report.report import key_figures, write_report
+from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.summary_table import table_rows
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
@@ -148,8 +148,8 @@ def test_the_report_holds_every_figure_and_refers_to_nothing_outside_itself(tmp_
     assert page.tags.count("svg") == len(FIGURES)
     for spec in FIGURES:
         assert spec.title in page.texts and spec.caption in page.texts
-    for part in ("0.410 → 0.450", "greedy, 256 problems", "2025-10-09 08:53 UTC · asynchronous", "2 producers"):
-        assert part in page.text
+    shown = [*(text for row in table_rows(summary_of(folder)) for text in row), "2025-10-09 08:53 UTC · asynchronous"]
+    assert [text for text in shown if text not in page.texts and text not in page.text] == []
     assert "main (penstock.producers.environments.arithmetic:Arithmetic)" in page.text
     assert not {"script", "iframe", "img", "object", "embed", "base"} & set(page.tags)
     links = [value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "data")]
@@ -204,8 +204,6 @@ def test_learning_is_drawn_of_the_goals_figure_under_its_name(
     assert legend == [f"{label} (training, sampled)", f"{label} (held out, greedy)"] + ["goal 0.45"] * bool(goal)
     assert list(ax.lines[0].get_ydata()) == [update.metrics[figure] for update in telemetry.updates]
     assert list(ax.lines[2].get_ydata()) == [point.figures[figure] for point in telemetry.evaluations]
-    tiles = {name: remark for name, _, remark in key_figures(summary_of(folder))}
-    assert ("goal 0.45 after" in tiles[f"Held-out {label}"]) == bool(goal)
 
 
 def test_a_figure_without_numbers_is_left_out_and_one_update_is_enough(tmp_path: Path) -> None:
