@@ -99,19 +99,6 @@ async def test_evaluations_are_claimed_up_to_the_room_and_prompts_up_to_a_share_
     assert len(holder.table) == 14 and holder.table.sequences_free == 8 * 4 - 12 - 2 * 4
 
 
-async def test_room_is_given_back_when_a_claim_is_settled(streams) -> None:
-    holder = await Holder(streams.connection).opened()
-    release(streams.client, *range(1, 9))
-    while len(holder.table) < 8:
-        await holder.claims.take()
-    waiting = asyncio.create_task(holder.table.wait_for_room())
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
-    holder.table.remove(next(iter(holder.table)))
-    await asyncio.wait_for(waiting, 60)
-    assert holder.table.groups_free == 1
-
-
 async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_attempt(streams) -> None:
     holder = await Holder(streams.connection).opened()
     release(streams.client, 1, 2, 3)

@@ -75,10 +75,16 @@ async def test_answers_that_will_pass_are_waited_out(link) -> None:
         assert await link.retrying(failing(error)) == "answer", error
 
 
-async def test_any_other_error_answer_is_raised_and_counted(link, metrics) -> None:
+async def test_any_other_error_answer_is_raised_and_counted_and_one_that_refuses_access_ends(link, metrics) -> None:
     with pytest.raises(exceptions.ResponseError, match="WRONGTYPE"):
         await link.retrying(failing(exceptions.ResponseError("WRONGTYPE not a stream")))
     assert num_errors(metrics, "response") == 1
+    for error, message in [
+        (exceptions.AuthenticationError("WRONGPASS"), "refuses the credentials"),
+        (exceptions.NoPermissionError("no +xadd"), "refuses a command"),
+    ]:
+        with pytest.raises(RedisGoneError, match=message):
+            await link.retrying(failing(error))
 
 
 async def test_the_memory_limit_is_waited_out_for_longer_than_an_outage_may_last(link, metrics, caplog) -> None:
@@ -90,40 +96,6 @@ async def test_the_memory_limit_is_waited_out_for_longer_than_an_outage_may_last
     assert num_errors(metrics, "oom") == 300
     with pytest.raises(exceptions.OutOfMemoryError):
         await link.retrying(failing(errors[0]), wait_at_memory_limit=False)
-
-
-async def test_refused_credentials_and_commands_are_not_tried_again(link) -> None:
-    with pytest.raises(RedisGoneError, match="refuses the credentials"):
-        await link.retrying(failing(exceptions.AuthenticationError("WRONGPASS")))
-    with pytest.raises(RedisGoneError, match="refuses a command"):
-        await link.retrying(failing(exceptions.NoPermissionError("no +xadd")))
-
-
-@pytest.mark.redis
-async def test_a_server_that_is_down_at_start_is_waited_for(redis_server, connect, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    server = redis_server()
-    server.stop()
-    pending = asyncio.create_task((link := connect(server)).retrying(link.commands.ping))
-    await asyncio.sleep(0.3)
-    assert not pending.done()
-    await asyncio.to_thread(server.start)
-    assert await pending
-    assert f"Redis at {server.socket} is away" in caplog.text
-
-
-@pytest.mark.redis
-async def test_a_wrong_password_is_refused_without_showing_it(redis_server, metrics: ProducerMetrics) -> None:
-    server = redis_server()
-    server.client.config_set("requirepass", "right")
-    link = ProducerConnection.open(f"unix://:wrong-secret@{server.socket}", outage_s=5.0, metrics=metrics)
-    with pytest.raises(RedisGoneError) as caught:
-        await link.retrying(link.commands.ping)
-    assert "refuses the credentials" in str(caught.value) and "secret" not in str(caught.value)
-    await link.close()
-    right = ProducerConnection.open(f"unix://:right@{server.socket}", outage_s=5.0, metrics=metrics)
-    assert await right.retrying(right.commands.ping)
-    await right.close()
 
 
 async def test_an_answer_to_an_older_command_does_not_end_an_outage(link, caplog) -> None:
@@ -190,21 +162,16 @@ def test_a_command_that_was_given_up_gets_twice_the_time_and_others_in_proportio
     assert timeout.limit_s(10) == 20, "many that are given up at once count as one"
     timeout.exceeded(30, 60)
     assert (timeout.limit_s(10), timeout.limit_s(30)) == (40, 120)
+    clock.now += FORGET_S - 1
+    timeout.answered(10, 22)
+    clock.now += FORGET_S - 1
+    timeout.answered(10, 3)
+    assert timeout.limit_s(10) == 40, "it is forgotten once none has needed it for a while"
+    clock.now += 2
+    assert timeout.limit_s(10) == 10
     short = AdaptiveTimeout(longest_s=15)
     short.exceeded(10, 10)
     assert (short.limit_s(10), short.limit_s(25)) == (15, 25), "none gets more than the longest, unless it usually does"
-
-
-def test_it_is_forgotten_once_none_has_needed_it_for_a_while(clock: OutageClock) -> None:
-    timeout = AdaptiveTimeout(longest_s=600)
-    timeout.exceeded(10, 10)
-    clock.now += FORGET_S - 1
-    timeout.answered(10, 12)
-    clock.now += FORGET_S - 1
-    timeout.answered(10, 3)
-    assert timeout.limit_s(10) == 20
-    clock.now += 2
-    assert timeout.limit_s(10) == 10
 
 
 async def test_a_cancelled_command_never_goes_on(streams) -> None:

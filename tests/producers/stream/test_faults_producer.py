@@ -146,11 +146,10 @@ async def test_a_stream_whose_entry_ids_are_used_up_is_waited_for(run, caplog, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_attempts", [2])
 def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_no_other(
-    redis_server, make_config, hand_trainer, start_producer, tmp_path, max_attempts: int
+    redis_server, make_config, hand_trainer, start_producer, tmp_path
 ) -> None:
-    poison = "9" * 4
+    poison, max_attempts = "9" * 4, 2
     (tmp_path / "poisoned.py").write_text(
         "from penstock.schemas.prompt import Prompt\n"
         "class Poisoned:\n"
@@ -173,14 +172,8 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
     while server.client.xlen(KEYS.prompts):
         lives += 1
         assert lives <= max_attempts + 1, "more lives than attempts"
-        process = start_producer(
-            config,
-            server.url,
-            f"producer-{lives}",
-            environment={"PYTHONPATH": path},
-            kill_on_prompt=ids(poison),
-            token_s=0.05,
-        )
+        engine = {"kill_on_prompt": ids(poison), "token_s": 0.05}
+        process = start_producer(config, server.url, f"producer-{lives}", environment={"PYTHONPATH": path}, **engine)
         wait_for(lambda process=process: process.poll() is not None or not server.client.xlen(KEYS.prompts))
     entries = {int(fields[Field.INDEX]): fields for fields in trainer.read(4)}
     assert set(entries) == {1, 2, 3, 4}

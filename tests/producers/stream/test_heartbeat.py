@@ -9,7 +9,7 @@ import time
 import pytest
 
 from penstock.producers.stream import heartbeat as module
-from penstock.producers.stream.heartbeat import HeartbeatSender, ProducerIdTakenError, check_id_is_free
+from penstock.producers.stream.heartbeat import HeartbeatSender, check_id_is_free
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Keys
 from waiting import until
@@ -37,23 +37,13 @@ async def test_a_heartbeat_expires_and_carries_what_is_described(streams) -> Non
     assert streams.client.get(KEY) is None
 
 
-async def test_the_end_of_the_run_is_heard_with_the_heartbeat(streams) -> None:
-    finished = asyncio.Event()
-    sender = HeartbeatSender(streams.connection, KEYS, "a", described, finished.set)
-    running = asyncio.create_task(sender.run())
-    await asyncio.sleep(0.1)
-    assert not finished.is_set()
-    streams.client.hset(KEYS.commit, Commit.FINISHED, b"1")
-    await asyncio.wait_for(finished.wait(), 60)
-    running.cancel()
-
-
-async def test_a_run_that_is_begun_anew_ends_by_its_own_epochs(streams) -> None:
+async def test_a_finished_run_is_heard_with_the_heartbeat_by_its_own_epochs_when_it_is_begun_anew(streams) -> None:
     finished = asyncio.Event()
     streams.client.hset(KEYS.commit, mapping={Commit.EPOCH: 3, Commit.RUN_ID: "one"})
     sender = HeartbeatSender(streams.connection, KEYS, "a", described, finished.set)
     running = asyncio.create_task(sender.run())
     await until(lambda: streams.client.exists(KEY))
+    assert not finished.is_set()
     streams.client.hset(KEYS.commit, mapping={Commit.EPOCH: 0, Commit.RUN_ID: "two", Commit.FINISHED: b"1"})
     await asyncio.wait_for(finished.wait(), 60)
     running.cancel()
@@ -73,17 +63,6 @@ async def test_a_host_whose_clock_is_wrong_is_told_once(streams, monkeypatch, ca
     assert sender.clock_ahead_s == pytest.approx(ahead_s, abs=3.0)
     told = [record.getMessage() for record in caplog.records if "clock" in record.getMessage()]
     assert [said in each for each in told] == ([True] if said else [])
-
-
-async def test_a_second_producer_of_one_id_does_not_start_while_the_first_lives(streams) -> None:
-    first = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
-    running = asyncio.create_task(first.run())
-    await until(lambda: streams.client.exists(KEY))
-    with pytest.raises(
-        ProducerIdTakenError, match=r"producer id 'a': process 17 on elsewhere runs under it in run 'test'"
-    ):
-        await check_id_is_free(streams.connection, KEYS, "a")
-    running.cancel()
 
 
 async def test_what_no_live_process_renews_does_not_take_the_id(streams) -> None:

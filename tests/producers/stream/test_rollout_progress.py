@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from redis.exceptions import ConnectionError
 
 from penstock.producers.rollout.episode import UNSCORED
@@ -19,40 +20,22 @@ from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import Keys
-from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
-    Rollout,
     RolloutGroup,
-    SamplingSettings,
-    Segment,
-    VersionSpan,
     encode_group,
-    pack_floats,
-    pack_ids,
 )
 from pipelines import intercept
-from scripted_engine import FINGERPRINT
+from wire_examples import group_of_lengths
 
 KEYS = Keys("test")
 
 
 def so_far(index: int, num_tokens: int) -> RolloutGroup:
-    segment = Segment(
-        token_ids=pack_ids([1] * (num_tokens + 1)),
-        behavior_logprobs=pack_floats([-0.5] * num_tokens),
-        loss_mask=((1, num_tokens + 1),),
-        version_spans=(VersionSpan(0, 1, num_tokens + 1),),
-        finish_reason="abort",
-    )
-    return RolloutGroup(
-        index=index,
-        prompt=Prompt(text="1+1="),
-        rollouts=(Rollout(segments=(segment,), reward=UNSCORED),),
-        producer_id="a",
-        fingerprint=FINGERPRINT,
-        sampling=SamplingSettings(),
-    )
+    group = group_of_lengths(num_tokens, index=index, reward=UNSCORED.value)
+    (rollout,) = group.rollouts
+    segments = (replace(rollout.segments[0], finish_reason="abort"),)
+    return replace(group, rollouts=(replace(rollout, segments=segments),))
 
 
 class SoFar:
@@ -133,8 +116,8 @@ async def test_what_one_producer_has_saved_is_found_by_the_next(desk) -> None:
     assert 0 < one.client.ttl(KEYS.progress(3)) <= SHORTEST_TTL_S
 
 
-async def test_what_a_write_without_an_answer_may_have_left_goes_with_the_append(desk, streams) -> None:
-    one, cuts = desk(), [ConnectionError("reset")]
+def lose_answers(connection: ProducerConnection, cuts: list[Exception]) -> None:
+    """Has Redis execute a pipeline without an answer for each of `cuts`."""
 
     async def cut_off(execute) -> object:
         answers = await execute()
@@ -142,7 +125,12 @@ async def test_what_a_write_without_an_answer_may_have_left_goes_with_the_append
             raise cuts.pop()
         return answers
 
-    intercept(streams.connection, cut_off)
+    intercept(connection, cut_off)
+
+
+async def test_what_a_write_without_an_answer_may_have_left_goes_with_the_append(desk, streams) -> None:
+    one = desk()
+    lose_answers(streams.connection, [ConnectionError("reset")])
     claim = one.claim(1, 5)
     await one.progress.save()
     assert one.saved() == [1] and one.tokens("saved") == 0
@@ -176,39 +164,28 @@ async def test_progress_written_beside_the_append_does_not_stay(desk, streams) -
     assert one.saved() == []
 
 
-async def test_a_finished_run_leaves_no_progress(desk) -> None:
-    one = desk()
-    one.claim(1, 5), one.claim(2, 5)
-    await one.progress.save()
-    await one.store.end()
-    assert one.saved() == []
-    one.claim(3, 5)
-    await one.progress.save()
-    assert one.saved() == []
-
-
 NEWER = encode_group(so_far(3, 5), dead=True).replace(b"\xaeschema_version\x01", b"\xaeschema_version\x02")
 
 
-@pytest.mark.parametrize(
-    ("payload", "message"),
-    [
-        (encode_group(so_far(3, 5), dead=True)[:-9], "payload: not a rollout group: Input data was truncated"),
-        (b"\xc1", "payload: not a rollout group"),
-        (bytes(MAX_ENTRY_BYTES + 1), "payload: 4,194,305 bytes, expected at most 4,194,304"),
-        (NEWER, "schema_version: 2, this reader knows 1 to 1"),
-        (encode_group(so_far(4, 5), dead=True), "index: 4, expected 3"),
-    ],
-    ids=["torn", "garbage", "oversized", "newer", "another"],
-)
-async def test_progress_that_cannot_be_read_is_ignored_with_one_warning(desk, caplog, payload, message) -> None:
-    one = desk()
-    one.client.set(KEYS.progress(3), payload)
-    claim = one.claim(3)
-    assert await one.progress.find(claim) is None
-    (warning,) = caplog.messages
-    assert warning.startswith("group 3 starts again, its progress cannot be read: ") and message in warning
-    assert one.failures("record") == 1 and claim.has_progress  # its append drops it
+async def test_progress_that_cannot_be_read_is_ignored_with_one_warning(desk, caplog) -> None:
+    for number, (payload, message) in enumerate(
+        [
+            (encode_group(so_far(3, 5), dead=True)[:-9], "payload: not a rollout group: Input data was truncated"),
+            (b"\xc1", "payload: not a rollout group"),
+            (bytes(MAX_ENTRY_BYTES + 1), "payload: 4,194,305 bytes, expected at most 4,194,304"),
+            (NEWER, "schema_version: 2, this reader knows 1 to 1"),
+            (encode_group(so_far(4, 5), dead=True), "index: 4, expected 3"),
+        ],
+        1,
+    ):
+        one = desk()
+        one.client.set(KEYS.progress(3), payload)
+        claim = one.claim(3)
+        caplog.clear()
+        assert await one.progress.find(claim) is None
+        (warning,) = caplog.messages
+        assert warning.startswith("group 3 starts again, its progress cannot be read: ") and message in warning
+        assert one.failures("record") == number and claim.has_progress  # its append drops it
 
 
 async def test_the_last_attempt_begins_anew(desk, caplog) -> None:
@@ -396,19 +373,12 @@ async def test_who_only_asks_finds_that_another_goes_on(desk) -> None:
 async def test_a_journal_that_redis_has_lost_or_may_have_is_written_again_as_a_whole(desk, streams) -> None:
     """It was emptied between two calls, which no command has noticed; or an answer was lost on its way."""
     one, cuts = desk(), []
-
-    async def cut_off(execute) -> object:
-        answers = await execute()
-        if cuts:
-            raise cuts.pop()
-        return answers
-
     journal = await one.talk(1, b"said")
     one.client.flushall()
     journal.add(b"more")
     await one.journals.append(journal)
     assert await one.journals.read(journal.claim) == [b"said", b"more"] and not journal.has_moved
-    intercept(streams.connection, cut_off)
+    lose_answers(streams.connection, cuts)
     cuts.append(ConnectionError("reset"))
     for entry in (b"lost", b"last"):
         journal.add(entry)

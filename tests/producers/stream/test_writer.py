@@ -11,43 +11,23 @@ from penstock.producers.stream.in_flight import Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import MAX_APPEND_GROUPS, Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
-from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
     RecordError,
-    Rollout,
     RolloutGroup,
-    SamplingSettings,
-    Segment,
-    VersionSpan,
     decode_group,
     died_of_length,
-    pack_floats,
-    pack_ids,
 )
 from pipelines import intercept
-from scripted_engine import FINGERPRINT
+from wire_examples import group_of_lengths
 
 KEYS = Keys("test")
 
 
 def a_group(index: int, *, num_tokens: int = 3, evaluation_id: str | None = None) -> RolloutGroup:
-    segment = Segment(
-        token_ids=pack_ids([1] * (num_tokens + 1)),
-        behavior_logprobs=pack_floats([-0.5] * num_tokens),
-        loss_mask=((1, num_tokens + 1),),
-        version_spans=(VersionSpan(0, 1, num_tokens + 1),),
-    )
-    return RolloutGroup(
-        index=index,
-        prompt=Prompt(text="1+1="),
-        rollouts=(Rollout(segments=(segment,), reward=Reward(value=1.0)),),
-        producer_id="a",
-        fingerprint=FINGERPRINT,
-        sampling=SamplingSettings(),
-        evaluation_id=evaluation_id,
-    )
+    return replace(group_of_lengths(num_tokens, index=index, reward=1.0), evaluation_id=evaluation_id)
 
 
 class WriterDesk:

@@ -200,7 +200,7 @@ async def test_producers_of_one_host_fetch_once_and_load_the_same_bits_whatever_
     assert len(list(tmp_path.glob("penstock-*"))) == 1
 
 
-@pytest.mark.parametrize("ids", [("one", "two"), ("", "two"), ("", "")])
+@pytest.mark.parametrize("ids", [("one", "two"), ("", "")])
 async def test_the_same_versions_of_a_run_that_is_begun_anew_are_other_weights(pickup, ids) -> None:
     made = pickup(ReadingEngine)
     made.trainer.begin_anew(ids[0])
