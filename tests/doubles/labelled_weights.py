@@ -1,9 +1,8 @@
 """Weights whose greedy token identifies their version, and requests that run while they are updated."""
 
 import asyncio
-import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,20 +69,30 @@ async def sample_throughout(
     await asyncio.gather(*(requests(n) for n in range(8)))
 
 
-def count_mislabelled(completions: Iterable[Completion]) -> tuple[int, int]:
-    """Returns the number of tokens, and of those labelled with another version than they identify. Checks that the
-    version spans tile the tokens."""
-    num_tokens = num_wrong = 0
+async def assert_exact_labels(
+    engine: Any,
+    update: Callable[[], Awaitable[object]],
+    num_updates: int,
+    *,
+    longest: int = 160,
+    min_tokens: int = 1000,
+) -> None:
+    """Samples while `update` loads one policy after another; no token may be labelled with another version than the one
+    it identifies, and the version spans tile the tokens."""
+    stop, completions = asyncio.Event(), list[Completion]()
+    await update()
+    await asyncio.gather(
+        sample_throughout(engine, stop, 0, completions, longest),
+        update_until_seen(update, completions, num_updates, stop),
+    )
+    assert max(len(each.version_spans) for each in completions) >= 3, "no completion saw several updates"
+    assert len({span.version for each in completions for span in each.version_spans}) > num_updates / 2
+    num_tokens = 0
     for completion in completions:
         ids = unpack_ids(completion.token_ids)
         ends = [0, *(span.end for span in completion.version_spans)]
         assert [span.start for span in completion.version_spans] == ends[:-1] and ends[-1] == len(ids)
         num_tokens += len(ids)
         for span in completion.version_spans:
-            num_wrong += sum(token != label_of(span.version) for token in ids[span.start : span.end])
-    return num_tokens, num_wrong
-
-
-def versions_of(completions: Iterable[Completion]) -> set[int]:
-    """Returns the versions that sampled the completions."""
-    return set(itertools.chain(*({span.version for span in c.version_spans} for c in completions)))
+            assert set(ids[span.start : span.end]) == {label_of(span.version)}, span
+    assert num_tokens > min_tokens

@@ -1,7 +1,7 @@
 """Makes tiny Qwen3 models, publishes policies as a trainer does, and boots engines that tests share."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.config import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import TensorSpec, WeightManifest
-from penstock.schemas.rollout import SamplingSettings
+from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 from penstock.schemas.weights.reading import WeightReader
 from weight_writer import WeightWriter
 
@@ -95,6 +95,31 @@ def reference_logprobs(
     logits = model(torch.tensor([prompt + sampled])).logits[0].float()
     logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
     return logprobs[torch.arange(len(sampled)), torch.tensor(sampled, dtype=torch.long)].numpy()
+
+
+BUDGET = 1e-5
+"""Mean |difference| of logprobs, float32 on both sides."""
+
+
+def gap(
+    model: Qwen3ForCausalLM, completions: Sequence[Completion], temperature: float = 1.0, prompt: list[int] = PROMPT
+) -> float:
+    """Returns the mean |difference| of the model's logprobs from those recorded, over the sampled tokens."""
+    differences = [
+        np.abs(
+            np.array(unpack_floats(one.behavior_logprobs))
+            - reference_logprobs(model, prompt, [*unpack_ids(one.token_ids)], temperature)
+        )
+        for one in completions
+    ]
+    return float(np.concatenate(differences).mean())
+
+
+async def assert_serves(engine: Any, model: Qwen3ForCausalLM, version: int, prompt: list[int] = PROMPT) -> None:
+    """Checks that the engine samples from `model` and labels its tokens `version`."""
+    completions = await engine.generate(prompt, SamplingSettings(max_tokens=24), 8, f"serves-{version}")
+    assert {span.version for one in completions for span in one.version_spans} == {version} == {engine.policy_version}
+    assert gap(model, completions, prompt=prompt) <= BUDGET
 
 
 @dataclass

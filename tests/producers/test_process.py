@@ -16,7 +16,7 @@ import pytest
 from forked_programs import PYTHONPATH
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat
-from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import decode_group
 from producer_run import Numbers
@@ -50,25 +50,6 @@ def test_released_prompts_become_groups_and_sigterm_ends_with_status_0(
     assert server.client.get(trainer.keys.producer("producer-0")) is None
     events = [json.loads(line) for line in (tmp_path / "test/producers/producer-0.jsonl").read_text().splitlines()]
     assert {"start", "weights"} <= {event["event"] for event in events}
-
-
-def test_a_killed_producers_prompts_are_answered_by_a_second_one(
-    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
-) -> None:
-    server = redis_server()
-    config = make_config(producers=ProducersConfig(claim_idle_s=1.0))
-    trainer = hand_trainer(server.client, config, tmp_path)
-    trainer.announce(0)
-    trainer.release(1, 8)
-    slow = start_producer(config, server.url, "producer-0", token_s=60)
-    # The heartbeat comes before the group is there.
-    wait_for(lambda: [group["pending"] for group in server.client.xinfo_groups(trainer.keys.prompts)] == [8])
-    slow.kill()
-    quick = start_producer(config, server.url, "producer-1")
-    assert sorted(int(fields[Field.INDEX]) for fields in trainer.read(8)) == list(range(1, 9))
-    server.client.hset(trainer.keys.commit, Commit.FINISHED, b"1")
-    assert quick.wait(timeout=90) == 0
-    assert "the run is finished" in start_producer.log("producer-1")
 
 
 def test_a_server_that_is_down_at_start_is_waited_for_and_a_signal_ends_the_wait(

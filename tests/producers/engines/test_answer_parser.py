@@ -49,6 +49,9 @@ def test_calls_and_reasoning_are_found(parser) -> None:
     assert message["content"].strip() == "the tool says so"
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 3, "b": 4}
+    for _ in range(2):  # one answer does not reach into the next
+        message = message_of(both, "<think>\na\n</think>\n\n" + CALL + CALL, tools=TOOLS)
+        assert message["content"] is None and len({call["id"] for call in message["tool_calls"]}) == 2
 
 
 def test_a_call_without_tools_or_a_broken_one_stays_in_the_text(parser) -> None:
@@ -60,14 +63,6 @@ def test_a_call_without_tools_or_a_broken_one_stays_in_the_text(parser) -> None:
     ):
         message = message_of(tools_only, text, **fields)
         assert message["content"] == text and "tool_calls" not in message
-
-
-def test_one_answer_does_not_reach_into_the_next(parser) -> None:
-    both = parser(tool_parser="hermes", reasoning_parser="qwen3")
-    for _ in range(2):
-        message = message_of(both, "<think>\na\n</think>\n\n" + CALL + CALL, tools=TOOLS)
-        assert len(message["tool_calls"]) == 2 and message["content"] is None
-        assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
 def test_a_parser_that_vllm_does_not_have_is_refused_with_its_field(parser) -> None:

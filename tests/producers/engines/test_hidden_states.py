@@ -12,6 +12,7 @@ from penstock.producers.engines.hidden_states import LOGITS_CHUNK_TOKENS, Hidden
 from penstock.producers.interfaces import CaptureError
 from penstock.schemas import hidden_states as names
 from penstock.schemas.rollout import SamplingSettings
+from shared_engine import qwen3, weights_of
 
 HIDDEN, VOCABULARY = 4, 11
 
@@ -174,9 +175,9 @@ SEQUENCE = [n % 60 + 3 for n in range(70)]
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.asyncio(loop_scope="session")
-async def test_vllm_shows_what_transformers_computes(shared_engine, make_qwen3, parameters, tmp_path):
-    model = make_qwen3(tied=shared_engine.base.config.tie_word_embeddings, seed=8)
-    version = await shared_engine.load(parameters(model))
+async def test_vllm_shows_what_transformers_computes(shared_engine, tmp_path):
+    model = qwen3(tied=shared_engine.base.config.tie_word_embeddings, seed=8)
+    version = await shared_engine.load(weights_of(model))
     path = tmp_path / "capture.safetensors"
     await shared_engine.engine.capture(SEQUENCE, str(path))
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -60,12 +59,11 @@ def start_parent(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("method", "moment"), [("spawn", "starting"), ("spawn", "working"), ("fork", "working")])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_ends_with_its_parent_and_takes_its_own_along(start_parent, tmp_path, method, moment, number):
+def test_a_child_ends_with_its_parent_and_takes_its_own_along(start_parent, tmp_path, method, moment):
     parent, mark = start_parent(method, moment)
     wait_for((tmp_path / ("here" if moment == "starting" else "working")).exists)
     assert len(family(mark)) >= (2 if moment == "starting" else 3)
-    parent.send_signal(number)
+    parent.kill()
     parent.wait()
     wait_for(lambda: not family(mark))
 

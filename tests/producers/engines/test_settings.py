@@ -37,20 +37,14 @@ def report(run: RunConfig, **changes) -> dict:
     )
 
 
-def test_every_parity_setting_is_written_out():
-    arguments = arguments_of(config())
+def test_every_parity_setting_is_written_out_and_memory_asked_for_in_the_unit_of_the_device():
+    arguments = arguments_of(config(engine=EngineConfig(kv_cache_gib=0.5)))
     assert arguments["logprobs_mode"] == "processed_logprobs"
-    assert arguments["enable_prefix_caching"] is False
-    assert arguments["async_scheduling"] is False
+    assert arguments["enable_prefix_caching"] is arguments["async_scheduling"] is False
     assert arguments["hf_overrides"] == {"head_dtype": "float32"}
-    assert arguments["seed"] == 5
-
-
-def test_memory_is_asked_for_in_the_unit_of_the_device():
-    run = config(engine=EngineConfig(kv_cache_gib=0.5, gpu_memory_utilization=0.4))
-    assert arguments_of(run, cpu=True)["kv_cache_memory_bytes"] == 2**29
-    assert arguments_of(run, cpu=False)["gpu_memory_utilization"] == 0.4
-    assert "kv_cache_memory_bytes" not in arguments_of(run, cpu=False)
+    assert (arguments["seed"], arguments["kv_cache_memory_bytes"]) == (5, 2**29)
+    arguments = arguments_of(config(engine=EngineConfig(gpu_memory_utilization=0.4)), cpu=False)
+    assert arguments["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in arguments
 
 
 def test_the_engine_process_of_a_gpu_is_spawned_and_multiplies_float32_in_full():
@@ -125,6 +119,8 @@ def test_an_engine_that_reports_what_was_asked_for_is_accepted():
     found = report(run)
     del found["disable_cascade_attn"]  # not every argument keeps its name
     verify(arguments_of(run), run, [found])
+    run = config(engine=EngineConfig(head_dtype="model"))
+    verify(arguments_of(run), run, [report(run, head_dtype="float32")])
 
 
 def test_a_setting_reported_otherwise_or_not_at_all_is_named_with_both_values():
@@ -142,11 +138,6 @@ def test_a_setting_reported_otherwise_or_not_at_all_is_named_with_both_values():
         found = {name: value for name, value in report(run, **change).items() if value is not None}
         with pytest.raises(EngineError, match=message):
             verify(arguments_of(run), run, [report(run), found])
-
-
-def test_the_head_may_be_left_at_the_models_dtype():
-    run = config(engine=EngineConfig(head_dtype="model"))
-    verify(arguments_of(run), run, [report(run, head_dtype="float32")])
 
 
 def test_heads_are_divided_among_ranks_or_repeated_on_them(tmp_path):

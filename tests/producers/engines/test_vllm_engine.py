@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.rollout import SamplingSettings, unpack_ids
+from shared_engine import publish, qwen3, run_config, weights_of
 from waiting import until
 
 pytestmark = [
@@ -37,9 +38,9 @@ def engine_processes() -> set[psutil.Process]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def tied_engine(tied_engine, parameters):
+async def tied_engine(tied_engine):
     """The shared one, whatever other tests have left in it."""
-    await tied_engine.load(parameters(tied_engine.base))
+    await tied_engine.load(weights_of(tied_engine.base))
     return tied_engine
 
 
@@ -50,12 +51,12 @@ async def start_long_request(engine) -> asyncio.Task:
     return task
 
 
-async def test_a_build_for_gpus_is_refused_where_there_is_none(vllm_engine, make_config, tmp_path, monkeypatch):
+async def test_a_build_for_gpus_is_refused_where_there_is_none(vllm_engine, tmp_path, monkeypatch):
     from penstock.producers.engines import vllm
 
     monkeypatch.setattr(vllm, "current_platform", SimpleNamespace(is_unspecified=lambda: True))
     with pytest.raises(EngineError, match=r"built for GPUs and finds none: expected an NVIDIA GPU .* extra \[cpu\]"):
-        await vllm_engine.start(make_config(tmp_path))
+        await vllm_engine.start(run_config(tmp_path))
 
 
 async def test_the_fingerprint_is_what_the_engine_reports(tied_engine):
@@ -105,39 +106,35 @@ async def test_cancelling_generate_aborts_the_request(tied_engine):
     assert tied_engine.engine._llm.get_num_unfinished_requests() == 0
 
 
-async def test_a_setting_that_the_engine_reports_otherwise_stops_the_start(
-    vllm_engine, make_config, make_qwen3, tmp_path
-):
+async def test_a_setting_that_the_engine_reports_otherwise_stops_the_start(vllm_engine, tmp_path):
     # The CPU build switches asynchronous scheduling off, whatever it is asked for.
-    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
     # Nothing in this file but the ends of sequences may keep an engine from its start.
     (tmp_path / "model" / "generation_config.json").write_text('{"num_return_sequences": 4, "eos_token_id": 1}')
-    config = make_config(tmp_path / "model", engine={"args": {"enforce_eager": True, "async_scheduling": True}})
+    config = run_config(tmp_path / "model", engine={"args": {"enforce_eager": True, "async_scheduling": True}})
     before = engine_processes()
     with pytest.raises(EngineError, match=r"engine\.args\.async_scheduling: wanted True, .* reports False"):
         await vllm_engine.start(config)
     assert engine_processes() <= before
 
 
-async def test_a_model_that_vllm_refuses_is_an_engine_error(vllm_engine, make_config, make_qwen3, tmp_path):
-    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+async def test_a_model_that_vllm_refuses_is_an_engine_error(vllm_engine, tmp_path):
+    qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
     with pytest.raises(EngineError, match=r"(?s)model\.path = .*9999"):
-        await vllm_engine.start(make_config(tmp_path / "model", engine={"max_model_len": 9999}))
+        await vllm_engine.start(run_config(tmp_path / "model", engine={"max_model_len": 9999}))
     with pytest.raises(EngineError, match="no such folder"):
-        await vllm_engine.start(make_config(tmp_path / "nothing"))
+        await vllm_engine.start(run_config(tmp_path / "nothing"))
 
 
 @pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
-async def test_cancelling_the_start_leaves_no_process_behind(
-    vllm_engine, make_config, make_qwen3, tmp_path, monkeypatch
-):
+async def test_cancelling_the_start_leaves_no_process_behind(vllm_engine, tmp_path, monkeypatch):
     # As in a producer, the engine process begins with the import of vLLM.
     from vllm.utils.system_utils import get_mp_context
 
     monkeypatch.setattr("vllm.v1.engine.utils.get_mp_context", get_mp_context)
-    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
     before = engine_processes()
-    starting = asyncio.create_task(vllm_engine.start(make_config(tmp_path / "model", engine=EAGER)))
+    starting = asyncio.create_task(vllm_engine.start(run_config(tmp_path / "model", engine=EAGER)))
     children = set(psutil.Process().children())
     while children >= set(psutil.Process().children()):
         assert not starting.done()
@@ -152,14 +149,14 @@ async def test_cancelling_the_start_leaves_no_process_behind(
 
 
 async def test_an_engine_process_that_freezes_is_named_and_one_that_dies_fails_what_is_under_way(
-    vllm_engine, make_config, make_qwen3, parameters, write_policy, tmp_path, monkeypatch
+    vllm_engine, tmp_path, monkeypatch
 ):
     from penstock.producers.engines import vllm
 
-    model = make_qwen3(tied=True, seed=0)
+    model = qwen3(tied=True, seed=0)
     model.save_pretrained(tmp_path / "model")
     before = engine_processes()
-    engine = await vllm_engine.start(make_config(tmp_path / "model", engine=EAGER))
+    engine = await vllm_engine.start(run_config(tmp_path / "model", engine=EAGER))
     (process,) = engine_processes() - before
     await engine.check()
     for _ in range(20):  # on a busy machine it may have ended before its engine is stopped
@@ -172,7 +169,7 @@ async def test_an_engine_process_that_freezes_is_named_and_one_that_dies_fails_w
     monkeypatch.setattr(vllm, "ANSWER_S", 0.5)
     with pytest.raises(EngineError, match=rf"engine process \(pid {process.pid}\) is frozen: no answer within 0.5 s"):
         await engine.check()
-    loading = asyncio.create_task(engine.load_weights(*write_policy(parameters(model), 1, tmp_path)))
+    loading = asyncio.create_task(engine.load_weights(*publish(weights_of(model), 1, tmp_path)))
     await asyncio.sleep(0.05)
     process.kill()
     for task in (running, loading):

@@ -1,19 +1,17 @@
 """Adapters in the running engine, of one rank and of two: logprobs, labels, prefixes, failed loads, named faults."""
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from labelled_weights import count_mislabelled, label_of, sample_throughout, update_until_seen, versions_of
+from labelled_weights import assert_exact_labels, label_of
 from parity_faults import LabelsOnly
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.check import check_parity
@@ -25,8 +23,8 @@ from penstock.schemas.adapter import adapter_shapes, parse_name, tensor_name
 from penstock.schemas.config import LoraConfig, RunConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.prompt import Prompt
-from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_floats, unpack_ids
-from shared_engine import qwen3, run_config
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings
+from shared_engine import assert_serves, qwen3, run_config
 
 pytestmark = [
     pytest.mark.vllm,
@@ -36,7 +34,6 @@ pytestmark = [
 ]
 
 LORA = LoraConfig(rank=3, alpha=6.0)
-NUM_UPDATES = 12
 LONG = [(7 * n) % 60 + 3 for n in range(300)]
 """More than two blocks of the KV cache."""
 
@@ -115,7 +112,7 @@ class AdaptedEngine:
     params=[1, pytest.param(2, marks=pytest.mark.exhaustive)],
     ids=["one rank", "two ranks"],
 )
-async def adapted(request, vllm_engine, tmp_path_factory, reference):
+async def adapted(request, vllm_engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted")
     base = qwen3(tied=False, seed=0)
     told_by(base)
@@ -125,53 +122,34 @@ async def adapted(request, vllm_engine, tmp_path_factory, reference):
         settings["args"] = {"enforce_eager": True}
     config = msgspec.structs.replace(run_config(folder / "model", engine=settings), lora=LORA)
     found = AdaptedEngine(await vllm_engine.start(config), config, base, folder)
-    await serves(found, {}, found.engine.policy_version, reference)
+    await serves(found, {}, found.engine.policy_version)
     yield found
     await found.engine.close()
 
 
-async def serves(adapted: AdaptedEngine, adapter: Mapping[str, Tensor], version: int, reference) -> None:
+async def serves(adapted: AdaptedEngine, adapter: Mapping[str, Tensor], version: int) -> None:
     """The engine samples from the base with `adapter`, and labels its tokens `version`."""
-    model = adapted.merged(adapter)
     for prompt in ([3, 17, 5, 40], LONG):
-        completions = await adapted.engine.generate(
-            prompt, SamplingSettings(max_tokens=24), 8, f"{version}-{prompt[0]}"
-        )
-        assert versions_of(completions) == {version} == {adapted.engine.policy_version}
-        for each in completions:
-            expected = reference(model, prompt, [*unpack_ids(each.token_ids)], 1.0)
-            gaps = np.abs(np.array(unpack_floats(each.behavior_logprobs)) - expected)
-            assert gaps.mean() <= 1e-5, f"policy {version}"
+        await assert_serves(adapted.engine, adapted.merged(adapter), version, prompt)
 
 
-async def test_each_policy_serves_the_base_with_its_adapter_and_no_older_prefix(adapted: AdaptedEngine, reference):
+async def test_each_policy_serves_the_base_with_its_adapter_and_no_older_prefix(adapted: AdaptedEngine):
     for size in (0.1, 0.2, 0.05):
         adapter = adapted.adapter(size)
         # The second time the prompt's prefix is cached, and the third under another adapter.
         version = await adapted.load(adapter)
         for _ in range(2):
-            await serves(adapted, adapter, version, reference)
+            await serves(adapted, adapter, version)
     assert msgspec.json.decode(adapted.engine.fingerprint.other["lora"])["rank"] == 3
 
 
 async def test_no_token_is_mislabelled_while_adapters_come_in_flight(adapted: AdaptedEngine):
-    stop = asyncio.Event()
-    await adapted.load(adapted.weights_of_token(label_of(len(adapted.files))))
-
-    completions: list = []
-    await asyncio.gather(
-        sample_throughout(adapted.engine, stop, 0, completions, longest=160),
-        update_until_seen(
-            lambda: adapted.load(adapted.weights_of_token(label_of(len(adapted.files)))), completions, NUM_UPDATES, stop
-        ),
+    await assert_exact_labels(
+        adapted.engine, lambda: adapted.load(adapted.weights_of_token(label_of(len(adapted.files)))), 12
     )
-    assert max(len(each.version_spans) for each in completions) >= 3, "no completion saw several updates"
-    num_tokens, num_wrong = count_mislabelled(completions)
-    print(f"{num_tokens} tokens")
-    assert num_tokens > 1000 and num_wrong == 0
 
 
-async def test_an_adapter_that_does_not_fit_leaves_the_one_before_in_place(adapted: AdaptedEngine, reference):
+async def test_an_adapter_that_does_not_fit_leaves_the_one_before_in_place(adapted: AdaptedEngine):
     adapter = adapted.adapter()
     version = await adapted.load(adapter)
     strange = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in adapter.items()}
@@ -184,7 +162,7 @@ async def test_an_adapter_that_does_not_fit_leaves_the_one_before_in_place(adapt
         update = adapted.update({name: tensor.clone() for name, tensor in wrong.items()})
         with pytest.raises(WeightLoadError, match=message):
             await adapted.engine.load_weights(update.manifest, update.path)
-        await serves(adapted, adapter, version, reference)
+        await serves(adapted, adapter, version)
 
 
 async def test_the_parity_check_finds_nothing_and_layers_agree(adapted: AdaptedEngine, tmp_path):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from process_family import MARK, command_lines, family
+from shared_engine import qwen3
 from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -59,10 +60,10 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def parents(make_qwen3, tmp_path_factory, temporary) -> Iterator[subprocess.Popen[str]]:
+def parents(tmp_path_factory, temporary) -> Iterator[subprocess.Popen[str]]:
     """Forks a parent of an engine for each line it is given, and answers with its process id."""
     folder = tmp_path_factory.mktemp("parents")
-    make_qwen3(tied=True, seed=0).save_pretrained(folder / "model")
+    qwen3(tied=True, seed=0).save_pretrained(folder / "model")
     (folder / "parents.py").write_text(PARENTS)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO", "TMPDIR": str(temporary)}
     command = [sys.executable, str(folder / "parents.py"), str(folder / "model")]

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.sampling import Siblings
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
-from shared_engine import EOS
+from shared_engine import BUDGET, EOS, PROMPT, gap, qwen3, reference_logprobs, weights_of
 from waiting import until
 
 pytestmark = [
@@ -20,67 +20,49 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-PROMPT = [3, 17, 5, 40, 8]
-BUDGET = 1e-5
-"""Mean |difference| of logprobs in fp32 on both sides."""
 
-
-def gap(completions, model, reference, temperature=1.0) -> float:
-    """Mean |engine - reference| over every sampled token."""
-    differences = []
-    for completion in completions:
-        sampled, logprobs = (
-            list(unpack_ids(completion.token_ids)),
-            np.array(unpack_floats(completion.behavior_logprobs)),
-        )
-        differences.append(np.abs(logprobs - reference(model, PROMPT, sampled, temperature)))
-    return float(np.concatenate(differences).mean())
-
-
-async def test_logprobs_equal_transformers_from_the_first_token_on(shared_engine, reference):
-    assert gap(shared_engine.boot_completions, shared_engine.base, reference) <= BUDGET
+async def test_logprobs_equal_transformers_from_the_first_token_on(shared_engine):
+    assert gap(shared_engine.base, shared_engine.boot_completions) <= BUDGET
     assert {span.version for c in shared_engine.boot_completions for span in c.version_spans} == {0}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_logprobs_equal_transformers_after_an_update_in_flight(
-    shared_engine, make_qwen3, parameters, reference, temperature
-):
+async def test_logprobs_equal_transformers_after_an_update_in_flight(shared_engine, temperature):
     engine = shared_engine.engine
     tied = shared_engine.base.config.tie_word_embeddings
-    older, newer = make_qwen3(tied=tied, seed=1), make_qwen3(tied=tied, seed=2)
+    older, newer = qwen3(tied=tied, seed=1), qwen3(tied=tied, seed=2)
     sampling = SamplingSettings(temperature=temperature, max_tokens=48)
-    first = await shared_engine.load(parameters(older))
+    first = await shared_engine.load(weights_of(older))
     running = asyncio.create_task(
         engine.generate(PROMPT, SamplingSettings(temperature=temperature, max_tokens=400), 16, "running")
     )
     before = await engine.generate(PROMPT, sampling, 16, "before")
-    second = await shared_engine.load(parameters(newer))
+    second = await shared_engine.load(weights_of(newer))
     after = await engine.generate(PROMPT, sampling, 16, "after")
     await running
 
     assert {span.version for c in before for span in c.version_spans} == {first}
     assert {span.version for c in after for span in c.version_spans} == {second}
-    assert gap(before, older, reference, temperature) <= BUDGET
-    assert gap(after, newer, reference, temperature) <= BUDGET
-    assert gap(after, older, reference, temperature) > 0.1
+    assert gap(older, before, temperature) <= BUDGET
+    assert gap(newer, after, temperature) <= BUDGET
+    assert gap(older, after, temperature) > 0.1
 
 
 def has_tokens(sampled: list[Completion]) -> bool:
     return any(len(completion.token_ids) for completion in sampled)
 
 
-async def test_a_request_in_flight_keeps_its_kv_and_goes_on_with_the_new_weights(shared_engine, make_qwen3, parameters):
+async def test_a_request_in_flight_keeps_its_kv_and_goes_on_with_the_new_weights(shared_engine):
     tied = shared_engine.base.config.tie_word_embeddings
-    older, newer = make_qwen3(tied=tied, seed=3), make_qwen3(tied=tied, seed=4)
+    older, newer = qwen3(tied=tied, seed=3), qwen3(tied=tied, seed=4)
     engine, spanning = shared_engine.engine, []
     for attempt in range(20):  # a random model may end every completion before the update comes
-        first = await shared_engine.load(parameters(older))
+        first = await shared_engine.load(weights_of(older))
         sampling = SamplingSettings(max_tokens=400)
         name = f"spanning-{attempt}"
         running = asyncio.create_task(engine.generate(PROMPT, sampling, 32, name))
         await until(lambda of=name, task=running: task.done() or has_tokens(engine.sampled(of)))
-        second = await shared_engine.load(parameters(newer))
+        second = await shared_engine.load(weights_of(newer))
         spanning = [c for c in await running if [s.version for s in c.version_spans] == [first, second]]
         if spanning:
             break
@@ -110,12 +92,10 @@ def continued_logprobs(older, newer, sampled: list[int], switch: int) -> np.ndar
     return logprobs[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
 
 
-async def test_a_continued_rollout_has_the_logprobs_of_the_policy_that_samples_on(
-    shared_engine, make_qwen3, parameters, reference
-):
+async def test_a_continued_rollout_has_the_logprobs_of_the_policy_that_samples_on(shared_engine):
     engine, sampling = shared_engine.engine, SamplingSettings(max_tokens=200)
-    older, newer = (make_qwen3(tied=shared_engine.base.config.tie_word_embeddings, seed=seed) for seed in (1, 2))
-    first = await shared_engine.load(parameters(older))
+    older, newer = (qwen3(tied=shared_engine.base.config.tie_word_embeddings, seed=seed) for seed in (1, 2))
+    first = await shared_engine.load(weights_of(older))
     for attempt in range(20):  # a busy machine may be told of a sample only when every sibling has ended
         interrupted = Siblings(engine, PROMPT, sampling, 16, f"interrupted-{attempt}")
         running = asyncio.create_task(interrupted.sample())
@@ -126,9 +106,9 @@ async def test_a_continued_rollout_has_the_logprobs_of_the_policy_that_samples_o
         assert engine.sampled(f"interrupted-{attempt}") == []
         if goes_on_from(before, 12):
             break
-    assert goes_on_from(before, 12) and gap(before, older, reference) <= BUDGET
+    assert goes_on_from(before, 12) and gap(older, before) <= BUDGET
 
-    second = await shared_engine.load(parameters(newer))
+    second = await shared_engine.load(weights_of(newer))
     after = await Siblings(engine, PROMPT, sampling, 16, "continued", adopted=before).sample()
     for part, whole in zip(before, after, strict=True):
         assert whole.token_ids.startswith(part.token_ids)
@@ -137,7 +117,7 @@ async def test_a_continued_rollout_has_the_logprobs_of_the_policy_that_samples_o
         if part.finish_reason == "abort":
             assert [(span.version, span.end) for span in spans] == [(first, num_before), (second, num_tokens)]
             sampled, logprobs = list(unpack_ids(whole.token_ids)), np.array(unpack_floats(whole.behavior_logprobs))
-            differences = np.abs(logprobs - reference(newer, PROMPT, sampled, 1.0))
+            differences = np.abs(logprobs - reference_logprobs(newer, PROMPT, sampled, 1.0))
             assert differences[num_before:].mean() <= BUDGET and differences[:num_before].mean() > 0.01
         else:
             assert whole == part and spans[-1].version == first

@@ -10,14 +10,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
-from labelled_weights import (
-    count_mislabelled,
-    label_of,
-    sample_throughout,
-    update_until_seen,
-    versions_of,
-    weights_of_token,
-)
+from labelled_weights import assert_exact_labels, label_of, weights_of_token
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.gate import Gate
@@ -26,9 +19,18 @@ from penstock.producers.interfaces import CaptureError, WeightLoadError
 from penstock.producers.rollout.probe import PosedPrompt, probe
 from penstock.schemas import hidden_states as names
 from penstock.schemas.prompt import Prompt
-from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from penstock.schemas.rollout import SamplingSettings, unpack_floats
 from scripted_engine import ScriptedEngine
-from shared_engine import PROMPT, EngineHost, boot_shared, run_config
+from shared_engine import (
+    PROMPT,
+    EngineHost,
+    assert_serves,
+    boot_shared,
+    qwen3,
+    reference_logprobs,
+    run_config,
+    weights_of,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -38,9 +40,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-NUM_UPDATES = 6
-BUDGET = 1e-5
-"""Mean |difference| of logprobs in float32 on both sides."""
 MEMORY = Path("/dev/shm")
 
 
@@ -63,19 +62,8 @@ async def parallel_engine(vllm_engine, tmp_path_factory):
     await shared.engine.close()
 
 
-async def serves(shared, model, version: int, reference) -> None:
-    """The engine samples from `model` and labels its tokens `version`."""
-    completions = await shared.engine.generate(PROMPT, SamplingSettings(max_tokens=24), 8, f"serves-{version}")
-    assert versions_of(completions) == {version} == {shared.engine.policy_version}
-    gaps = [
-        np.abs(np.array(unpack_floats(c.behavior_logprobs)) - reference(model, PROMPT, [*unpack_ids(c.token_ids)], 1.0))
-        for c in completions
-    ]
-    assert np.concatenate(gaps).mean() <= BUDGET
-
-
-async def test_two_ranks_sample_what_one_rank_samples(parallel_engine, tied_engine, make_qwen3, parameters):
-    weights = parameters(make_qwen3(tied=True, seed=31))
+async def test_two_ranks_sample_what_one_rank_samples(parallel_engine, tied_engine):
+    weights = weights_of(qwen3(tied=True, seed=31))
     found = []
     for shared in (parallel_engine, tied_engine):
         await shared.load(weights)
@@ -91,9 +79,9 @@ async def test_two_ranks_sample_what_one_rank_samples(parallel_engine, tied_engi
     assert parallel_engine.engine.fingerprint.other["engine.tensor_parallel_size"] == "2"
 
 
-async def test_the_parity_gate_opens_for_its_rollouts(parallel_engine, make_qwen3, parameters, tmp_path):
-    model = make_qwen3(tied=True, seed=32)
-    version = await parallel_engine.load(parameters(model))
+async def test_the_parity_gate_opens_for_its_rollouts(parallel_engine, tmp_path):
+    model = qwen3(tied=True, seed=32)
+    version = await parallel_engine.load(weights_of(model))
     model.save_pretrained(tmp_path / "model")
     posed = [PosedPrompt(Prompt(text="?"), ids) for ids in (PROMPT, [7, 9])]
     groups = await probe(parallel_engine.engine, posed, SamplingSettings(max_tokens=64), group_size=8)
@@ -105,60 +93,46 @@ async def test_the_parity_gate_opens_for_its_rollouts(parallel_engine, make_qwen
     assert json.loads((tmp_path / "parity.json").read_text())["verdict"]["status"] == "parity"
 
 
-async def test_no_token_is_mislabelled_while_both_ranks_load_from_a_copy_that_others_patch(
-    parallel_engine, parameters, tmp_path
-):
-    host, base, stop = EngineHost(tmp_path), parameters(parallel_engine.base), asyncio.Event()
-    follower, beside = host.follower(parallel_engine.engine), host.follower(ScriptedEngine())
+async def test_no_token_is_mislabelled_while_both_ranks_load_from_a_copy_that_others_patch(parallel_engine, tmp_path):
+    host, base = EngineHost(tmp_path), weights_of(parallel_engine.base)
+    followers = host.follower(parallel_engine.engine), host.follower(ScriptedEngine())
 
-    async def update(one) -> None:
-        await host.load(one, host.announce(lambda version: weights_of_token(base, label_of(version))))
+    async def update() -> None:
+        announced = [host.announce(lambda version: weights_of_token(base, label_of(version))) for _ in followers]
+        await asyncio.gather(*map(host.load, followers, announced))
 
-    completions: list = []
-    await update(follower)
-    await asyncio.gather(
-        sample_throughout(parallel_engine.engine, stop, 0, completions, longest=160),
-        update_until_seen(lambda: asyncio.gather(update(follower), update(beside)), completions, NUM_UPDATES, stop),
-    )
+    await assert_exact_labels(parallel_engine.engine, update, 6)
     host.close()
-    assert max(len(c.version_spans) for c in completions) >= 3, "no completion saw several updates"
-    assert len(versions_of(completions)) > NUM_UPDATES / 2
-    num_tokens, num_wrong = count_mislabelled(completions)
-    print(f"{num_tokens} tokens")
-    assert num_tokens > 1000
-    assert num_wrong == 0
 
 
-async def test_a_load_that_fails_on_one_rank_is_taken_back_on_both(
-    parallel_engine, make_qwen3, parameters, reference, tmp_path
-):
-    old, new = make_qwen3(tied=True, seed=33), make_qwen3(tied=True, seed=34)
+async def test_a_load_that_fails_on_one_rank_is_taken_back_on_both(parallel_engine, tmp_path):
+    old, new = qwen3(tied=True, seed=33), qwen3(tied=True, seed=34)
     host = EngineHost(tmp_path)
     follower = host.follower(parallel_engine.engine)
-    serving = host.announce(lambda _: parameters(old))
+    serving = host.announce(lambda _: weights_of(old))
     await host.load(follower, serving)
     running = asyncio.create_task(
         parallel_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=120), 8, "running")
     )
     for rank in (0, 1, 0):
         await parallel_engine.engine._llm.collective_rpc("penstock_break_load", args=(rank,))
-        wrong = host.announce(lambda _: parameters(new))
+        wrong = host.announce(lambda _: weights_of(new))
         with pytest.raises(WeightLoadError, match=rf"^policy {wrong.version}: [^:]*: rank {rank}: OSError: the f"):
             await host.load(follower, wrong)
-    assert versions_of(await running) == {serving.version}
-    await serves(parallel_engine, old, serving.version, reference)
+    assert {span.version for c in await running for span in c.version_spans} == {serving.version}
+    await assert_serves(parallel_engine.engine, old, serving.version)
 
-    newer = host.announce(lambda _: parameters(new))
+    newer = host.announce(lambda _: weights_of(new))
     await host.load(follower, newer)
-    await serves(parallel_engine, new, newer.version, reference)
+    await assert_serves(parallel_engine.engine, new, newer.version)
     host.close()
 
 
 async def test_hidden_states_are_those_of_the_whole_model_and_a_failed_capture_leaves_both_ranks_in_step(
-    parallel_engine, make_qwen3, parameters, reference, tmp_path
+    parallel_engine, tmp_path
 ):
-    model, sequence = make_qwen3(tied=True, seed=35), [n % 60 + 3 for n in range(70)]
-    version = await parallel_engine.load(parameters(model))
+    model, sequence = qwen3(tied=True, seed=35), [n % 60 + 3 for n in range(70)]
+    version = await parallel_engine.load(weights_of(model))
     for _ in range(2):  # only the first rank writes
         with pytest.raises(CaptureError, match=r"rank 0: .*No such file"):
             await parallel_engine.engine.capture(sequence, str(tmp_path / "missing" / "capture"))
@@ -169,6 +143,6 @@ async def test_hidden_states_are_those_of_the_whole_model_and_a_failed_capture_l
     wanted = {names.layer(0, names.INPUT): states[0], names.layer(1, names.INPUT): states[1], names.NORM: states[2]}
     for name, theirs in wanted.items():
         torch.testing.assert_close(found[name], theirs[0], atol=2e-5, rtol=1e-4, msg=name)
-    chosen = torch.from_numpy(reference(model, sequence[:1], sequence[1:], 1.0))
+    chosen = torch.from_numpy(reference_logprobs(model, sequence[:1], sequence[1:], 1.0))
     torch.testing.assert_close(found[names.LOGPROBS], chosen, atol=2e-5, rtol=1e-4)
-    await serves(parallel_engine, model, version, reference)
+    await assert_serves(parallel_engine.engine, model, version)

@@ -3,15 +3,14 @@
 import asyncio
 import os
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from penstock.producers.interfaces import EngineError, WeightLoadError
-from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from penstock.schemas.rollout import SamplingSettings
 from scripted_engine import ScriptedEngine
-from shared_engine import EngineHost
+from shared_engine import PROMPT, EngineHost, assert_serves, qwen3, weights_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -20,32 +19,16 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-PROMPT = [9, 2, 33]
-
-
-async def assert_serves(shared, model, version: int, reference) -> None:
-    """The engine samples from `model` and labels its tokens `version`."""
-    assert shared.engine.policy_version == version
-    completions = await shared.engine.generate(PROMPT, SamplingSettings(max_tokens=24), 8, f"serves-{version}")
-    gaps = []
-    for completion in completions:
-        assert {span.version for span in completion.version_spans} == {version}
-        expected = reference(model, PROMPT, list(unpack_ids(completion.token_ids)), 1.0)
-        gaps.append(np.abs(np.array(unpack_floats(completion.behavior_logprobs)) - expected).mean())
-    assert np.mean(gaps) <= 1e-5
-
 
 def of_wrong_shape(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return weights | {"model.layers.1.mlp.up_proj.weight": torch.zeros(7, 64)}
 
 
-async def test_a_file_that_does_not_fit_or_is_broken_is_refused_before_the_pause(
-    tied_engine, make_qwen3, parameters, reference
-):
-    model = make_qwen3(tied=True, seed=11)
-    serving = await tied_engine.load(parameters(model))
+async def test_a_file_that_does_not_fit_or_is_broken_is_refused_before_the_pause(tied_engine):
+    model = qwen3(tied=True, seed=11)
+    serving = await tied_engine.load(weights_of(model))
     for wrong in ("wrong shape", "gone", "cut short"):
-        weights = parameters(make_qwen3(tied=True, seed=13))
+        weights = weights_of(qwen3(tied=True, seed=13))
         version = next(tied_engine.versions)
         manifest, path = tied_engine.publish(of_wrong_shape(weights) if wrong == "wrong shape" else weights, version)
         if wrong == "gone":
@@ -54,80 +37,74 @@ async def test_a_file_that_does_not_fit_or_is_broken_is_refused_before_the_pause
             os.truncate(path, 100)
         with pytest.raises(WeightLoadError, match=f"policy {version}"):
             await tied_engine.engine.load_weights(manifest, path)
-        await assert_serves(tied_engine, model, serving, reference)
+        await assert_serves(tied_engine.engine, model, serving)
 
 
-async def test_a_load_that_fails_half_way_brings_the_old_version_back(
-    shared_engine, make_qwen3, parameters, reference, monkeypatch, tmp_path
-):
+async def test_a_load_that_fails_half_way_brings_the_old_version_back(shared_engine, monkeypatch, tmp_path):
     tied = shared_engine.base.config.tie_word_embeddings
-    old, new = make_qwen3(tied=tied, seed=14), make_qwen3(tied=tied, seed=15)
+    old, new = qwen3(tied=tied, seed=14), qwen3(tied=tied, seed=15)
     host = EngineHost(tmp_path)
     follower, beside = host.follower(shared_engine.engine), host.follower(ScriptedEngine())
-    serving = host.announce(lambda _: parameters(old))
+    serving = host.announce(lambda _: weights_of(old))
     await host.load(follower, serving)
     running = asyncio.create_task(shared_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=300), 8, "running"))
     with monkeypatch.context() as unchecked:
         unchecked.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
         for _ in range(2):
-            wrong = host.announce(lambda _: of_wrong_shape(parameters(new)))
+            wrong = host.announce(lambda _: of_wrong_shape(weights_of(new)))
             with pytest.raises(WeightLoadError, match=rf"policy {wrong.version}"):
                 await host.load(follower, wrong)
             # Another producer has moved the copy on meanwhile.
             await host.load(beside, wrong)
     assert {span.version for c in await running for span in c.version_spans} == {serving.version}
-    await assert_serves(shared_engine, old, serving.version, reference)
+    await assert_serves(shared_engine.engine, old, serving.version)
 
-    newer = host.announce(lambda _: parameters(new))
+    newer = host.announce(lambda _: weights_of(new))
     await host.load(follower, newer)
-    await assert_serves(shared_engine, new, newer.version, reference)
+    await assert_serves(shared_engine.engine, new, newer.version)
     host.close()
 
 
-async def test_an_engine_whose_old_weights_cannot_be_had_again_serves_no_longer(
-    tied_engine, make_qwen3, parameters, reference, monkeypatch, tmp_path
-):
-    old = make_qwen3(tied=True, seed=21)
+async def test_an_engine_whose_old_weights_cannot_be_had_again_serves_no_longer(tied_engine, monkeypatch, tmp_path):
+    old = qwen3(tied=True, seed=21)
     host = EngineHost(tmp_path)
     follower = host.follower(tied_engine.engine)
-    serving = host.announce(lambda _: parameters(old))
+    serving = host.announce(lambda _: weights_of(old))
     await host.load(follower, serving)
-    wrong = host.announce(lambda _: of_wrong_shape(parameters(old)))
+    wrong = host.announce(lambda _: of_wrong_shape(weights_of(old)))
     host.trim(wrong.version)
     with monkeypatch.context() as unchecked:
         unchecked.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
         with pytest.raises(EngineError, match=r"could not be loaded .*, nor policy 1 again .*kept no longer"):
             await host.load(follower, wrong)
     # Sampling stays paused until a load succeeds.
-    await host.load(follower, host.announce(lambda _: parameters(old)))
-    await assert_serves(tied_engine, old, wrong.version + 1, reference)
+    await host.load(follower, host.announce(lambda _: weights_of(old)))
+    await assert_serves(tied_engine.engine, old, wrong.version + 1)
     host.close()
 
 
-async def test_a_cancelled_load_still_ends_with_weights_and_label_in_step(
-    tied_engine, make_qwen3, parameters, reference
-):
-    await tied_engine.load(parameters(make_qwen3(tied=True, seed=16)))
-    model = make_qwen3(tied=True, seed=17)
-    loading = asyncio.create_task(tied_engine.load(parameters(model)))
+async def test_a_cancelled_load_still_ends_with_weights_and_label_in_step(tied_engine):
+    await tied_engine.load(weights_of(qwen3(tied=True, seed=16)))
+    model = qwen3(tied=True, seed=17)
+    loading = asyncio.create_task(tied_engine.load(weights_of(model)))
     await asyncio.sleep(0.002)
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    following = make_qwen3(tied=True, seed=18)
-    version = await tied_engine.load(parameters(following))
-    await assert_serves(tied_engine, following, version, reference)
+    following = qwen3(tied=True, seed=18)
+    version = await tied_engine.load(weights_of(following))
+    await assert_serves(tied_engine.engine, following, version)
 
 
-async def test_a_tied_head_may_be_published_or_left_out(tied_engine, make_qwen3, parameters, reference):
-    model = make_qwen3(tied=True, seed=19)
-    weights = parameters(model)
+async def test_a_tied_head_may_be_published_or_left_out(tied_engine):
+    model = qwen3(tied=True, seed=19)
+    weights = weights_of(model)
     version = await tied_engine.load(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
-    await assert_serves(tied_engine, model, version, reference)
+    await assert_serves(tied_engine.engine, model, version)
 
 
-async def test_updates_do_not_leak_memory(tied_engine, make_qwen3, parameters):
-    weights = parameters(make_qwen3(tied=True, seed=20))
+async def test_updates_do_not_leak_memory(tied_engine):
+    weights = weights_of(qwen3(tied=True, seed=20))
 
     def resident_bytes() -> int:
         return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))

@@ -91,7 +91,7 @@ def test_a_call_and_its_result_repeated_are_worth_1_and_an_answer_from_the_head_
         assert converse(Script(answer(said))) == Reward(value=exact, parts={"exact": exact, "called": 0.0})
 
 
-def test_calls_are_answered_in_their_order_and_a_malformed_one_may_be_made_again() -> None:
+def test_calls_are_answered_in_their_order_up_to_the_last_turn_and_a_malformed_one_may_be_made_again() -> None:
     assert converse(Script(answer(None, call("4^")), answer("3875"))).parts["called"] == 0.0
     script = Script(answer(None, call("47*83-")), answer(None, call("47*83-26", call_id="c2")), answer("3875"))
     assert converse(script) == Reward(value=1.0, parts={"exact": 1.0, "called": 1.0})
@@ -103,12 +103,9 @@ def test_calls_are_answered_in_their_order_and_a_malformed_one_may_be_made_again
     script = Script(answer(None, call("47*83"), call("3901-26", call_id="c2")), answer("3875"))
     assert converse(script).value == 1.0
     assert [message["content"] for message in script.messages[2:]] == ["3901", "3875"]
-
-
-def test_a_conversation_ends_after_its_turns() -> None:
-    script = Script(*[answer(None, call("47*83-26"))] * 9)
-    assert converse(script, max_turns=3) == Reward(value=0.0, parts={"exact": 0.0, "called": 1.0})
-    assert script.num_turns == 3
+    endless = Script(*[answer(None, call("47*83-26"))] * 9)
+    assert converse(endless, max_turns=3) == Reward(value=0.0, parts={"exact": 0.0, "called": 1.0})
+    assert endless.num_turns == 3
 
 
 def test_the_last_number_of_an_answer_counts_with_its_sign() -> None:

@@ -64,11 +64,8 @@ def test_the_permutation_takes_every_place_to_another_and_is_another_for_every_k
     orders = {tuple(permuted(place, 10, seed, epoch) for place in range(10)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     assert permuted(10**12, 3 * 10**12, 0) < 3 * 10**12
-
-
-def test_the_permutation_favors_no_place():
     firsts = Counter(permuted(0, 7, key) for key in range(7000))
-    assert all(800 < count < 1200 for count in firsts.values())
+    assert all(800 < count < 1200 for count in firsts.values()), "it favors no place"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,6 +101,10 @@ def test_columns_may_hold_messages_or_bare_text_and_the_rest_is_metadata(tmp_pat
     numbers = write_jsonl(tmp_path / "n.jsonl", [{"prompt": "?", "answer": n} for n in (0.00005, 1e22, 2.50, 7)])
     answers = [Dataset(seed=0, training=numbers, shuffle=False).prompt(n).answer for n in (1, 2, 3, 4)]
     assert answers == ["0.00005", "1" + "0" * 22, "2.5", "7"]
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n\n')
+    lines = Dataset(seed=0, training=str(blank), columns={"prompt": "prompt"}, shuffle=False)
+    assert [lines.prompt(n).metadata["source"] for n in (1, 2)] == [f"{blank}:1", f"{blank}:3"]
     text = Dataset(seed=0, training=file, columns={"text": "raw"}).prompt(1)
     assert (text.text, text.messages, text.answer) == ("Once", None, "")
 
@@ -154,13 +155,6 @@ def test_a_parquet_row_is_read_with_its_row_group_and_the_named_columns_and_few_
     assert sum(table() is not None for table in read) == rows.ROW_GROUPS_KEPT, "of all files together"
 
 
-def test_blank_lines_at_the_end_are_no_rows(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n\n')
-    environment = Dataset(seed=0, training=str(file), columns={"prompt": "prompt"}, shuffle=False)
-    assert [environment.prompt(n).metadata["source"] for n in (1, 2)] == [f"{file}:1", f"{file}:3"]
-
-
 def test_the_reward_of_mathematics_goes_with_any_data_set():
     half = Prompt(text="?", answer="1/2")
     assert math_verified(half, "So \\boxed{0.5}", scoring_timeout_s=60.0) == 1.0
@@ -168,9 +162,9 @@ def test_the_reward_of_mathematics_goes_with_any_data_set():
     assert math_verified(half, "0.5", require_boxed=False, scoring_timeout_s=60.0) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("content", "changes", "message"),
-    [
+def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path):
+    file = tmp_path / "a.jsonl"
+    for content, changes, message in [
         ("", {}, "training: {file!r} holds no row, expected at least one"),
         ('{"prompt": 1}\n{"prompt": "c", "ans', {}, 'training: {file}:2: b\'{{"prompt": "c", "ans\' is no JSON'),
         ("[1]\n", {}, "{file}:1: b'[1]', expected an object"),
@@ -181,13 +175,10 @@ def test_the_reward_of_mathematics_goes_with_any_data_set():
         (LINE, {"columns": {"answer": "answer"}}, "expected one of prompt and text among"),
         (LINE, {"columns": {"prompt": "prompt", "source": "answer"}}, "expected another name than source"),
         (LINE, {"num_evaluation_prompts": 1}, "num_evaluation_prompts is 1, expected 0 to 0"),
-    ],
-)
-def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path, content, changes, message):
-    file = tmp_path / "a.jsonl"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message.format(file=str(file)))):
-        Dataset(seed=0, training=str(file), **changes)
+    ]:
+        file.write_text(content)
+        with pytest.raises(ValueError, match=re.escape(message.format(file=str(file)))):
+            Dataset(seed=0, training=str(file), **changes)
 
 
 def test_a_name_on_the_hub_is_opened_by_subset_split_and_revision_and_what_it_lacks_is_named(monkeypatch):
@@ -213,19 +204,7 @@ def test_a_name_on_the_hub_is_opened_by_subset_split_and_revision_and_what_it_la
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "a", "answer": "b"}\n')
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)  # root may read everything
-    with pytest.raises(ValueError, match=f"training: {re.escape(str(file))}: Permission denied; expected a file that"):
-        Dataset(seed=0, training=str(file))
-
-
-def test_files_that_hold_no_tasks_are_named_with_what_is_expected(tmp_path):
+def test_files_that_hold_no_tasks_or_may_not_be_read_are_named_with_what_is_expected(tmp_path, monkeypatch):
     cut = Path(write_parquet(tmp_path / "cut.parquet"))
     cut.write_bytes(cut.read_bytes()[:-40])
     pq.write_table(pa.table({"question": pa.array([], pa.string())}), tmp_path / "empty.parquet")
@@ -246,3 +225,11 @@ def test_files_that_hold_no_tasks_are_named_with_what_is_expected(tmp_path):
             Dataset(
                 seed=0, training=str(tmp_path / name), columns=COLUMNS, split="test" if name == "saved" else "train"
             )
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    file = write_jsonl(tmp_path / "a.jsonl")
+    monkeypatch.setattr(os, "open", refuse)  # root may read everything
+    with pytest.raises(ValueError, match=f"training: {re.escape(file)}: Permission denied; expected a file that"):
+        Dataset(seed=0, training=file)

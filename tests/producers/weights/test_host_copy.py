@@ -113,7 +113,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
         copy.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_walk_is_bit_for_bit_what_was_announced(host: Host, seed: int) -> None:
     draw = random.Random(seed)
     version, epoch = 0, 0
@@ -237,30 +237,26 @@ def test_a_bad_chunk_is_refused_by_name_and_passed_over_once_another_chain_leads
         assert host.load(copy, newest) == newest.version
 
 
-@pytest.mark.parametrize("kind", ["piece", "tiling", "tensors", "digest"])
-def test_a_manifest_that_lies_is_refused(host: Host, kind: str) -> None:
+def test_a_manifest_that_lies_is_refused(host: Host) -> None:
     draw = random.Random(9)
     host.log.whole(0, first_policy())
     copy = host.producer()
     old = host.step(draw)
     host.load(copy, old)
     new = host.step(draw)
-    chunk = new.chunks[0]
-    (piece,) = chunk.pieces
-    tensors, chunks = new.tensors, list(new.chunks)
-    if kind == "piece":
-        chunks[0] = msgspec.structs.replace(chunk, pieces=(msgspec.structs.replace(piece, start=1),))
-    elif kind == "tiling":
-        chunks.append(chunk)
-    elif kind == "digest":
-        chunks[0] = msgspec.structs.replace(chunk, pieces=(msgspec.structs.replace(piece, digest="0" * 32),))
-    else:
-        tensors = (*new.tensors[:-1], msgspec.structs.replace(new.tensors[-1], name="other"))
-    lie = msgspec.structs.replace(new, tensors=tensors, chunks=tuple(chunks))
+    first, *others = new.chunks
+    (piece,) = first.pieces
+    shifted, foreign = (msgspec.structs.replace(piece, **change) for change in ({"start": 1}, {"digest": "0" * 32}))
     host.client.xdel(KEYS.policy, f"{new.version}-1")
-    with pytest.raises(WeightLoadError, match=r"tensors|bits|kept no longer"):
-        copy.lock_at(lie)
-    assert host.load(copy, old, exactly=True) == old.version
+    for lie in (
+        {"chunks": (msgspec.structs.replace(first, pieces=(shifted,)), *others)},
+        {"chunks": (msgspec.structs.replace(first, pieces=(foreign,)), *others)},
+        {"chunks": (*new.chunks, first)},
+        {"tensors": (*new.tensors[:-1], msgspec.structs.replace(new.tensors[-1], name="other"))},
+    ):
+        with pytest.raises(WeightLoadError, match=r"tensors|bits|kept no longer"):
+            copy.lock_at(msgspec.structs.replace(new, **lie))
+        assert host.load(copy, old, exactly=True) == old.version
 
 
 def test_a_log_trimmed_under_a_reader_is_read_from_the_anchor_and_without_one_refused(host: Host) -> None:
@@ -290,22 +286,26 @@ def test_a_log_trimmed_under_a_reader_is_read_from_the_anchor_and_without_one_re
         copy.lock_at(newest)
 
 
-@pytest.mark.parametrize("torn", ["short", "header", "gone", "state", "byte"])
-def test_a_torn_copy_is_built_anew(host: Host, torn: str) -> None:
-    old = host.log.whole(0, first_policy())
+def test_a_torn_copy_is_built_anew(host: Host) -> None:
+    newest = host.log.whole(0, first_policy())
     copy = host.producer()
-    host.load(copy, old)
-    if torn == "short":
-        os.truncate(copy.path, copy.path.stat().st_size - 4)
-    elif torn == "gone":
-        copy.path.unlink()
-    elif torn == "state":
-        (copy.folder / "state").write_bytes(b"{")
-    else:
+    host.load(copy, newest)
+
+    def overwrite(place: int, whence: int) -> None:
         with copy.path.open("r+b") as file:
-            file.seek(9 if torn == "header" else -1, os.SEEK_SET if torn == "header" else os.SEEK_END)
+            file.seek(place, whence)
             file.write(b"?")
-    newest = old if torn != "byte" else host.step(random.Random(12))
+
+    for tear in (
+        lambda: os.truncate(copy.path, copy.path.stat().st_size - 4),
+        lambda: copy.path.unlink(),
+        lambda: (copy.folder / "state").write_bytes(b"{"),
+        lambda: overwrite(9, os.SEEK_SET),  # in the header
+    ):
+        tear()
+        assert host.load(copy, newest) == newest.version
+    overwrite(-1, os.SEEK_END)
+    newest = host.step(random.Random(12))
     assert host.load(copy, newest) == newest.version
 
 
@@ -368,55 +368,6 @@ def test_a_kill_in_the_middle_of_a_patch_never_leaves_wrong_bits(
     assert not survivor.folder.exists()
 
 
-def producer_process(folder: Path, manifests: list[bytes], policies: list[Policy], seed: int) -> None:
-    """Loads versions as they are announced, and reads each slowly; exits with the number of wrong ones."""
-    draw = random.Random(seed)
-    client = fakeredis.FakeRedis(protocol=2)
-    for data in manifests:
-        manifest = msgspec.json.decode(data, type=WeightManifest)
-        client.xadd(KEYS.policy, {"manifest": data}, id=f"{manifest.version}-1")
-        if manifest.delta_of is None:
-            client.hset(KEYS.anchors, manifest.version, data)
-    reader = WeightReader(lambda command: command(client), KEYS)
-    copy = HostCopy(str(folder), "test", "redis", reader, ProducerMetrics())
-    copy.open()
-    num_wrong = 0
-    for number in range(len(manifests)):
-        if draw.random() < 0.4:
-            continue
-        exactly = draw.random() < 0.3
-        wanted = msgspec.json.decode(manifests[number], type=WeightManifest)
-        manifest = copy.lock_at(wanted, exactly=exactly)
-        with copy.path.open("rb") as file:
-            first = file.read(20_000)
-            time.sleep(draw.random() * 0.003)
-            rest = file.read()
-        num_wrong += not is_policy(policy_in(first + rest), policies[manifest.version])
-        num_wrong += exactly and manifest.version != wanted.version
-        copy.release()
-    copy.close()
-    os._exit(num_wrong)
-
-
-def test_processes_that_load_and_go_back_beside_each_other_never_read_other_bits(tmp_path: Path) -> None:
-    draw = random.Random(14)
-    host = Host(tmp_path, fakeredis.FakeRedis(protocol=2))
-    host.log = WeightWriter(host.client, piece=5000, store=FolderChunks(tmp_path / "chunks"))
-    host.log.whole(0, first_policy())
-    for _ in range(15):
-        host.step(draw, draw.choice([0.001, 0.01, 0.4]))
-    manifests = [fields[b"manifest"] for _, fields in host.client.xrange(KEYS.policy)]
-    policies = [host.log.policies[version] for version in range(16)]
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=producer_process, args=(tmp_path, manifests, policies, seed)) for seed in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    assert not list(tmp_path.glob("penstock-*"))
-
-
 def test_the_last_one_out_removes_the_folder_and_any_producer_sweeps_what_was_left(host: Host, tmp_path: Path) -> None:
     first, second = host.producer(), host.producer()
     assert first.folder.stat().st_mode & 0o777 == 0o700
@@ -465,30 +416,6 @@ def test_who_joins_while_the_last_one_removes_the_folder_loses_nothing(host: Hos
     leaving.close()
     fetched = joined[0].num_bytes
     assert host.load(joined[0], manifest) == 0 and joined[0].num_bytes == fetched
-
-
-def test_producers_that_come_and_go_always_share_one_folder(host: Host, tmp_path: Path) -> None:
-    manifest = host.log.whole(0, first_policy())
-    errors: list[BaseException] = []
-
-    def come_and_go(seed: int) -> None:
-        draw = random.Random(seed)
-        try:
-            for _ in range(12):
-                copy = host.producer()
-                if draw.random() < 0.5:
-                    host.load(copy, manifest)
-                copy.close()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=come_and_go, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert not list(tmp_path.glob("penstock-*"))
 
 
 def test_a_host_whose_lock_files_were_removed_does_not_fall_into_two(host):
