@@ -9,13 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.schemas.rollout import RolloutGroup, unpack_floats, unpack_ids
+from penstock.schemas.rollout import RolloutGroup, Segment, unpack_floats, unpack_ids
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Returns the targets' logprobs and the entropies, both [n], from logits [n, V] float64 and targets [n]."""
     log_p = torch.log_softmax(logits / (1.0 if temperature < 1e-5 else temperature), dim=-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+
+def sampled_logprobs(model: torch.nn.Module, segment: Segment, temperature: float = 1.0) -> Tensor:
+    """Returns the logprobs of a segment's sampled tokens under gradient. The model is a transformers one, unpacked."""
+    ids = torch.tensor(list(unpack_ids(segment.token_ids)))
+    at = torch.tensor([place for start, end in segment.loss_mask for place in range(start, end)])
+    return logprobs_and_entropy(model(input_ids=ids[None]).logits[0][at - 1], ids[at], temperature)[0]
 
 
 def grpo_loss(
@@ -40,12 +47,9 @@ def grpo_loss(
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             advantage = (reward - mean) / (std + 1e-4)
             for segment in rollout.segments:
-                ids = torch.tensor(list(unpack_ids(segment.token_ids)))
-                at = [p for start, end in segment.loss_mask for p in range(start, end)]
+                current = sampled_logprobs(model, segment, group.sampling.temperature)
                 versions = [span.version for span in segment.version_spans for _ in range(span.start, span.end)]
-                denominator += len(at)
-                logits = model(input_ids=ids[None]).logits[0][[p - 1 for p in at]]
-                current, _ = logprobs_and_entropy(logits, ids[at], group.sampling.temperature)
+                denominator += len(current)
                 for c, b, v in zip(current, unpack_floats(segment.behavior_logprobs), versions, strict=True):
                     if lag_of(v) > lag_bound:
                         continue

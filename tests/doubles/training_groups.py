@@ -115,6 +115,11 @@ def random_group(
     return group_of(index, rollouts, rewards, temperature)
 
 
+def random_groups(count: int = 5, seed: int = 0, **changes: Any) -> list[RolloutGroup]:
+    """Returns random groups of the indexes 1 to `count`."""
+    return [random_group(index, seed, **changes) for index in range(1, count + 1)]
+
+
 def lag_from(current: int) -> Any:
     """Returns the lag by version, without a rollback."""
     return lambda version: current - version
@@ -124,6 +129,30 @@ def lag_from(current: int) -> Any:
 def proximal_logprobs(learner: Learner, batch: Batch) -> list[torch.Tensor]:
     """Returns the learner's present logprobs of each micro-batch's sampled tokens."""
     return [learner.scorer.logprobs(each)[0] for each in batch.microbatches]
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    """Returns a copy of the masters by their names."""
+    return {name: parameter.detach().clone() for name, parameter in learner.model.module.named_parameters()}
+
+
+def gradients_of(learner: Learner) -> list[dict[str, torch.Tensor]]:
+    """Replaces the optimizer's step, so that every step is at the same weights; returns the list that takes the
+    gradients of each."""
+    found: list[dict[str, torch.Tensor]] = []
+    learner.optimizer.step = lambda: found.append(  # type: ignore[method-assign, misc, assignment]
+        {name: p.grad.clone() for name, p in learner.model.module.named_parameters() if p.grad is not None}
+    )
+    return found
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: torch.nn.Module, relative: float) -> None:
+    """Compares gradients with those of a float64 model, each to a part of the norm of all."""
+    wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
+    assert found.keys() == wanted.keys()
+    scale = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    for name, gradient in wanted.items():
+        assert (found[name].double() - gradient).norm() <= relative * scale, name
 
 
 def tiny_tokenizer(folder: Path, *more: str) -> None:

@@ -1,16 +1,19 @@
 """Groups are packed into rows: every token finds its place, its target and its mask, or is left out and counted."""
 
-import msgspec
+import math
+from typing import Any
+
 import pytest
 import torch
+from msgspec.structs import replace
 
 from penstock.consumers.learning.batch.batch import MicroBatch, Support
 from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.batch.trainable import check_trainable
-from penstock.schemas.config import AdvantageConfig, RunConfig, TeacherConfig, TrainerConfig
+from penstock.schemas.config import AdvantageConfig, TeacherConfig, TrainerConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
-from penstock.schemas.rollout import RecordError, RolloutGroup, unpack_floats, unpack_ids
-from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment
+from penstock.schemas.rollout import RecordError, RolloutGroup, pack_ids, unpack_floats, unpack_ids
+from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, random_groups, segment
 
 CONFIG = configuration("none", max_lag=2)
 
@@ -35,43 +38,34 @@ def _rows(microbatch: MicroBatch) -> list[list[int]]:
 
 
 def test_every_sampled_token_finds_its_prediction_its_target_and_its_numbers() -> None:
-    groups = [random_group(i, 5) for i in range(1, 6)]
+    groups = random_groups(5, 5, temperature=0.5)
     batch = pack(groups, lag_from(7), configuration("none", max_lag=9))
-    (microbatch,) = batch.microbatches
+    (m,) = batch.microbatches
     wanted = []
     for group in groups:
-        for rollout in group.rollouts:
-            (own,) = rollout.segments
-            ids, at = list(unpack_ids(own.token_ids)), [p for a, b in own.loss_mask for p in range(a, b)]
-            versions = [s.version for s in own.version_spans for _ in range(s.start, s.end)]
-            for p, b, v in zip(at, unpack_floats(own.behavior_logprobs), versions, strict=True):
-                wanted.append((ids[p - 1], p - 1, ids[p], b, 7 - v, len(at)))
-    m = microbatch
-    got = zip(
-        m.token_ids[m.predicting].tolist(),
-        m.position_ids[m.predicting].tolist(),
-        m.targets.tolist(),
-        m.behavior_logprobs.tolist(),
-        m.lag.tolist(),
-        m.rollout_tokens.tolist(),
-        strict=True,
-    )
-    assert sorted(got) == sorted(wanted)
+        rewards = torch.tensor([rollout.reward.value for rollout in group.rollouts])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
+            (part,) = rollout.segments
+            ids, at = list(unpack_ids(part.token_ids)), [p for a, b in part.loss_mask for p in range(a, b)]
+            versions = [s.version for s in part.version_spans for _ in range(s.start, s.end)]
+            for p, b, v in zip(at, unpack_floats(part.behavior_logprobs), versions, strict=True):
+                wanted.append((ids[p - 1], p - 1, ids[p], b, 7 - v, len(at), pytest.approx(advantage, abs=1e-5)))
+    columns = m.token_ids[m.predicting], m.position_ids[m.predicting], m.targets, m.behavior_logprobs, m.lag
+    found = zip(*(column.tolist() for column in (*columns, m.rollout_tokens, m.advantages)), strict=True)
+    assert sorted(found) == sorted(wanted, key=lambda token: token[:6])
+    assert set(m.temperature.tolist()) == {0.5}
     assert batch.minibatches[0].num_tokens == batch.num_tokens_trained == len(wanted)
 
 
-def test_rows_hold_their_tokens_up_to_the_last_prediction() -> None:
-    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+def test_rows_end_at_their_last_prediction_and_share_the_context_of_their_group_alone() -> None:
     # Two turns, then a tool's answer that nothing is sampled after.
-    turns = segment(ids, [(2, 4), (5, 6)], [7, 7, 7])
+    turns = segment([1, 2, 3, 4, 5, 6, 7, 8], [(2, 4), (5, 6)], [7, 7, 7])
     group = group_of(1, [[turns], [segment([1, 2, 9], [(2, 3)], [7])]], [1.0, 0.0])
     (microbatch,) = pack([group], lag_from(7), CONFIG).microbatches
     assert _rows(microbatch) == [[1, 2, 3, 4, 5], [1, 2]]
-    assert microbatch.targets.tolist() == [3, 4, 6, 9]
-    assert microbatch.row_ids.tolist() == [0, 0, 0, 1]
+    assert (microbatch.targets.tolist(), microbatch.row_ids.tolist()) == ([3, 4, 6, 9], [0, 0, 0, 1])
 
-
-def test_a_context_that_siblings_share_is_packed_once() -> None:
     prompt = [4, 5, 6, 7]
     siblings = [[segment([*prompt, i, i], [(4, 6)], [7, 7])] for i in range(8)]
     group = group_of(1, siblings, [float(i) for i in range(8)])
@@ -80,32 +74,9 @@ def test_a_context_that_siblings_share_is_packed_once() -> None:
     assert _rows(microbatch) == [[*prompt, i] for i in range(8)]
     assert microbatch.token_ids[microbatch.predicting].tolist() == [t for i in range(8) for t in (7, i)]
 
-
-def test_equal_contexts_of_different_groups_stay_apart() -> None:
     groups = [group_of(i, [[segment([1, 2, 3], [(2, 3)], [7])]] * 2, [0.0, 1.0]) for i in (1, 2)]
     (microbatch,) = pack(groups, lag_from(7), CONFIG).microbatches
-    assert len(microbatch.token_ids) == 4
-
-
-def test_tokens_past_the_lag_bound_are_masked_and_counted() -> None:
-    batch = pack([_one_row(3, 4, 5, 6)], lag_from(7), CONFIG)
-    (microbatch,) = batch.microbatches
-    assert microbatch.lag.tolist() == [4, 3, 2, 1, 0]
-    assert microbatch.loss_mask.tolist() == [False, False, True, True, True]
-    assert (batch.minibatches[0].num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag) == (5, 3, 2)
-    assert batch.lag_histogram == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
-    assert microbatch.rollout_tokens.tolist() == [4, 4, 4, 4, 1]
-
-
-def test_synchronous_mode_masks_everything_but_lag_0() -> None:
-    config = configuration("none", max_lag=2, mode="synchronous")
-    assert pack([_one_row(6, 7)], lag_from(7), config).num_tokens_masked_lag == 1
-
-
-def test_a_row_that_is_masked_throughout_is_left_out_but_counted() -> None:
-    batch = pack([_one_row(1, 1)], lag_from(7), CONFIG)
-    assert batch.num_rows == 1
-    assert (batch.minibatches[0].num_tokens, batch.num_tokens_masked_lag) == (3, 2)
+    assert len(microbatch.token_ids) == 4, "equal contexts of different groups stay apart"
 
 
 def _lag_with_unknown(version: int) -> int:
@@ -114,44 +85,42 @@ def _lag_with_unknown(version: int) -> int:
     return 7 - version
 
 
-def test_an_unknown_version_counts_as_the_rows_oldest_known_one() -> None:
-    (microbatch,) = pack([_one_row(-1, 5, 6)], _lag_with_unknown, CONFIG).microbatches
-    assert microbatch.lag.tolist() == [2, 2, 1, 0]
+def test_tokens_past_the_lag_bound_are_masked_and_counted_and_an_unknown_version_is_the_rows_oldest() -> None:
+    for versions, changes, lags, num_masked in (
+        ((3, 4, 5, 6), {}, [4, 3, 2, 1, 0], 2),
+        ((6, 7), {"mode": "synchronous"}, [1, 0, 0], 1),
+        ((-1, 5, 6), {}, [2, 2, 1, 0], 0),
+        ((-1, -1), {}, [2, 2, 0], 0),  # none is known: the lag bound
+        ((-1, 7), {}, [1, 0, 0], 0),  # never fresh
+    ):
+        config = configuration("none", **{"max_lag": 2} | changes)
+        batch = pack([_one_row(*versions)], _lag_with_unknown, config)
+        ((microbatch,), (minibatch,)) = batch.microbatches, batch.minibatches
+        assert microbatch.lag.tolist() == lags, versions
+        assert microbatch.loss_mask.tolist() == [lag <= config.lag_bound for lag in lags], versions
+        counts = minibatch.num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag
+        assert counts == (len(lags), len(lags) - num_masked, num_masked), versions
+        assert batch.lag_histogram == {lag: lags.count(lag) for lag in lags}, versions
+        assert microbatch.rollout_tokens.tolist() == [len(versions)] * len(versions) + [1], versions
+    for versions, max_lag in (((1, 1), 2), ((-1, -1), 0)):  # a row that is masked throughout
+        batch = pack([_one_row(*versions)], _lag_with_unknown, configuration("none", max_lag=max_lag))
+        assert (batch.num_rows, batch.minibatches[0].num_tokens, batch.num_tokens_masked_lag) == (1, 3, 2)
 
-
-def test_a_row_of_unknown_versions_counts_as_the_lag_bound() -> None:
-    (microbatch,) = pack([_one_row(-1, -1)], _lag_with_unknown, CONFIG).microbatches
-    assert microbatch.lag.tolist() == [2, 2, 0]
-
-
-def test_an_unknown_version_is_never_fresh() -> None:
-    (microbatch,) = pack([_one_row(-1, 7)], _lag_with_unknown, CONFIG).microbatches
-    assert microbatch.lag.tolist() == [1, 0, 0]
-    batch = pack([_one_row(-1, -1)], _lag_with_unknown, configuration("none", max_lag=0))
-    assert (batch.num_tokens_masked_lag, batch.num_tokens_trained) == (2, 1)
-
-
-@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
-def test_a_temperature_that_nothing_is_sampled_at_is_refused(temperature) -> None:
-    with pytest.raises(RecordError, match=r"group 1: sampled at temperature .*, expected a finite number of 0 or more"):
-        check_trainable(random_group(1, 0, temperature=temperature), VOCABULARY)
-
-
-def test_a_version_from_the_future_is_not_swallowed() -> None:
-    def lag_of(version: int) -> int:
+    def from_the_future(version: int) -> int:
         raise FutureVersionError(f"version {version} is ahead")
 
     with pytest.raises(FutureVersionError):
-        pack([_one_row(8)], lag_of, CONFIG)
+        pack([_one_row(8)], from_the_future, CONFIG)
 
 
 def test_groups_without_variance_are_left_out_but_counted() -> None:
-    flat = random_group(2, 0, rewards=[1.0] * 4)
+    flat = group_of(2, [[segment([1, 2], [(1, 2)], [1])], [segment([1, 3], [(1, 2)], [6])]], [1.0, 1.0])
     batch = pack([_one_row(7, 7), flat], lag_from(7), CONFIG)
     assert [any(own) for own in batch.group_advantages.values()] == [True, False]
-    assert batch.minibatches[0].num_tokens == 3 + sum(rollout.num_sampled_tokens for rollout in flat.rollouts)
-    assert (batch.minibatches[0].num_rollouts, batch.num_tokens_trained, batch.num_rows) == (6, 3, 2)
-    assert batch.outcome["reward"] == pytest.approx(5 / 6)
+    assert (batch.minibatches[0].num_tokens, batch.minibatches[0].num_rollouts) == (5, 4)
+    assert (batch.num_tokens_trained, batch.num_rows, batch.num_tokens_masked_lag) == (3, 2, 1)
+    assert batch.lag_histogram == {0: 3, 1: 1, 6: 1}
+    assert batch.outcome["reward"] == pytest.approx(3 / 4)
     assert batch.indexes == (1, 2)
 
 
@@ -170,13 +139,6 @@ def test_a_rollout_of_each_group_without_variance_is_kept_for_the_metrics() -> N
     assert len(minibatch.microbatches[0].targets) == 2
 
 
-def test_the_lag_histogram_is_of_every_group() -> None:
-    flat = group_of(2, [[segment([1, 2], [(1, 2)], [1])], [segment([1, 3], [(1, 2)], [6])]], [1.0, 1.0])
-    batch = pack([_one_row(7), flat], lag_from(7), CONFIG)
-    assert batch.lag_histogram == {0: 2, 1: 1, 6: 1}
-    assert (batch.num_tokens_trained, batch.num_tokens_masked_lag) == (2, 1)
-
-
 def test_every_row_is_trained_on_where_the_objective_asks_for_it() -> None:
     flat = random_group(2, 0, rewards=[0.1] * 3, siblings=3)
     batch = pack([_one_row(7, 7), flat], lag_from(7), CONFIG, every_row=True)
@@ -188,44 +150,21 @@ def test_every_row_is_trained_on_where_the_objective_asks_for_it() -> None:
     assert not microbatch.advantages[of_flat].any(), "0 to the bit, whatever the mean of 0.1 rounds to"
 
 
-def test_advantages_and_temperature_are_their_rollouts() -> None:
-    group = group_of(
-        1, [[segment([1, 2, 3], [(1, 3)], [7, 7])], [segment([1, 5], [(1, 2)], [7])]], [1.0, 0.0], temperature=0.5
-    )
-    (microbatch,) = pack([group], lag_from(7), CONFIG).microbatches
-    expected = 0.5 / (0.5**0.5 + 1e-4)
-    torch.testing.assert_close(microbatch.advantages, torch.tensor([expected, expected, -expected]))
-    assert microbatch.temperature.tolist() == [0.5] * 3
+def test_segments_of_one_rollout_share_its_token_count_and_one_without_sampled_tokens_makes_no_row() -> None:
+    empty, longer = segment([1, 2], [], []), segment([1, 2, 3, 4, 5], [(4, 5)], [7])
+    turns = [empty, segment([1, 2, 3], [(1, 3)], [7, 7]), longer]
+    batch = pack([group_of(1, [turns, [segment([1, 9], [(1, 2)], [7])]], [1.0, 0.0])], lag_from(7), CONFIG)
+    assert (batch.num_rows, batch.minibatches[0].num_rollouts) == (3, 2)
+    assert sorted(batch.microbatches[0].rollout_tokens.tolist()) == [1, 3, 3, 3]
 
 
-def test_segments_of_one_rollout_share_its_advantage_and_token_count() -> None:
-    two = [segment([1, 2, 3], [(1, 3)], [7, 7]), segment([1, 2, 3, 4, 5], [(4, 5)], [7])]
-    group = group_of(1, [two, [segment([1, 9], [(1, 2)], [7])]], [1.0, 0.0])
-    batch = pack([group], lag_from(7), CONFIG)
-    (microbatch,) = batch.microbatches
-    assert batch.num_rows == 3
-    assert batch.minibatches[0].num_rollouts == 2
-    assert sorted(microbatch.rollout_tokens.tolist()) == [1, 3, 3, 3]
-
-
-def test_a_segment_without_sampled_tokens_makes_no_row() -> None:
-    group = group_of(
-        1, [[segment([1, 2], [], []), segment([1, 2], [(1, 2)], [7])], [segment([1, 3], [(1, 2)], [7])]], [1.0, 0.0]
-    )
-    assert pack([group], lag_from(7), CONFIG).num_rows == 2
-
-
-def test_micro_batches_keep_to_the_token_budget() -> None:
-    groups = [random_group(i, 2) for i in range(1, 9)]
+def test_micro_batches_keep_to_the_token_budget_and_a_longer_row_is_one_of_its_own() -> None:
+    groups = random_groups(8, 2)
     config = configuration("none", max_lag=9, trainer=TrainerConfig(tokens_per_microbatch=24))
-    batch = pack(groups, lag_from(7), config)
-    whole = pack(groups, lag_from(7), configuration("none", max_lag=9))
+    batch, whole = pack(groups, lag_from(7), config), pack(groups, lag_from(7), configuration("none", max_lag=9))
     assert len(batch.microbatches) > 2
     assert all(len(m.token_ids) <= 24 for m in batch.microbatches)
     assert sum(len(m.targets) for m in batch.microbatches) == len(whole.microbatches[0].targets)
-
-
-def test_a_row_longer_than_the_budget_makes_a_micro_batch_of_its_own() -> None:
     long = segment(list(range(20)), [(1, 20)], [7] * 19)
     group = group_of(1, [[long], [segment([0, 1], [(1, 2)], [7])]], [1.0, 0.0])
     config = configuration("none", trainer=TrainerConfig(tokens_per_microbatch=8))
@@ -233,25 +172,20 @@ def test_a_row_longer_than_the_budget_makes_a_micro_batch_of_its_own() -> None:
 
 
 def test_mini_batches_split_the_groups_in_their_order_with_denominators_of_their_own() -> None:
-    groups = [random_group(i, 2) for i in range(1, 7)] + [random_group(7, 2, rewards=[1.0] * 4)]
+    groups = [*random_groups(6, 2), random_group(7, 2, rewards=[1.0] * 4)]
     config = configuration("none", mode="synchronous", trainer=TrainerConfig(num_minibatches=3))
     batch = pack(groups, lambda version: 0, config)
     assert [minibatch.indexes for minibatch in batch.minibatches] == [(1, 2), (3, 4), (5, 6, 7)]
     for minibatch in batch.minibatches:
-        own = [group for group in groups if group.index in minibatch.indexes]
-        alone = pack(own, lambda version: 0, configuration("none", mode="synchronous")).minibatches[0]
+        part = [group for group in groups if group.index in minibatch.indexes]
+        alone = pack(part, lambda version: 0, configuration("none", mode="synchronous")).minibatches[0]
         assert (minibatch.num_tokens, minibatch.num_rollouts) == (alone.num_tokens, alone.num_rollouts)
         for got, wanted in zip(minibatch.microbatches, alone.microbatches, strict=True):
-            assert torch.equal(got.targets, wanted.targets)
-            assert torch.equal(got.row_ids, wanted.row_ids)
+            assert torch.equal(got.targets, wanted.targets) and torch.equal(got.row_ids, wanted.row_ids)
     assert batch.indexes == (1, 2, 3, 4, 5, 6, 7)
-    assert [any(own) for own in batch.group_advantages.values()] == 6 * [True] + [False]
-
-
-def test_fewer_groups_than_mini_batches_make_fewer_of_them() -> None:
     config = configuration("none", max_lag=9, trainer=TrainerConfig(num_minibatches=4))
-    batch = pack([random_group(1, 2), random_group(2, 2)], lag_from(7), config)
-    assert sorted(minibatch.indexes for minibatch in batch.minibatches) == [(1,), (2,)]
+    fewer = pack(random_groups(2, 2), lag_from(7), config)
+    assert sorted(minibatch.indexes for minibatch in fewer.minibatches) == [(1,), (2,)]
 
 
 def test_mini_batches_of_an_asynchronous_batch_are_drawn_by_seed_and_batch() -> None:
@@ -266,45 +200,6 @@ def test_mini_batches_of_an_asynchronous_batch_are_drawn_by_seed_and_batch() -> 
     # By chance alone all of these would be equal once in 6 ** 5 times or less.
     assert len({str(sorted(split(seed)[0])) for seed in range(6)}) > 1
     assert len({str([index - first for index in split(0, first)[0]]) for first in range(1, 7)}) > 1
-    alone = pack([random_group(i, 2) for i in (1, 2, 3)], lag_from(7), configuration("none", max_lag=9))
-    assert alone.indexes == (1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        (group_of(3, [[segment([1, 2], [(0, 2)], [7, 7])]], [0.0]), "group 3: loss_mask starts at token 0"),
-        (group_of(3, [[segment([1, VOCABULARY], [(1, 2)], [7])]], [0.0]), "token id 23, expected less than .* 23"),
-    ],
-)
-def test_what_the_model_cannot_predict_is_refused(group, message) -> None:
-    with pytest.raises(RecordError, match=message):
-        check_trainable(group, VOCABULARY)
-
-
-def test_a_truncated_distribution_is_refused() -> None:
-    group = random_group(4, 0)
-    nucleus = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, top_p=0.9))
-    with pytest.raises(RecordError, match=r"group 4: sampled with top_p 0\.9"):
-        check_trainable(nucleus, VOCABULARY)
-
-
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_a_distribution_with_penalties_is_refused(penalty) -> None:
-    group = random_group(4, 0)
-    changed = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, **{penalty: 0.5}))
-    with pytest.raises(RecordError, match=rf"group 4: sampled with .*{penalty} 0\.5.*; the trainer reproduces"):
-        check_trainable(changed, VOCABULARY)
-
-
-def test_a_group_without_the_logprobs_of_its_teachers_server_is_refused() -> None:
-    group = random_group(4, 0)
-    check_trainable(group, VOCABULARY)
-    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs, which its producer should have requested"):
-        check_trainable(group, VOCABULARY, needs_teacher=True)
-    served = configuration("none", teacher=TeacherConfig(url="http://127.0.0.1:1/v1"))
-    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs"):
-        pack([group], lag_from(7), served)
 
 
 def test_a_tile_of_a_support_is_that_of_its_tokens_and_ids() -> None:
@@ -317,44 +212,59 @@ def test_a_tile_of_a_support_is_that_of_its_tokens_and_ids() -> None:
         assert torch.equal(support.holds(torch.full((4,), target)), whole[:, target])
 
 
-def _two_groups() -> list[RolloutGroup]:
+def _cut_off_groups() -> list[RolloutGroup]:
     """Rewards 1, 0, 0 and 1, 0: the second rollout of the first group and all of the second group are truncated."""
     one = segment([1, 2, 3], [(2, 3)], [7])
-    cut = msgspec.structs.replace(segment([1, 2, 4, 5, 6], [(2, 5)], [7, 7, 7]), finish_reason="length")
-    turns = [msgspec.structs.replace(one, finish_reason="length"), segment([9, 8], [(1, 2)], [7])]
+    cut = replace(segment([1, 2, 4, 5, 6], [(2, 5)], [7, 7, 7]), finish_reason="length")
+    turns = [replace(one, finish_reason="length"), segment([9, 8], [(1, 2)], [7])]
     return [group_of(1, [[one], [cut], turns], [1.0, 0.0, 0.0]), group_of(2, [[cut], [cut]], [1.0, 0.0])]
 
 
-def _truncated(setting: str, **fields) -> RunConfig:
-    plain = AdvantageConfig(truncated=setting, kwargs={"normalize_std": False}, **fields)  # type: ignore[arg-type]
-    return configuration("none", max_lag=2, advantage=plain)
+def test_truncated_rollouts_are_trained_on_masked_or_penalized_as_the_run_file_says() -> None:
+    """Masked ones leave the loss and its denominators, but not their siblings' mean."""
+    for truncated, fields, counts, num_trained, advantages in (
+        ("train", {}, (12, 5), 12, ((2 / 3, -1 / 3, -1 / 3), (0.5, -0.5))),
+        ("mask", {}, (3, 2), 3, ((2 / 3, -1 / 3, -1 / 3), (0.5, -0.5))),
+        ("penalize", {"truncated_reward": -2.0}, (12, 5), 6, ((4 / 3, -5 / 3, 1 / 3), (0.0, 0.0))),
+    ):
+        advantage = AdvantageConfig(truncated=truncated, kwargs={"normalize_std": False}, **fields)
+        batch = pack(_cut_off_groups(), lag_from(7), configuration("none", max_lag=2, advantage=advantage))
+        (minibatch,) = batch.minibatches
+        assert (minibatch.num_tokens, minibatch.num_rollouts, batch.num_tokens_trained) == (*counts, num_trained)
+        assert [pytest.approx(own) for own in batch.group_advantages.values()] == list(advantages), truncated
+        # What they earned; a turn that ended at the limit before the last does not count.
+        assert batch.outcome["reward"] == pytest.approx(0.4) and batch.outcome["truncated_rollouts"] == 3
+        if truncated == "mask":
+            assert sorted(batch.microbatches[0].targets.tolist()) == [3, 3, 8]
+            assert batch.microbatches[0].loss_mask.all()
 
 
-def test_truncated_rollouts_are_trained_on_as_they_are_unless_the_run_file_says_otherwise() -> None:
-    batch = pack(_two_groups(), lag_from(7), _truncated("train"))
-    assert (batch.minibatches[0].num_tokens, batch.minibatches[0].num_rollouts, batch.num_tokens_trained) == (12, 5, 12)
-    assert batch.outcome["truncated_rollouts"] == 3, "a turn that ended at the limit before the last does not count"
-    assert batch.group_advantages[2] == (0.5, -0.5)
+def _sampled(**settings: Any) -> RolloutGroup:
+    group = random_group(4, 0)
+    return replace(group, sampling=replace(group.sampling, **settings))
 
 
-def test_truncated_rollouts_that_are_masked_leave_the_loss_and_its_denominators_but_not_their_siblings_mean() -> None:
-    batch = pack(_two_groups(), lag_from(7), _truncated("mask"))
-    (microbatch,) = batch.microbatches
-    assert (batch.minibatches[0].num_tokens, batch.minibatches[0].num_rollouts, batch.num_tokens_trained) == (3, 2, 3)
-    assert sorted(microbatch.targets.tolist()) == [3, 3, 8] and microbatch.loss_mask.all()
-    assert batch.group_advantages[1] == pytest.approx((2 / 3, -1 / 3, -1 / 3))
-    assert batch.outcome["truncated_rollouts"] == 3 and batch.outcome["truncated_frac"] == 0.6
-
-
-def test_truncated_rollouts_that_are_penalized_have_the_advantages_of_that_reward() -> None:
-    batch = pack(_two_groups(), lag_from(7), _truncated("penalize", truncated_reward=-2.0))
-    assert batch.group_advantages[1] == pytest.approx((4 / 3, -5 / 3, 1 / 3))
-    assert batch.group_advantages[2] == (0.0, 0.0), "both have the same reward now"
-    assert batch.outcome["reward"] == pytest.approx(0.4), "what they earned"
-    assert batch.minibatches[0].num_tokens == 12 and batch.num_tokens_trained == 6
-
-
-def test_a_row_without_context_never_packs() -> None:
-    group = group_of(3, [[segment([1, 2], [(0, 2)], [7, 7])], [segment([1, 2], [(1, 2)], [7])]], [0.0, 1.0])
+def test_what_the_trainer_cannot_reproduce_is_refused_by_group_and_value() -> None:
+    without_context = group_of(3, [[segment([1, 2], [(0, 2)], [7, 7])], [segment([1, 2], [(1, 2)], [7])]], [0.0, 1.0])
+    masked = replace(segment([1, 2], [(1, 2)], [7]), sampling_mask=(pack_ids([2, VOCABULARY]),))
+    of_top_k = replace(group_of(3, [[masked]], [1.0]), sampling=_sampled(top_k=3).sampling)
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    for group, message in (
+        *((_sampled(temperature=t), "sampled at temperature .* 0 or more") for t in (-1.0, math.nan, math.inf)),
+        (_sampled(top_p=0.9), r"sampled with top_p 0\.9 and top_k 0 and no sampling_mask"),
+        (_sampled(top_k=5), "top_k 5 and no sampling_mask"),
+        *((_sampled(**{name: 0.5}), rf"{name} 0\.5.*; the trainer reproduces") for name in penalties),
+        (without_context, "loss_mask starts at token 0"),
+        (group_of(3, [[segment([1, VOCABULARY], [(1, 2)], [7])]], [0.0]), "token id 23, expected less than .* 23"),
+        (of_top_k, "sampling_mask holds token id 23, expected less than"),
+    ):
+        with pytest.raises(RecordError, match=f"group {group.index}: .*{message}"):
+            check_trainable(group, VOCABULARY)
     with pytest.raises(RecordError, match="group 3"):
-        pack([group], lag_from(7), CONFIG)
+        pack([without_context], lag_from(7), CONFIG)
+    group = random_group(4, 0)
+    check_trainable(group, VOCABULARY)
+    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs, which its producer should have requested"):
+        check_trainable(group, VOCABULARY, needs_teacher=True)
+    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs"):
+        pack([group], lag_from(7), configuration("none", teacher=TeacherConfig(url="http://127.0.0.1:1/v1")))
