@@ -19,21 +19,12 @@ def answers(*rewards: float, environment: str = "main", **parts: float) -> HeldO
     return HeldOutAnswers(environment, [{"reward": reward, **parts} for reward in rewards])
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_all_subsets_with_a_solved_answer(num_samples):
-    for num_solved, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
-        subsets = list(itertools.combinations([True] * num_solved + [False] * (num_samples - num_solved), k))
-        assert pass_at(num_samples, num_solved, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
-
-
-def test_the_estimate_of_pass_at_k_is_unbiased():
-    """Over the binomial distribution of what is solved it is exactly 1 - (1 - p)^k, where the plug-in estimate,
-    1 - (1 - c / n)^k, is too low."""
-    n, k, p = 6, 4, 0.3
-    weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    assert sum(w * pass_at(n, c, k) for c, w in enumerate(weights)) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
-    plugged_in = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(weights))
-    assert plugged_in < 1 - (1 - p) ** k - 0.01
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_solved_answer():
+    for n in (1, 2, 5, 8):
+        for num_solved, k in itertools.product(range(n + 1), range(1, n + 1)):
+            subsets = list(itertools.combinations([True] * num_solved + [False] * (n - num_solved), k))
+            expected = sum(map(any, subsets)) / len(subsets)
+            assert pass_at(n, num_solved, k) == pytest.approx(expected, abs=1e-12), (n, num_solved, k)
 
 
 def test_avg_at_k_is_the_mean_over_prompts_and_its_error_the_one_clustered_by_prompt():
@@ -52,7 +43,7 @@ def test_avg_at_k_is_the_mean_over_prompts_and_its_error_the_one_clustered_by_pr
     assert found["reward_se"] > 1.2 * as_if_independent, "siblings share the difficulty of their prompt"
 
 
-def test_standard_errors_are_those_of_resampled_prompts():
+def test_standard_errors_are_those_of_resampled_prompts_and_need_two():
     rng = random.Random(3)
     solved = [rng.choice((0, 0, 1, 3, 8)) for _ in range(60)]
     values = [pass_at(8, count, 4) for count in solved]
@@ -60,37 +51,29 @@ def test_standard_errors_are_those_of_resampled_prompts():
     means = [sum(rng.choices(values, k=60)) / 60 for _ in range(4000)]
     spread = math.sqrt(sum((mean - sum(means) / 4000) ** 2 for mean in means) / 3999)
     assert found["pass@4_se"] == pytest.approx(spread, rel=0.06)
-
-
-def test_a_standard_error_needs_two_prompts():
     assert standard_error([0.5]) is None and standard_error([]) is None
-    assert held_out_figures([answers(1.0)], {"main": how(1)}) == {
-        "reward": 1.0, "num_samples": 1, "completion_tokens": 0.0, "truncated_frac": 0.0,
-    }  # fmt: skip
+    assert "reward_se" not in held_out_figures([answers(1.0)], {"main": how(1)})
 
 
-def test_answers_that_failed_count_as_0_and_as_not_solved():
+def test_answers_that_failed_count_as_0_and_lengths_are_of_an_answer():
     whole, short, none = answers(1.0, 1.0), answers(1.0), HeldOutAnswers("main")
     found = held_out_figures([whole, short, none], {"main": how(2, 1, 2)})
     assert found["reward"] == found["pass@1"] == pytest.approx((1 + 0.5 + 0) / 3)
-    assert found["pass@2"] == pytest.approx(2 / 3)
-    assert found["num_samples"] == 6
+    assert (found["pass@2"], found["num_samples"]) == (pytest.approx(2 / 3), 6)
+    cut_off = [HeldOutAnswers("main", [{"reward": 0.0}] * 2, tokens, n) for tokens, n in ((30, 1), (10, 0))]
+    found = held_out_figures(cut_off, {"main": how(2)})
+    assert (found["completion_tokens"], found["truncated_frac"]) == (10.0, 0.25)
 
 
-def test_what_is_solved_goes_by_the_figure_and_the_value_that_are_asked_for():
+def test_what_is_solved_goes_by_the_figure_and_the_value_and_a_figure_that_no_answer_has_makes_no_pass_at_k():
     prompts = [HeldOutAnswers("main", [{"reward": 0.2, "reward/right": 1.0}, {"reward": 0.9}])]
-    assert held_out_figures(prompts, {"main": how(2, 1)})["pass@1"] == 0.0
-    assert held_out_figures(prompts, {"main": how(2, 1, value=0.9)})["pass@1"] == 0.5
-    assert held_out_figures(prompts, {"main": how(2, 2, figure="reward/right")})["pass@2"] == 1.0
-
-
-def test_there_is_no_pass_at_k_by_a_figure_that_no_answer_has():
-    """A misspelt name would read as a policy that solves nothing."""
+    for k, expected, asked in ((1, 0.0, {}), (1, 0.5, {"value": 0.9}), (2, 1.0, {"figure": "reward/right"})):
+        assert held_out_figures(prompts, {"main": how(2, k, **asked)})[f"pass@{k}"] == expected, asked
+    # A misspelt name would read as a policy that solves nothing.
     sets = {"main": how(2, 2, figure="reward/exat"), "other": how(2, 2)}
     right, other = answers(1.0, 1.0, **{"reward/exact": 1.0}), answers(1.0, 1.0, environment="other")
-    assert held_out_figures([right], sets)["reward"] == 1.0
-    assert not [key for key in held_out_figures([right, other], sets) if key.startswith("pass@")]
-    assert held_out_figures([other], sets)["pass@2"] == 1.0
+    found = held_out_figures([right, other], sets)
+    assert found["reward"] == 1.0 and not [key for key in found if key.startswith("pass@")]
     assert held_out_figures([HeldOutAnswers("main")], sets)["pass@2"] == 0.0, "without an answer nothing is solved"
     partly = answers(1.0, 0.0)._replace(rewards=[{"reward": 1.0, "reward/exat": 1.0}, {"reward": 0.0}])
     assert held_out_figures([partly], sets)["pass@2"] == 1.0
@@ -103,12 +86,3 @@ def test_figures_of_several_environments_have_what_all_are_asked_for():
     assert {key for key in found if key.startswith("pass@")} == {"pass@1", "pass@1_se"}
     assert found["pass@1"] == pytest.approx((0.5 + 0.75) / 2)
     assert held_out_figures(prompts[1:], sets)["pass@4"] == 1.0
-
-
-def test_lengths_are_of_an_answer_and_truncation_a_share_of_them():
-    prompts = [
-        HeldOutAnswers("main", [{"reward": 0.0}] * 2, 30, 1),
-        HeldOutAnswers("main", [{"reward": 0.0}] * 2, 10, 0),
-    ]
-    found = held_out_figures(prompts, {"main": how(2)})
-    assert (found["completion_tokens"], found["truncated_frac"]) == (10.0, 0.25)

@@ -1,14 +1,17 @@
 """What the plain oracle does not say of the correction: edges, what counts as corrected, types, and settings."""
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from correction_oracle import CorrectionToken, Row, oracle_correct
 from padded_batches import correct
 from penstock.consumers.learning.loss.importance import Correction
-from penstock.consumers.learning.loss.rows import Rows
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 LN2 = math.log(2.0)
@@ -70,23 +73,119 @@ def test_a_batch_with_nothing_left_is_corrected_to_nothing() -> None:
 
 
 def test_a_configuration_knows_whether_it_needs_whole_rows() -> None:
-    for settings, token_level in (
+    for fields, token_level in (
         ({}, True),
         ({"mode": "token_mask", "rejection": (Rejection("token_k3", 1.0),)}, True),
         ({"mode": "sequence_mask"}, False),
         ({"rejection": (Rejection("seq_sum_k1", 2.0),)}, False),
         ({"off_policy_delta": 0.1}, False),
     ):
-        assert CorrectionConfig(**settings).is_token_level is token_level, settings
+        assert CorrectionConfig(**fields).is_token_level is token_level, fields
 
 
-def test_row_statistics_read_unmasked_tokens_only_and_skip_rows_that_are_not_there() -> None:
-    values = torch.tensor([-1.0, -2.0, NAN, NAN, -3.0])
-    rows = Rows(torch.tensor([0, 0, 0, 2, 3]), torch.tensor([True, True, False, False, True]))
-    assert rows.count.tolist() == [2, 2, 2, 0, 1]
-    assert rows.sum(values).tolist() == [-3, -3, -3, 0, -3]
-    assert rows.mean(values).tolist() == [-1.5, -1.5, -1.5, 0, -3]
-    assert rows.max(values).tolist() == [-1, -1, -1, -math.inf, -3]
+BEHAVIORS = st.floats(-12, 0)
+LOG_RATIOS = st.one_of(st.floats(-1, 1), st.floats(-4, 4), st.floats(-60, 60), st.just(0.0))
+
+
+@st.composite
+def batches(draw) -> list[Row]:
+    """1 to 4 rows of equal length; a row's advantage is its own, a token's lag any."""
+    length, rows = draw(st.integers(1, 6)), []
+    for _ in range(draw(st.integers(1, 4))):
+        advantage, row = draw(st.sampled_from([-1.5, -0.25, 0.0, 0.5, 2.0])), []
+        for _ in range(length):
+            behavior = draw(BEHAVIORS)
+            moved = {"proximal": behavior + draw(LOG_RATIOS), "current": behavior + draw(st.floats(-2, 2))}
+            lag, valid = draw(st.integers(0, 20)), draw(st.integers(0, 3)) > 0
+            row.append(CorrectionToken(behavior=behavior, advantage=advantage, lag=lag, valid=valid, **moved))
+        rows.append(row)
+    return rows
+
+
+@st.composite
+def rejections(draw) -> Rejection:
+    scope = draw(st.sampled_from(["token", "seq_sum", "seq_mean", "seq_max"]))
+    estimator = draw(st.sampled_from(["k1", "k2", "k3"]))
+    if estimator != "k1":
+        return Rejection(f"{scope}_{estimator}", draw(st.floats(0.01, 10)))
+    lower = None if scope == "seq_max" else draw(st.none() | st.floats(0.05, 1))
+    return Rejection(f"{scope}_k1", draw(st.floats(1, 20)), lower)
+
+
+@st.composite
+def configs(draw) -> CorrectionConfig:
+    """Every combination that a configuration accepts."""
+    mode = draw(st.sampled_from(["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]))
+    chosen: dict[str, Any] = {
+        "mode": mode,
+        "threshold": draw(st.just(1.0) | st.floats(1, 8)),
+        "lower": draw(st.none() | st.floats(0.05, 1)),
+        "schedule": draw(st.sampled_from(["const", "power"])),
+        "lag_power": draw(st.floats(0, 3)),
+        "rejection": tuple(draw(st.lists(rejections(), max_size=2))),
+        "off_policy_delta": draw(st.none() | st.floats(0, 1)),
+    }
+    if mode.startswith("sequence"):
+        chosen["sequence_ratio"] = draw(st.sampled_from(["geometric", "product"]))
+    return CorrectionConfig(**chosen)
+
+
+def tensors(rows: list[Row], poison: float = 0.0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """The arguments of `correct`, [B, T], with poison under the mask."""
+
+    def column(name: str, sign: int) -> torch.Tensor:
+        values = [[getattr(token, name) if token.valid else sign * poison for token in row] for row in rows]
+        return torch.tensor(values, dtype=dtype)
+
+    return {
+        "proximal_logprobs": column("proximal", 1),
+        "behavior_logprobs": column("behavior", -1),
+        "current_logprobs": column("current", 1),
+        "advantages": column("advantage", -1),
+        "loss_mask": torch.tensor([[token.valid for token in row] for row in rows]),
+        "lag": torch.tensor([[token.lag if token.valid else -3 for token in row] for row in rows]),
+    }
+
+
+many = settings(deadline=None, derandomize=True, max_examples=100)
+
+
+@given(rows=batches(), config=configs(), poison=st.sampled_from([NAN, math.inf, -math.inf]))
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_the_correction_agrees_with_its_definition_in_plain_python_whatever_lies_under_the_mask(
+    rows, config, poison
+) -> None:
+    inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in tensors(rows, poison).items()}
+    correction = correct(config=config, **inputs)
+    assert not correction.weights.requires_grad
+    judged = oracle_correct(rows, config)
+    assert correction.keep_mask.tolist() == [[kept for _, kept in row] for row in judged]
+    expected = torch.tensor([[weight for weight, _ in row] for row in judged], dtype=torch.float64)
+    torch.testing.assert_close(correction.weights, expected, rtol=1e-11, atol=0)
+    masked = inputs["loss_mask"] & ~correction.keep_mask
+    assert torch.equal(correction.corrected_mask & ~correction.keep_mask, masked)
+
+
+@given(rows=batches(), config=configs(), later=st.integers(1, 10))
+@many
+def test_no_weight_grows_with_lag(rows, config, later) -> None:
+    fresh = tensors(rows)
+    before, after = correct(config=config, **fresh), correct(config=config, **fresh | {"lag": fresh["lag"] + later})
+    assert (after.weights <= before.weights).all()
+    assert not (after.keep_mask & ~before.keep_mask).any()
+
+
+@given(rows=batches(), config=configs())
+@many
+def test_float32_inputs_give_float32_weights_close_to_the_exact_ones(rows, config) -> None:
+    rounded = tensors(rows, dtype=torch.float32)
+    exact = {name: t.double() if t.is_floating_point() else t for name, t in rounded.items()}
+    found, expected = correct(config=config, **rounded), correct(config=config, **exact)
+    assert found.weights.dtype == torch.float32
+    # A ratio within rounding of a threshold may fall on either side of it.
+    assume(torch.equal(found.keep_mask, expected.keep_mask))
+    # The difference of two logprobs is rounded in float32: some 1e-6 of a log-ratio of 20, added up over 6 tokens.
+    torch.testing.assert_close(found.weights, expected.weights.float(), rtol=3e-5, atol=1e-9)
 
 
 REFUSED = (
@@ -114,11 +213,11 @@ REFUSED_REJECTIONS = (
 
 
 def test_settings_out_of_range_or_at_odds_are_refused_by_name() -> None:
-    for settings, message in REFUSED:
+    for fields, message in REFUSED:
         with pytest.raises(ValueError, match=message):
-            CorrectionConfig(**settings)
+            CorrectionConfig(**fields)
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(settings, CorrectionConfig)
+            msgspec.convert(fields, CorrectionConfig)
     for arguments, message in REFUSED_REJECTIONS:
         with pytest.raises(ValueError, match=message):
             Rejection(*arguments)

@@ -16,7 +16,6 @@ from torch import Tensor
 from golden_corrections import Golden, mask_of, names, per_token
 from padded_batches import correct
 from penstock.consumers.learning.loss.importance import Correction, correct_packed
-from penstock.consumers.learning.loss.rejection import off_policy_rows_kept
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 KINDS = (
@@ -209,19 +208,9 @@ def _check_icepop(golden: Golden, key: str, expected: Any) -> None:
 
 
 def _check_off_policy(golden: Golden, key: str, expected: Any) -> None:
-    by_token = isinstance(expected[0], str)
-    keep = mask_of(expected) & golden.mask if by_token else golden.per_row(expected) == 1
+    keep = mask_of(expected) & golden.mask if isinstance(expected[0], str) else golden.per_row(expected) == 1
     correction = corrected(golden, CorrectionConfig(mode="none", off_policy_delta=float(key)))
     assert torch.equal(correction.keep_mask, keep)
-    kept = off_policy_rows_kept(
-        golden.poisoned(golden.behavior).flatten(),
-        golden.poisoned(golden.current).flatten(),
-        golden.mask.flatten(),
-        golden.poisoned(golden.advantages).flatten(),
-        torch.arange(len(keep)).repeat_interleave(keep.shape[1]),
-        float(key),
-    )
-    assert torch.equal(kept.view(keep.shape), keep)
 
 
 CHECKS: dict[tuple[str, str], Callable[[Golden, str, Any], None]] = {
