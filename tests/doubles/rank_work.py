@@ -1,6 +1,7 @@
 """Functions that ranks run in tests of the sharded learner."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -118,22 +119,42 @@ def follow_to_the_end(ranks: Ranks, orders: dict[str, Any]) -> None:
 
 def train_from_checkpoints(
     ranks: Ranks, watch: Watch | None, config: RunConfig, batches: list[list[RolloutGroup]], read: Path, write: Path
-) -> dict[str, torch.Tensor] | None:
-    """Trains on the batches, from the tensors in `read` if they exist; writes its own to `write` and returns the
-    weights."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
+    """Trains on the batches, from the tensors in `read` if they exist; writes its own to `write`, beside another step.
+    Returns the weights before and after the batches, on the lead."""
     learner = Learner(config, ranks)
     if not ranks.is_lead:
         follow_to_the_end(ranks, learner.orders)
         return None
     if read.exists():
         learner.load_checkpoint(read, {**learner.state(), "num_steps": 3, "num_updates": 3})
+    before = learner.published_weights()
     for groups in batches:
         learner.step(learner.pack(groups, lag_from(7)))
-    write.mkdir(parents=True)
-    learner.begin_checkpoint(write).result()
     weights = learner.published_weights()
+    write.mkdir(parents=True)
+    writing = learner.begin_checkpoint(write)
+    learner.step(learner.pack(batches[0], lag_from(7)))
+    assert len(writing.result()) == ranks.size
     ranks.order("end")
-    return weights
+    return before, weights
+
+
+def write_to_a_full_disk(ranks: Ranks, watch: Watch | None, config: RunConfig, folder: Path) -> str | None:
+    """Writes a checkpoint while the last rank's disk is full; returns the lead's error."""
+    learner, limits = Learner(config, ranks), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not ranks.is_lead:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        follow_to_the_end(ranks, learner.orders)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return None
+    try:
+        learner.begin_checkpoint(folder).result()
+    except OSError as error:
+        return str(error)
+    finally:
+        ranks.order("end")
+    return ""
 
 
 def step_once(

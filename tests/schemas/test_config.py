@@ -192,6 +192,8 @@ def test_overrides_reach_a_table_of_an_array_by_its_place_or_its_name(run_file):
         ("trainer.betas.0=0.5", "betas is a value, not a table"),
     ]:
         assert message in refusal(run_file, override), override
+    adapter = ("model.dtype=bfloat16", "model.rounding=dithered", "lora={}")
+    assert "model.rounding = 'dithered' with [lora]" in refusal(run_file, *adapter)
 
 
 def test_overrides_take_toml_values_and_bare_words(run_file):
@@ -218,6 +220,7 @@ def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(run_file):
         ("trainer.beta=0.04", "trainer.beta: unknown field (did you mean objective.kwargs.kl_coefficient?)"),
         ("trainer.project=1", "trainer.project: unknown field (did you mean metrics.wandb.project?), expected"),
         ("lora.dropout=0.1", "lora.dropout: unknown field: the trainer has to reproduce the policy"),
+        ("model.rounding=dithered", "model.rounding = 'dithered' with model.dtype = 'float32'"),
         ("environments=[{path='a:B'}]", "environment, environments: both are there; expected [environment], or"),
         ("environment.weight=0.0", "environments have the weights {'main': 0.0}, expected a finite sum above 0"),
         ("environment.num_tasks=9", "uniform', which poses tasks without end; expected"),

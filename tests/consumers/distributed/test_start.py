@@ -74,16 +74,17 @@ time.sleep(100)
     stopping.join()
 
 
-def test_a_frozen_rank_is_killed_once_another_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
-    body = f"sys.exit(1) if rank else os.kill(os.getpid(), {int(signal.SIGSTOP)})"
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], CallerSignals().hand_to) == 1
-
-
-def test_a_rank_that_waits_for_one_that_was_stopped_before_they_met_is_ended_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (f"sys.exit(1) if rank else os.kill(os.getpid(), {int(signal.SIGSTOP)})", 1),
+        # One that waits for a rank that was stopped before they met: a wait of torch lets no handler run.
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100) if rank else sys.exit(0); sys.exit(3)", 0),
+    ],
+    ids=["frozen", "deaf"],
+)
+def test_a_rank_that_no_signal_ends_is_killed_once_another_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: int
 ) -> None:
     monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
-    # A wait of torch lets no handler run.
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100) if rank else sys.exit(0); sys.exit(3)"
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], CallerSignals().hand_to) == 0
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], CallerSignals().hand_to) == status

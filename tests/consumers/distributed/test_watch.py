@@ -30,13 +30,9 @@ class LostRank(NamedTuple):
 
 CASES = (
     LostRank("killed", "forward", 1, rf"rank 1 \(forward\) {SILENT}"),
-    LostRank("killed", "backward", 1, rf"rank 1 \(backward\) {SILENT}"),
-    LostRank("killed", "optimizer", 1, rf"rank 1 \(optimizer\) {SILENT}"),
     LostRank("killed", "checkpoint", 1, rf"rank 1 \(waiting for orders, checkpoint beside\) {SILENT}"),
-    LostRank("killed", "between steps", 0, rf"rank 0 \(between steps\) {SILENT}"),
-    LostRank("frozen", "forward", 1, rf"rank 1 \(forward\) {SILENT}"),
+    LostRank("frozen", "backward", 1, rf"rank 1 \(backward\) {SILENT}"),
     LostRank("frozen", "between steps", 0, rf"rank 0 \(between steps\) {SILENT}"),
-    LostRank("hung", "forward", 1, rf"rank 1 \(forward\) {NO_ANSWER}"),
     LostRank("hung", "optimizer", 1, rf"rank 1 \(optimizer\) {NO_ANSWER}"),
     LostRank(
         "out of memory", "backward", 1, r"rank 1 failed in backward: OutOfMemoryError: Tried to allocate 20\.00 GiB"

@@ -45,14 +45,13 @@ def _multiply_with_errors(monkeypatch: pytest.MonkeyPatch, errors: dict[str, flo
     ("error", "message"),
     [(2e-3, "'medium' computes with an error of 2.0e-03, above 1e-05; 'high'"), (0.0, "'medium' changes no bit")],
 )
-def test_onednn_is_refused_where_it_is_inaccurate_or_idle(monkeypatch, matmul_precision, error, message) -> None:
+def test_onednn_is_refused_where_it_is_inaccurate_or_idle_and_else_stays_on(
+    monkeypatch, matmul_precision, error, message
+) -> None:
     _multiply_with_errors(monkeypatch, {"highest": 0.0, "medium": error, "high": error})
     with pytest.raises(ConfigError, match=message):
         enable_onednn_matmul()
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_onednn_stays_on_once_enabled(monkeypatch, matmul_precision) -> None:
     _multiply_with_errors(monkeypatch, {"highest": 0.0, "medium": 2e-3, "high": 2e-7})
     enable_onednn_matmul()
     assert torch.get_float32_matmul_precision() == "high"

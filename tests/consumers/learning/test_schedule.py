@@ -1,5 +1,6 @@
 """The learning rate's schedules, against those of transformers."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -38,27 +39,13 @@ def _rates_of_transformers(name: str, warmup: int, specific: dict[str, Any]) -> 
     return rates
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize(("name", "settings", "specific"), CASES)
-def test_the_rates_are_those_of_transformers_with_a_warm_up_that_begins_above_0(
-    name, settings, specific, warmup
-) -> None:
-    rates, expected = _rates(warmup, **settings), _rates_of_transformers(name, warmup, specific)
-    assert rates[:warmup] == pytest.approx(expected[1 : warmup + 1])
-    assert rates[warmup:] == pytest.approx(expected[warmup:], abs=1e-12)
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("settings", [settings for _, settings, _ in CASES])
-def test_the_peak_is_reached_at_the_end_of_the_warm_up_and_never_passed(settings, warmup) -> None:
-    rates = _rates(warmup, **settings)
-    assert max(rates) == rates[max(0, warmup - 1)] == rates[warmup] == PEAK
-    assert min(rates[:PLANNED]) > 0
-    if "decay" in settings:
-        assert rates[PLANNED] == 0
-
-
-@pytest.mark.parametrize("warmup", [PLANNED, 1_000])
-def test_a_warm_up_as_long_as_the_run_has_no_decay(warmup) -> None:
-    rates = _rates(warmup, decay="linear")
-    assert rates[PLANNED - 1] == PEAK * PLANNED / warmup
+def test_the_rates_are_those_of_transformers_with_a_warm_up_that_begins_above_0() -> None:
+    for (name, settings, specific), warmup in itertools.product(CASES, (0, 1, 7)):
+        case = name, settings, warmup
+        rates, expected = _rates(warmup, **settings), _rates_of_transformers(name, warmup, specific)
+        assert rates[:warmup] == pytest.approx(expected[1 : warmup + 1]), case
+        assert rates[warmup:] == pytest.approx(expected[warmup:], abs=1e-12), case
+        assert max(rates) == rates[max(0, warmup - 1)] == rates[warmup] == PEAK, case
+        assert min(rates[:PLANNED]) > 0 and (rates[PLANNED] == 0) == ("decay" in settings), case
+    for warmup in (PLANNED, 1_000):
+        assert _rates(warmup, decay="linear")[PLANNED - 1] == PEAK * PLANNED / warmup, "no decay"
