@@ -14,7 +14,15 @@ from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.model.export import export_merged
 from penstock.consumers.learning.model.packed_model import BaseOfAdapter, PackedModel
 from penstock.schemas.config import AdvantageConfig, ConfigError, LoraConfig, ModelConfig, Plug, TrainerConfig
-from training_groups import configuration, lag_from, proximal_logprobs, random_group, tiny_model
+from training_groups import (
+    configuration,
+    gradients_of,
+    lag_from,
+    proximal_logprobs,
+    random_groups,
+    tiny_model,
+    weights_of,
+)
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 TARGETS = {"q_proj": (32, 16), "k_proj": (16, 16), "v_proj": (16, 16), "o_proj": (16, 32)}
@@ -22,18 +30,12 @@ TARGETS |= {"gate_proj": (24, 16), "up_proj": (24, 16), "down_proj": (16, 24)}
 KL = Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs={"kl_coefficient": 0.1})
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    tiny_model(tmp_path / "base")
-    return tmp_path / "base"
-
-
 def make(folder: Path, dtype: str = "float32", lora: LoraConfig | None = LORA, **changes: Any) -> Learner:
     return Learner(configuration(folder, model=ModelConfig(path=str(folder), dtype=dtype), lora=lora, **changes))
 
 
 def batch(learner: Learner, seed: int = 0):
-    return learner.pack([random_group(index, seed) for index in range(1, 5)], lag_from(7))
+    return learner.pack(random_groups(4, seed), lag_from(7))
 
 
 def trained(folder: Path, steps: int = 2, **settings: Any) -> Learner:
@@ -41,6 +43,10 @@ def trained(folder: Path, steps: int = 2, **settings: Any) -> Learner:
     for seed in range(steps):
         assert learner.step(batch(learner, seed)).skipped_reason is None
     return learner
+
+
+def logprobs(learner: Learner, seed: int = 5) -> torch.Tensor:
+    return torch.cat(proximal_logprobs(learner, batch(learner, seed)))
 
 
 def merged(learner: Learner, folder: Path) -> Any:
@@ -56,24 +62,12 @@ def merged(learner: Learner, folder: Path) -> Any:
     return model
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(20)[None]).logits
-
-
-def test_the_first_policy_is_the_base(base: Path) -> None:
-    learner, plain = make(base), make(base, lora=None)
+def test_the_first_policy_is_the_base_and_what_is_published_is_named_as_by_peft(folder: Path) -> None:
+    learner, plain = make(folder), make(folder, lora=None)
     assert learner.model.is_base and not plain.model.is_base
-    for mine, others in zip(
-        proximal_logprobs(learner, batch(learner)), proximal_logprobs(plain, batch(plain)), strict=True
-    ):
-        assert torch.equal(mine, others)
-
-
-def test_what_is_published_are_the_adapter_s_tensors_by_peft_s_names(base: Path) -> None:
-    learner = trained(base)
-    published = learner.published_weights()
-    expected: dict[str, tuple[int, int]] = {}
+    assert torch.equal(logprobs(learner), logprobs(plain))
+    learner.step(batch(learner))
+    published, expected = learner.published_weights(), {}
     for layer in (0, 1):
         for target, (num_out, num_in) in TARGETS.items():
             where = "self_attn" if target[0] in "qkvo" else "mlp"
@@ -86,56 +80,34 @@ def test_what_is_published_are_the_adapter_s_tensors_by_peft_s_names(base: Path)
     assert not learner.model.is_base
 
 
-def test_a_trained_adapter_computes_what_the_merged_model_computes(base: Path) -> None:
-    learner = trained(base)
-    model = merged(learner, base)
-    model.save_pretrained(base.parent / "merged")
-    expected = make(base.parent / "merged", lora=None)
-    for mine, others in zip(
-        proximal_logprobs(learner, batch(learner, 5)), proximal_logprobs(expected, batch(expected, 5)), strict=True
-    ):
-        assert (mine - others).abs().max() <= 1e-5
-
-
-def test_the_gradient_is_the_merged_weight_s_through_the_product(base: Path) -> None:
+def test_logprobs_and_gradients_are_those_of_the_merged_weight_through_the_product(folder: Path, tmp_path) -> None:
     settings = TrainerConfig(device="cpu", learning_rate=1e-2, max_grad_norm=1e9)
-    learner = trained(base, trainer=settings)
-    merged(learner, base).save_pretrained(base.parent / "merged")
-    plain = make(base.parent / "merged", lora=None, trainer=settings)
-    found: list[dict[str, torch.Tensor]] = []
+    learner = trained(folder, trainer=settings)
+    merged(learner, folder).save_pretrained(tmp_path)
+    plain = make(tmp_path, lora=None, trainer=settings)
+    assert (logprobs(learner) - logprobs(plain)).abs().max() <= 1e-5
+    masters, gradients = weights_of(learner), [gradients_of(each) for each in (learner, plain)]
     for each in (learner, plain):
-        caught: dict[str, torch.Tensor] = {}
-        parameters = dict(each.model.module.named_parameters())
-        each.optimizer.register_step_pre_hook(
-            lambda *_, caught=caught, parameters=parameters: caught.update(
-                {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-            )
-        )
-        weights = {name: p.detach().clone() for name, p in parameters.items()}
         each.step(batch(each, 5))
-        found.append(caught)
-        if each is learner:
-            masters = weights
-    adapters, dense = found
-    assert all(name.endswith(("lora_A", "lora_B")) for name in adapters)
+    (adapters,), (dense,) = gradients
+    assert adapters and all(name.endswith(("lora_A", "lora_B")) for name in adapters)
     for name, gradient in adapters.items():
-        owner = name.rpartition(".")[0]
-        whole = 2.0 * dense[f"{owner}.weight"]
-        factors = {
-            "lora_A": masters[f"{owner}.lora_B"].T @ whole,
-            "lora_B": whole @ masters[f"{owner}.lora_A"].T,
-        }
-        assert torch.allclose(gradient, factors[name.rpartition(".")[2]], rtol=1e-4, atol=1e-7), name
+        module, _, factor = name.rpartition(".")
+        whole = 2.0 * dense[f"{module}.weight"]
+        expected = (
+            masters[f"{module}.lora_B"].T @ whole if factor == "lora_A" else whole @ masters[f"{module}.lora_A"].T
+        )
+        assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-7), name
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_base_is_frozen_in_the_run_s_type_and_adapters_have_float32_masters(base: Path, checkpointing) -> None:
+def test_the_base_is_frozen_in_the_run_s_type_and_adapters_have_float32_masters(folder: Path, checkpointing) -> None:
     settings = TrainerConfig(device="cpu", learning_rate=1e-2, gradient_checkpointing=checkpointing)
-    learner = make(base, dtype="bfloat16", trainer=settings)
+    learner = make(folder, dtype="bfloat16", trainer=settings)
     frozen = {n: p for n, p in learner.model.module.named_parameters() if not n.endswith(("lora_A", "lora_B"))}
     before = {name: parameter.detach().clone() for name, parameter in frozen.items()}
-    learner.step(batch(learner))
-    learner.step(batch(learner, 1))
+    for seed in (0, 1):
+        learner.step(batch(learner, seed))
     assert all(torch.equal(parameter, before[name]) for name, parameter in frozen.items())
     assert all(p.dtype == torch.bfloat16 and p.grad is None for p in frozen.values())
     assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
@@ -145,106 +117,84 @@ def test_the_base_is_frozen_in_the_run_s_type_and_adapters_have_float32_masters(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_is_the_base_without_a_model_of_its_own(base: Path, dtype: str) -> None:
-    learner = trained(base, dtype=dtype, objective=KL)
-    assert isinstance(learner.scorer.reference, BaseOfAdapter)
-    other = make(base, dtype=dtype, lora=None, objective=KL)
-    assert isinstance(other.scorer.reference, PackedModel)
-    _, mine = learner.scorer.step_constants(batch(learner, 3))
-    _, others = other.scorer.step_constants(batch(other, 3))
-    for one, two in zip(mine[0], others[0], strict=True):
-        assert torch.equal(one.reference_logprobs, two.reference_logprobs)
-    with_adapter = proximal_logprobs(learner, batch(learner, 3))
-    assert not torch.equal(with_adapter[0], mine[0][0].reference_logprobs), "the adapter is on again"
+def test_the_reference_is_the_base_without_a_model_of_its_own(folder: Path, dtype: str) -> None:
+    learner, other = trained(folder, dtype=dtype, objective=KL), make(folder, dtype=dtype, lora=None, objective=KL)
+    assert isinstance(learner.scorer.reference, BaseOfAdapter) and isinstance(other.scorer.reference, PackedModel)
+    _, ((mine,),) = learner.scorer.step_constants(batch(learner, 3))
+    _, ((others,),) = other.scorer.step_constants(batch(other, 3))
+    assert torch.equal(mine.reference_logprobs, others.reference_logprobs)
+    assert not torch.equal(logprobs(learner, 3), mine.reference_logprobs), "the adapter is on again"
+    in_reward = make(folder, dtype=dtype, advantage=AdvantageConfig(kl_coefficient=0.1))
+    assert isinstance(in_reward.scorer.reference, BaseOfAdapter)
 
 
-def test_kl_in_the_reward_is_against_the_base_too(base: Path) -> None:
-    learner = trained(base, advantage=AdvantageConfig(kl_coefficient=0.1))
-    assert isinstance(learner.scorer.reference, BaseOfAdapter)
-
-
-def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(base: Path, tmp_path: Path) -> None:
-    whole = trained(base, steps=4).published_weights()
-    learner = trained(base, steps=2)
-    learner.begin_checkpoint(tmp_path / "tensors").result()
-    stored = load_file(tmp_path / "tensors" / "rank-0.safetensors")
+def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    whole = trained(folder, steps=4).published_weights()
+    learner = trained(folder, steps=2)
+    learner.begin_checkpoint(tmp_path).result()
+    stored = load_file(tmp_path / "rank-0.safetensors")
     assert {name.rpartition(".")[2] for name in stored} == {"lora_A", "lora_B"}
     assert sum(tensor.nbytes for name, tensor in stored.items() if name.startswith("masters/")) < 40_000
     state = json.loads(json.dumps(learner.state()))
-    resumed = make(base)
-    resumed.load_checkpoint(tmp_path / "tensors", state)
+    resumed = make(folder)
+    resumed.load_checkpoint(tmp_path, state)
     for seed in (2, 3):
         resumed.step(batch(resumed, seed))
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.published_weights().items())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rank": 4}, r"lora.rank = 4: the adapter in \S+ has 3; expected that"),
-        ({"alpha": 3.0}, r"lora.alpha = 3.0: the adapter in \S+ has 6.0; expected that"),
-        ({"targets": ("q_proj",)}, r"lora.targets = \('q_proj',\): the adapter in \S+ has \('q_proj', 'k_proj'"),
-        (None, r"lora: \S+ holds an adapter; expected \[lora\] as it was"),
-    ],
-)
-def test_a_checkpoint_of_another_adapter_is_refused(base: Path, tmp_path: Path, change, message: str) -> None:
-    learner = trained(base, steps=1)
-    learner.begin_checkpoint(tmp_path / "tensors").result()
-    other = make(base, lora=msgspec.structs.replace(LORA, **change) if change else None)
-    with pytest.raises(ConfigError, match=message):
-        other.load_checkpoint(tmp_path / "tensors", learner.state())
-
-
-def test_a_checkpoint_of_all_weights_and_an_adapter_of_another_base_are_refused(base: Path, tmp_path: Path) -> None:
-    plain = make(base, lora=None)
-    plain.begin_checkpoint(tmp_path / "plain").result()
-    with pytest.raises(ConfigError, match=r"lora: \S+ holds all weights; expected no \[lora\]"):
-        make(base).load_checkpoint(tmp_path / "plain", plain.state())
-    learner = trained(base, steps=1)
-    learner.begin_checkpoint(tmp_path / "tensors").result()
+def test_a_checkpoint_of_another_adapter_or_base_and_targets_that_the_model_lacks_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     tiny_model(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match=r"model.path = '\S+/other': \S+ holds an adapter of another base: digest"):
-        make(tmp_path / "other").load_checkpoint(tmp_path / "tensors", learner.state())
-
-
-def test_targets_that_the_model_lacks_are_named_with_those_that_it_has(base: Path) -> None:
-    lora = LoraConfig(targets=("q_proj", "query_key_value", "lm_head"))
+    saved = {"adapter": trained(folder, steps=1), "whole": make(folder, lora=None)}
+    for name, learner in saved.items():
+        learner.begin_checkpoint(tmp_path / name).result()
+    of_rank, of_alpha, of_q = (
+        msgspec.structs.replace(LORA, **change) for change in ({"rank": 4}, {"alpha": 3.0}, {"targets": ("q_proj",)})
+    )
+    for name, base, lora, message in (
+        ("adapter", folder, of_rank, r"lora.rank = 4: the adapter in \S+ has 3; expected that"),
+        ("adapter", folder, of_alpha, r"lora.alpha = 3.0: the adapter in \S+ has 6.0; expected that"),
+        ("adapter", folder, of_q, r"lora.targets = \('q_proj',\): the adapter in \S+ has \('q_proj', 'k_proj'"),
+        ("adapter", folder, None, r"lora: \S+ holds an adapter; expected \[lora\] as it was"),
+        ("adapter", tmp_path / "other", LORA, r"'\S+/other': \S+ holds an adapter of another base: digest"),
+        ("whole", folder, LORA, r"lora: \S+ holds all weights; expected no \[lora\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(base, lora=lora).load_checkpoint(tmp_path / name, saved[name].state())
     with pytest.raises(
         ConfigError,
         match=r"lora.targets = \['q_proj', 'query_key_value', 'lm_head'\]: the blocks of model.path = '\S+' have no "
         r"linear layer query_key_value, lm_head; expected some of down_proj, gate_proj, k_proj, o_proj, q_proj,",
     ):
-        make(base, lora=lora)
+        make(folder, lora=LoraConfig(targets=("q_proj", "query_key_value", "lm_head")))
 
 
-def test_a_checkpoint_becomes_peft_s_folder_which_peft_loads_and_merges(base: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_pefts_folder_or_a_whole_model_with_the_adapter_merged(folder: Path, tmp_path) -> None:
     import peft  # takes seconds, and this test alone needs it
 
-    learner = trained(base)
+    learner = trained(folder)
     learner.begin_checkpoint(tmp_path / "tensors").result()
-    learner.export(tmp_path / "tensors", base, tmp_path / "adapter", "float32")
-    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    published = learner.published_weights()
+    learner.export(tmp_path / "tensors", folder, tmp_path / "adapter", "float32")
+    stored, published = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), learner.published_weights()
     assert stored.keys() == published.keys()
     assert all(torch.equal(tensor, published[name]) for name, tensor in stored.items())
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (3, 6.0, str(base))
-    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
-    expected = logits(merged(learner, base))
-    assert (logits(loaded) - expected).abs().max() <= 1e-5
-    assert (logits(loaded.base_model.model) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_becomes_a_whole_model_with_the_adapter_merged(base: Path, tmp_path: Path, dtype: str) -> None:
-    learner = trained(base)
-    learner.begin_checkpoint(tmp_path / "tensors").result()
+    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (3, 6.0, str(folder))
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    ids, expected = torch.arange(20)[None], merged(learner, folder)
+    with torch.no_grad():
+        plain = base(ids).logits
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+        assert (loaded - expected(ids).logits).abs().max() <= 1e-5 < 1e-3 < (loaded - plain).abs().max()
     adapter = learner.export.args[0]
-    export_merged(adapter, base, tmp_path / "tensors", base, tmp_path / "merged", dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    expected = merged(learner, base).to(getattr(torch, dtype)).state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in loaded.state_dict().items())
+    for dtype in ("float32", "bfloat16"):
+        export_merged(adapter, folder, tmp_path / "tensors", folder, tmp_path / dtype, dtype)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto").state_dict()
+        wanted = merged(learner, folder).to(getattr(torch, dtype)).state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.allclose(tensor, wanted[name], atol=1e-6) for name, tensor in found.items())
     tiny_model(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match=r"other: digest \w+; expected the base of the adapter, the model that was"):
-        export_merged(adapter, tmp_path / "other", tmp_path / "tensors", base, tmp_path / "out", dtype)
+        export_merged(adapter, tmp_path / "other", tmp_path / "tensors", folder, tmp_path / "out", "float32")
