@@ -7,6 +7,7 @@ from typing import Any
 from penstock.deploy.launch.command_line import run_coroutine
 from penstock.deploy.launch.memory import read_model_config
 from penstock.producers.interfaces import RolloutFacts
+from penstock.producers.rollout.chat_template import LeftOut, read_variables
 from penstock.producers.rollout.episode import load_tokenizer, tokenize
 from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments, pose
@@ -31,17 +32,20 @@ def check_prompts(config: RunConfig, environments: RunEnvironments) -> list[str]
     """
     if not any((Path(config.model.path) / name).is_file() for name in _TOKENIZER_FILES):
         return []
-    tokenizer = load_tokenizer(config)
+    tokenizer, left_out, warnings = load_tokenizer(config), LeftOut(), list[str]()
     for field, settings in environment_fields(config):
         source = environments.named(settings.name)
         if not source.converses:
             for held_out, index, prompt in _first_prompts(source, is_trained=settings.weight > 0):
-                _check_prompt(config, f"{field}.path = {settings.path!r}", held_out, index, prompt, tokenizer)
+                who = f"{field}.path = {settings.path!r}: {'evaluation_prompt' if held_out else 'prompt'}({index})"
+                _check_prompt(config, who, prompt, tokenizer)
+                if not warnings:
+                    warnings += _left_out(who, prompt, tokenizer, left_out)
     if config.endpoint is not None and getattr(tokenizer, "chat_template", None) is None:
         asked = f"model.path = {config.model.path!r}"
         raise ConfigError(f"{asked}: its tokenizer has no chat template, which [endpoint] needs")
     _check_figures(config, environments, tokenizer)
-    return list(_unread_variables(config, tokenizer))
+    return [*warnings, *_unread_variables(config, tokenizer)]
 
 
 def _first_prompts(source: RunEnvironment, *, is_trained: bool) -> Iterator[tuple[bool, int, Prompt]]:
@@ -56,8 +60,8 @@ def _first_prompts(source: RunEnvironment, *, is_trained: bool) -> Iterator[tupl
                 break
 
 
-def _check_prompt(config: RunConfig, field: str, held_out: bool, index: int, prompt: Prompt, tokenizer: Any) -> None:
-    who, path = f"{field}: {'evaluation_prompt' if held_out else 'prompt'}({index})", config.model.path
+def _check_prompt(config: RunConfig, who: str, prompt: Prompt, tokenizer: Any) -> None:
+    path = config.model.path
     if prompt.messages is not None and getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             f"{who} has messages, and the tokenizer of model.path = {path!r} has no chat template; expected a prompt "
@@ -77,6 +81,18 @@ def _check_prompt(config: RunConfig, field: str, held_out: bool, index: int, pro
         limit = "engine.max_model_len" if config.engine.max_model_len else f"the context of model.path = {path!r}"
         expected = f"fewer than {limit} = {room}, which completions share" if num_tokens else "at least one"
         raise ConfigError(f"{who} has {num_tokens or 'no'} tokens; expected {expected}")
+
+
+def _left_out(who: str, prompt: Prompt, tokenizer: Any, left_out: LeftOut) -> Iterator[str]:
+    """Yields a warning if the chat template leaves out a message of a prompt."""
+
+    def render(messages: list[dict[str, Any]], tools: Any) -> str:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    messages = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+    if messages:
+        for field in left_out.messages(render, messages, None, render(messages, None), range(len(messages)), "")[:1]:
+            yield f"{who}: {field} is left out by the model's chat template, so the model does not know of it"
 
 
 def check_context(config: RunConfig) -> None:
@@ -135,7 +151,13 @@ async def _parts(config: RunConfig, source: RunEnvironment, tokenizer: Any) -> s
 
 
 def _unread_variables(config: RunConfig, tokenizer: Any) -> Iterator[str]:
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    for name in config.model.chat_template_kwargs:
-        if name not in template:
+    if not (variables := config.model.chat_template_kwargs):
+        return
+    try:
+        read = read_variables(getattr(tokenizer, "chat_template", None) or "")
+    except Exception as error:  # jinja2's own; it is imported with transformers
+        said = one_line(str(error))[:_MOST_CHARACTERS]
+        raise ConfigError(f"model.path = {config.model.path!r}: its chat template cannot be parsed: {said}") from error
+    for name in variables:
+        if name not in read:
             yield f"model.chat_template_kwargs.{name}: the model's chat template does not read it, so it has no effect"

@@ -1,10 +1,11 @@
 """From an agent's messages to the token ids that the engine is given."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from penstock.producers.endpoint.call_ledger import Call, CallLedger, digest
+from penstock.producers.endpoint.call_ledger import Call, CallLedger
 from penstock.producers.endpoint.chat.errors import bad_request, too_long
 from penstock.producers.endpoint.chat.messages import for_template
 from penstock.producers.endpoint.chat.requests import ChatRequest
@@ -12,7 +13,8 @@ from penstock.producers.endpoint.splice.suffix_encoding import Encoded, SuffixEn
 from penstock.producers.endpoint.splice.token_ids import SpliceRefused
 from penstock.producers.endpoint.splice.turn_boundary import find_turn_boundary, special_token_ids
 from penstock.producers.endpoint.splice.vocabulary import Vocabulary
-from penstock.schemas.config import ConfigError
+from penstock.producers.rollout.chat_template import LeftOut, read_variables
+from penstock.schemas.config import RESERVED_BY_TEMPLATES, ConfigError
 
 Json = dict[str, Any]
 
@@ -24,7 +26,7 @@ class RenderedPrompt(NamedTuple):
         `drifted` continues them although the template would have written others; `as_sent` is the rendering of the
         messages instead of a continuation.
     reason: why the call opens a new segment; empty if it does not.
-    left_out: names of the request's fields that the chat template renders nothing of.
+    left_out: names of what the request has and the chat template does not render.
     """
 
     token_ids: list[int]
@@ -57,8 +59,7 @@ class Prompts:
         self._encoder = SuffixEncoder(tokenizer)
         self._vocabulary = Vocabulary(tokenizer)
         self._max_model_len = max_model_len
-        self._rendered_tools: set[bytes] = set()
-        """Lists of tools that the template has rendered; see `_check_tools`."""
+        self._left_out = LeftOut()
 
         def render(messages: list[Json], add_generation_prompt: bool) -> list[int]:
             return self._encoder.encode(self._text(for_template(messages), None, {}, add_generation_prompt)).token_ids
@@ -70,21 +71,23 @@ class Prompts:
                 f"model.path: its chat template refuses a user's and an assistant's turn: {error}; [endpoint] needs "
                 "one that takes both"
             ) from error
+        self._read_variables = read_variables(tokenizer.chat_template)
         self.is_alternate_stop = self._boundary.is_alternate_stop
 
     def prompt(self, request: ChatRequest, ledger: CallLedger) -> RenderedPrompt:
         """Returns the ids for a request. Any number of threads may call it at once.
 
         Raises:
-            ApiError: 400, the template refuses the messages or renders no tools, or the messages are too long; see
-                `CallLedger.parent` as well.
+            ApiError: 400, the template refuses the messages or leaves out what the model should know, or the messages
+                are too long; see `CallLedger.parent` as well.
         """
         found = ledger.parent(request.messages)
         messages = for_template(request.messages)
         prompt = (
             self._continued(request, messages, found) if found is not None else self._first(request, messages, ledger)
         )
-        return prompt._replace(left_out=self._left_out(request, messages, prompt.rendered.text))
+        num_known = 0 if found is None or prompt.base is None else found[1] + 1
+        return prompt._replace(left_out=self._check_left_out(request, messages, num_known, prompt.rendered.text))
 
     def _first(self, request: ChatRequest, messages: list[Json], ledger: CallLedger) -> RenderedPrompt:
         rendered = self._encode(request, messages, True, None)
@@ -103,35 +106,43 @@ class Prompts:
             return RenderedPrompt(rendered.token_ids, "as_sent", parent, refused.code, rendered)
         return RenderedPrompt(ids, "spliced" if ids == rendered.token_ids else "drifted", parent, "", rendered)
 
-    def _left_out(self, request: ChatRequest, messages: list[Json], text: str) -> tuple[str, ...]:
-        """Returns the fields of the request that its rendering `text` shows nothing of.
+    def _check_left_out(self, request: ChatRequest, messages: list[Json], num_known: int, text: str) -> tuple[str, ...]:
+        """Returns names of what the request has and its rendering `text` does not show. num_known: messages at the
+        beginning that the prompt has from an earlier call.
 
         Raises:
-            ApiError: 400, there are such fields and the request may not be answered without them.
+            ApiError: 400, there is something, and the request may not be answered without it.
         """
-        if not request.tools:
-            return ()
-        identity = digest(json.dumps(request.tools).encode())
-        names = [tool["function"]["name"] for tool in request.tools]
-        missing = [name for name in names if name not in text]
-        if identity in self._rendered_tools and not missing:
-            return ()
-        try:
-            plain = self._text(messages, None, request.template_arguments, True)
-        except Exception:  # the chat template is the model's own, and needs the tools here
-            plain = ""
-        missing = names if plain == text else missing
-        if not missing:
-            self._rendered_tools.add(identity)
-            return ()
+        tools, variables = request.tools or None, request.template_arguments
+        context = json.dumps(variables, sort_keys=True, default=repr) if variables else ""
+
+        def render(messages: list[Json], tools: list[Json] | None) -> str:
+            return self._text(messages, tools, variables, True)
+
+        unread = [name for name in variables if name not in self._read_variables]
+        said = self._left_out.messages(render, messages, tools, text, range(num_known, len(messages)), context)
+        told = self._left_out.tools(render, messages, tools, text, context) if tools is not None else []
         if request.ignores:
-            return ("tools",)
-        raise bad_request(
-            f"tools has {missing[0]!r}: the model's chat template does not render it, so the model would not know of "
-            "it; expected no tools, or a model whose chat template renders them",
-            "tools",
-            "unsupported_parameter",
-        )
+            names = [f"chat_template_kwargs.{name}" for name in unread]
+            names += dict.fromkeys(re.sub(r"\[\d+\]", "", field) for field in said)
+            return (*names, *(["tools"] if told else []))
+        if unread:
+            own = ", ".join(sorted(self._read_variables - RESERVED_BY_TEMPLATES))
+            raise bad_request(
+                f"chat_template_kwargs.{unread[0][:64]}: the model's chat template does not read it, so it would "
+                f"have no effect; expected variables that it reads: {own or 'it has none of its own'}",
+                "chat_template_kwargs",
+                "unsupported_parameter",
+            )
+        for fields, param in ((told, "tools"), (said, "messages")):
+            if fields:
+                raise bad_request(
+                    f"{fields[0]}: the model's chat template does not render it, or not all of it, so the model would "
+                    f"not know of it; expected no such {param}, or a model whose chat template renders them",
+                    param,
+                    "unsupported_parameter",
+                )
+        return ()
 
     def _encode(
         self, request: ChatRequest, messages: list[Json], add_generation_prompt: bool, known: Encoded | None

@@ -128,5 +128,21 @@ def test_variables_of_the_chat_template_reach_every_prompt_and_one_that_it_does_
     assert tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=True) == "1+1=", (
         "a request's own wins"
     )
+    template = "{# budget #}{% set depth = 1 %}{{ depth }}" + THINKS
+    build_tokenizer(64, chat_template=template).save_pretrained(model_folder)
+    names = ("enable_thinking", "thinking", "budget", "depth", "m")
+    running.check(asked, set={f"model.chat_template_kwargs.{name}": 1 for name in names})
+    said = capsys.readouterr().err
+    assert [f"chat_template_kwargs.{name}: " in said for name in names] == [False, True, True, True, True]
     with pytest.raises(ConfigError, match=r"model.chat_template_kwargs.tokenize: Penstock sets it"):
         running.check(asked, set={"model.chat_template_kwargs.tokenize": True})
+
+
+def test_a_message_that_the_chat_template_leaves_out_is_warned_of(model_folder, capsys):
+    build_tokenizer(
+        64, chat_template=NO_SYSTEM.replace("{{ raise_exception('System role not supported') }}", "{% continue %}")
+    ).save_pretrained(model_folder)
+    for roles, is_left_out in ((["user"], False), (["system", "user"], True)):
+        running.check(settings(model_folder, kwargs={"roles": roles}))
+        said = "prompt(1): messages[0].content of the role 'system' is left out by the model's chat template"
+        assert (said in capsys.readouterr().err) == is_left_out

@@ -1,6 +1,7 @@
 """The engine's prompts, template by template: the tokens it saw and sampled, unless the history was edited."""
 
 import copy
+import re
 
 import pytest
 
@@ -152,6 +153,152 @@ def test_tools_that_the_template_does_not_render_are_refused_or_said_to_be_left_
         assert (caught.value.status, caught.value.code) == (400, "unsupported_parameter")
         lenient = parse_chat({"messages": said, "tools": [add]}, SamplingSettings(), ignore=True)
         assert served.prompt(lenient, CallLedger()).left_out == ("tools",)
+
+
+TOOL = {"name": "add", "description": "Adds 7", "parameters": {"type": "object", "properties": {
+    "a": {"type": "integer", "description": "the first"},
+    "b": {"type": "string", "enum": ["x7", "y7"]},
+    "c": {"type": "array", "items": {"type": "object", "properties": {"deep": {"description": "not everywhere"}}}},
+}}}  # fmt: skip
+CALLING = {"role": "assistant", "content": "so", "tool_calls": [
+    {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+]}  # fmt: skip
+SAID = [
+    {"role": "system", "content": "7 "},
+    {"role": "user", "content": 'what is 7, "\u00e4" or\n8\n'},
+    CALLING,
+    {"role": "tool", "tool_call_id": "call00001", "content": "7"},
+    {"role": "assistant", "content": "<think>hm</think>\n7", "reasoning_content": "hm"},
+    {"role": "user", "content": "7"},
+]
+"""Every text but one stands in others too."""
+CONTENT = "(message.content or '')"
+
+
+def served_by(template: str, style: str = "chatml") -> Prompts:
+    tokenizer = copy.deepcopy(tokenizer_of(style))
+    tokenizer.chat_template = template
+    return Prompts(tokenizer, stop_token_ids=())
+
+
+def message_rows() -> list[tuple[str, list[dict], int, str]]:
+    """Returns templates that leave something out, messages, the index of the one concerned, and its field."""
+    turns, loop = STYLES["chatml"].template, "for message in messages -%}"
+    said = [*SAID, {"role": "odd", "content": "7"}]
+    rows = []
+    for role, n in (("tool", 3), ("system", 0), ("user", 1), ("odd", 6)):
+        skipping = turns.replace(loop, f"for message in messages if message.role != '{role}' -%}}", 1)
+        rows.append((skipping, said, n, f"content of the role '{role}'"))
+    merging = turns.replace(loop, "for message in messages if loop.index0 == 0 or message.role != 'system' -%}", 1)
+    second = [SAID[0], SAID[1], {"role": "developer", "content": "8"}]
+    rows.append(
+        (merging.replace("loop.index0 == 0", "message == messages[0]"), second, 2, "content of the role 'system'")
+    )
+    cut = turns.replace(CONTENT, f"{CONTENT}[:40]")
+    rows.append((cut, [{"role": "user", "content": "7" * 50}], 0, "content of the role 'user'"))
+    neither = turns.replace("message.tool_calls or []", "[]").replace(
+        CONTENT, f"{CONTENT}[9 * (message.tool_calls or []) | length :]"
+    )
+    rows.append((neither, SAID, 2, "tool_calls"))
+    former = {"role": "assistant", "content": None, "function_call": {"name": "zap", "arguments": "{}"}}
+    rows.append((turns, [former], 0, "function_call"))
+    return rows
+
+
+def tool_rows() -> list[tuple[str, str]]:
+    """Returns templates that leave something of tools out, and the field."""
+    function, parameters = "tools[0].function", "tools[0].function.parameters.properties"
+    name = "{{ tool.function.name }}"
+    told = name + "{{ tool.function.description }}"
+    each = "{% for name, part in tool.function.parameters.properties.items() %}{{ name }}@{% endfor %}"
+    rows = [
+        ("", "tools has 'add'"),
+        (name, f"{function}.description"),
+        (told, f"{parameters}.a"),
+        (told + each, f"{parameters}.a.description"),
+        (told + each.replace("@", "{{ part.description }}"), f"{parameters}.b.enum"),
+        (told + each.replace("@", "{{ part.description ~ part.enum }}"), f"{parameters}.c.items.properties.deep"),
+    ]
+    rows = [("{% for tool in tools or [] %}" + row + "{% endfor %}", field) for row, field in rows]
+    return [*rows, ("{{ tools[:1] | tojson if tools }}", "tools has 'ad'")]
+
+
+def test_what_the_client_sent_and_the_template_leaves_out_is_refused_by_name_or_said_to_be_left_out() -> None:
+    rows = [(template, said, [], f"messages[{n}].{field}") for template, said, n, field in message_rows()]
+    turns, tools = STYLES["chatml"].template, [TOOL, TOOL | {"name": "ad"}]
+    rows += [(told + turns, SAID, tools, field) for told, field in tool_rows()]
+    for template, said, functions, field in rows:
+        fields = {"tools": [{"type": "function", "function": function} for function in functions]}
+        served, param = served_by(template), "tools" if functions else "messages"
+        name = param if functions else re.sub(r"\[\d\]", "", field)
+        for _ in range(2):
+            with pytest.raises(ApiError) as caught:
+                served.prompt(request(said, **fields), CallLedger())
+            refused = caught.value
+            assert refused.message.startswith(f"{field}: the model's chat template does not render it"), field
+            assert (refused.status, refused.code, refused.param) == (400, "unsupported_parameter", param), field
+            lenient = parse_chat({"messages": said, **fields}, SamplingSettings(), ignore=True)
+            assert served.prompt(lenient, CallLedger()).left_out == (name,), field
+
+
+def test_a_template_may_trim_escape_merge_and_strip_reasoning() -> None:
+    turns = STYLES["chatml"].template
+    first = (
+        "{% if messages[0].role == 'system' %}{% set first = messages[0].content %}{% set messages = messages[1:] %}"
+    )
+    merging = turns.replace(CONTENT, f"({CONTENT} ~ (first if loop.last and first is defined else ''))")
+    contents = (
+        "message.content.split('</think>')[-1]",
+        "message.content if not message.tool_calls else ''",
+        "message.content | trim | tojson",
+    )
+    templates = [STYLES[style].template for style in STYLE_NAMES]
+    templates += [first + "{% endif %}" + merging, *(turns.replace(CONTENT, f"({content})") for content in contents)]
+    values = "part.enum | join(' | ') if part.enum else part['items'] | tojson if 'items' in part else part.type"
+    typed = (
+        "{% for tool in tools or [] %}// {{ tool.function.description | trim }} {{ tool.function.name }}(_:"
+        "{% for name, part in tool.function.parameters.properties.items() %}// {{ part.description | trim }}"
+        f"{{{{ name }}}}: {{{{ {values} }}}}{{% endfor %}}){{% endfor %}}"
+    )
+    fields = {"tools": [{"type": "function", "function": TOOL}]}
+    for template in templates:
+        for told in ("{{ tools | tojson(indent=2) if tools }}", typed):
+            served = served_by(told + template)
+            for said in (SAID, SAID[:2], SAID[:4]):
+                assert served.prompt(request(said, **fields), CallLedger()).left_out == (), told + template
+
+
+def test_what_is_rendered_once_costs_no_rendering_more(monkeypatch) -> None:
+    served = served_by("{{ tools | tojson if tools }}" + STYLES["chatml"].template)
+    fields = {"tools": [{"type": "function", "function": TOOL}]}
+    num_rendered, text = 0, served._text
+
+    def counted(*arguments):
+        nonlocal num_rendered
+        num_rendered += 1
+        return text(*arguments)
+
+    monkeypatch.setattr(served, "_text", counted)
+    counts = []
+    for _ in range(2):
+        for said in (SAID[:2], SAID[:4], SAID):
+            served.prompt(request(said, **fields), CallLedger())
+        counts.append(num_rendered)
+    assert counts[1] - counts[0] == 3
+
+
+def test_variables_that_the_template_never_reads_are_refused_or_said_to_be_left_out() -> None:
+    served = prompts("qwen3")
+    for name in ("enable_thinkin", "thinking", "last", "message"):
+        fields = {"chat_template_kwargs": {"enable_thinking": False, name: True}}
+        with pytest.raises(ApiError) as caught:
+            served.prompt(request(ASKED, **fields), CallLedger())
+        expected = f"chat_template_kwargs.{name}: the model's chat template does not read it, .*: enable_thinking$"
+        assert re.match(expected, caught.value.message) and caught.value.param == "chat_template_kwargs", name
+        lenient = parse_chat({"messages": ASKED, **fields}, SamplingSettings(), ignore=True)
+        assert served.prompt(lenient, CallLedger()).left_out == (f"chat_template_kwargs.{name}",)
+    read = served.prompt(request(ASKED, chat_template_kwargs={"enable_thinking": False}), CallLedger())
+    assert decode("qwen3", read.token_ids).endswith("</think>\n\n")
 
 
 def test_a_text_that_no_tokens_could_make_short_enough_is_refused_unencoded(monkeypatch) -> None:
