@@ -147,13 +147,18 @@ class CallLedger:
             raise self._too_large()
         return left // self.token_bytes
 
-    def record(self, call: Call, messages: Sequence[Json], reply: Mapping[str, Any]) -> None:
-        """Adds an answered call: `reply` is the message that answers `messages`.
+    def conversation(self, messages: Sequence[Json]) -> bytes:
+        """Returns what identifies a conversation; as `parent`, it may be called beside the event loop."""
+        return self._keys(messages)[-1]
+
+    def record(self, call: Call, messages: Sequence[Json], reply: Mapping[str, Any], conversation: bytes = b"") -> None:
+        """Adds an answered call: `reply` is the message that answers `messages`. conversation: identifies them, if that
+        is known.
 
         Raises:
             ApiError: 400, concurrent calls have left no room for it.
         """
-        call.chain = extend_chain(self._keys(messages)[-1], canonical_form(reply))
+        call.chain = extend_chain(conversation or self.conversation(messages), canonical_form(reply))
         call.reply = {name: value for name, value in reply.items() if name not in TOKEN_FIELDS}
         self._add(call)
 

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from redis.exceptions import RedisError
 
+from penstock.producers.endpoint.beside import LONG_BYTES
 from penstock.producers.endpoint.call_ledger import Call, digest
 from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, has_ended, is_moving, too_long
@@ -33,10 +35,8 @@ Json = dict[str, Any]
 
 FIELDS_NAMED, FIELD_LENGTH = 32, 64
 """The most ignored fields that are named, and characters of each name: clients may invent any number of any length."""
-LONG_CHARACTERS = 64 * 1024
-"""Requests with more text are rendered and encoded beside the others, which takes up to 0.1 s for so much."""
 LONG_TEXTS = 4
-"""Such requests that are rendered at once."""
+"""Long requests that are rendered at once."""
 TELL_S, MOST_TELL_S = 0.05, 1.0
 """The shortest and the longest pause between two parts of a streamed answer."""
 TELL_SHARE = 0.05
@@ -166,18 +166,24 @@ class Calls:
             raise _gone(rollout)
         return task.result()
 
+    def _thread_for(self, request: ChatRequest) -> ThreadPoolExecutor:
+        return self._thread if request.num_bytes <= LONG_BYTES else self._long_texts
+
     def fail(self, error: Exception) -> None:
         """Makes `failed` raise `error`, unless it raises another already."""
         if not self.failed.done():
             self.failed.set_exception(error)
 
     def _count_ignored(self, fields: Sequence[str]) -> None:
+        counts: Counter[str] = Counter()
         for field in fields:
             name = field[:FIELD_LENGTH]
             if name not in self._ignored and len(self._ignored) < FIELDS_NAMED:
                 self._ignored.add(name)
                 log.warning('agents send %r, which is ignored (endpoint.unsupported = "ignore")', name)
-            self._metrics.agent_fields_ignored.labels(name if name in self._ignored else "other").inc()
+            counts[name if name in self._ignored else "other"] += 1
+        for name, count in counts.items():
+            self._metrics.agent_fields_ignored.labels(name).inc(count)
 
     def _fail_with(self, task: asyncio.Task[Answered]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), FATAL):
@@ -188,8 +194,7 @@ class Calls:
     ) -> Answered:
         with self._metrics.agent_calls_running.track_inprogress():
             run = asyncio.get_running_loop().run_in_executor
-            thread = self._thread if request.num_characters <= LONG_CHARACTERS else self._long_texts
-            prompt = await run(thread, self._prompts.prompt, request, rollout.ledger)
+            prompt = await run(self._thread_for(request), self._prompts.prompt, request, rollout.ledger)
             self._count_ignored(prompt.left_out)
             before = rollout.take_earlier(identity, prompt.token_ids)
             try:
@@ -254,7 +259,8 @@ class Calls:
             rendered=prompt.rendered,
             request=identity,
         )
-        rollout.record(running, call, request.messages, message)
+        conversation = await run(self._thread_for(request), rollout.ledger.conversation, request.messages)
+        rollout.record(running, call, request.messages, message, conversation)
         if prompt.parent is not None:
             prompt.parent.rendered = None  # calls mostly continue the newest one; branches are encoded in full
         self._metrics.agent_calls.labels(prompt.kind).inc()

@@ -1,10 +1,12 @@
 """The answer to one request with `stream`, sent while it is sampled."""
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from aiohttp import web
 
+from penstock.producers.endpoint.beside import beside
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.streams import KEEP_ALIVE, Events
 
@@ -16,13 +18,14 @@ PARTS = ("reasoning", "content")
 
 
 class EventStream:
-    """Sends the events of one answer; a `Listener` of its call."""
+    """Sends the events of one answer; a `Listener` of its call. num_bytes: of the request, parts of which come back."""
 
-    def __init__(self, request: web.Request, events: Events) -> None:
+    def __init__(self, request: web.Request, events: Events, num_bytes: int = 0) -> None:
         self._sent: dict[str, str] = {}
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
         self._events = events
+        self._num_bytes = num_bytes
         self._written_at = 0.0
 
     @property
@@ -44,7 +47,8 @@ class EventStream:
     async def end(self, finished: dict) -> None:
         """Sends the rest of a finished chat completion, whose text begins with what was sent."""
         message = finished["choices"][0]["message"]
-        await self._write([*self._more(message), *self._events.end(finished)])
+        data = self._more(message)
+        await self._write(itertools.chain(data, self._events.end(finished)))
         await self.response.write_eof()
 
     async def fail(self, error: ApiError) -> None:
@@ -63,4 +67,4 @@ class EventStream:
 
     async def _write(self, data: Iterable[bytes]) -> None:
         self._written_at = asyncio.get_running_loop().time()
-        await self.response.write(b"".join(data))
+        await self.response.write(await beside(self._num_bytes, lambda: b"".join(data)))

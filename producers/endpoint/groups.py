@@ -108,9 +108,16 @@ class AgentRollout:
         self.earlier.remove(found)
         return found
 
-    def record(self, running: RunningCall, call: Call, messages: Sequence[Json], reply: Mapping[str, Any]) -> None:
+    def record(
+        self,
+        running: RunningCall,
+        call: Call,
+        messages: Sequence[Json],
+        reply: Mapping[str, Any],
+        conversation: bytes = b"",
+    ) -> None:
         """Adds a call that is answered now; see `CallLedger.record`."""
-        self.ledger.record(call, messages, reply)
+        self.ledger.record(call, messages, reply, conversation)
         entry = running.entry(
             self.place,
             call.completion,

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock.producers.endpoint.agents import Agents
+from penstock.producers.endpoint.beside import beside
 from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.errors import ApiError
@@ -41,9 +42,10 @@ class RolloutConversation:
     async def chat(self, messages: list[Json], **fields: Any) -> Json:
         """See `Conversation.chat`."""
         document = {"messages": messages, **fields}
-        request = parse_chat(document, self._sampling, ignore=self._ignore)
+        num_bytes, identity = _identity(document)
+        request = await beside(num_bytes, lambda: parse_chat(document, self._sampling, ignore=self._ignore))
         number = self._rollout.begin_call()
-        answered = await self._calls.answer(self._rollout, request, number, _identity(document))
+        answered = await self._calls.answer(self._rollout, request, number, identity)
         answered.call.delivered = True
         return answered.message
 
@@ -62,12 +64,14 @@ class RolloutConversation:
         )
 
 
-def _identity(document: Json) -> bytes:
-    """Returns what identifies a request in a conversation that repeats it; empty if it cannot be encoded."""
+def _identity(document: Json) -> tuple[int, bytes]:
+    """Returns the length of a request as JSON, and what identifies it in a conversation that repeats it; nothing of it
+    if it cannot be encoded."""
     try:
-        return digest(msgspec.json.encode(document, order="deterministic"))
+        encoded = msgspec.json.encode(document, order="deterministic")
     except (TypeError, ValueError, RecursionError):
-        return b""
+        return 0, b""
+    return len(encoded), digest(encoded)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from aiohttp import web
 
 from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.agents import Agents
+from penstock.producers.endpoint.beside import beside
 from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
 from penstock.producers.endpoint.chat import responses
 from penstock.producers.endpoint.chat.answers import AnswerParser, finish_reason, response
+from penstock.producers.endpoint.chat.bodies import parse_finish, parse_json
 from penstock.producers.endpoint.chat.errors import ApiError, is_moving
-from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
 from penstock.producers.endpoint.chat.streams import ChatEvents, ResponseEvents
 from penstock.producers.endpoint.connections import Connections
 from penstock.producers.endpoint.event_stream import EventStream
@@ -47,8 +49,6 @@ BODY_BYTES = 1024 * 1024
 BODY_BYTES_PER_TOKEN = 1024
 """Per token of the model's context. Messages may carry the token ids of every answer and its prompt: about 300 calls
 that fill the context fit."""
-LARGE_BODY_BYTES = 64 * 1024
-"""Larger ones are parsed in a thread."""
 REQUEST_S = 60.0
 """How long a connection may wait for a request's headers, and a request for the rest of its body."""
 BACKLOG = 1024
@@ -258,7 +258,8 @@ class AgentEndpoint:
         return _json(model if asked else {"object": "list", "data": [model]})
 
     async def _finish(self, request: web.Request) -> web.Response:
-        reward = parse_finish(await request.read())
+        data = await request.read()
+        reward = await beside(len(data), lambda: parse_finish(data))
         rollout_id = rollout_named(request)
         if not self.agents.is_finished_with(rollout_id, reward):
             rollout = await self._rollout(request)
@@ -272,20 +273,21 @@ class AgentEndpoint:
         """Answers a call. is_response: of the Responses API, else a chat completion."""
         data = await request.read()
 
-        def parse() -> tuple[Json, ChatRequest]:
+        def parse() -> tuple[Json, ChatRequest, bytes]:
             document = parse_json(data)
             chat = responses.as_chat(document) if is_response else document
-            return document, parse_chat(chat, self._sampling, ignore=self._config.unsupported == "ignore")
+            asked = parse_chat(chat, self._sampling, ignore=self._config.unsupported == "ignore")
+            return document, asked, digest(request.path.encode() + b"\0" + data)
 
-        document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
+        document, asked, identity = await beside(len(data), parse)
         rollout = await self._rollout(request, document)
-        identity = digest(request.path.encode() + b"\0" + data)
         number = rollout.begin_call(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
         completion_id = f"chatcmpl-{rollout.id}-{number}"
         stream: EventStream | None = None
         if asked.stream:
             ids = completion_id, self._model
-            stream = EventStream(request, ResponseEvents(*ids, document) if is_response else ChatEvents(*ids, asked))
+            events = ResponseEvents(*ids, document) if is_response else ChatEvents(*ids, asked)
+            stream = EventStream(request, events, len(data))
         try:
             answered = await self.calls.answer(rollout, asked, number, identity, stream)
             await self.agents.save(rollout.group)
@@ -298,7 +300,9 @@ class AgentEndpoint:
         finished = response(completion_id, self._model, asked, answered.message, answered.logprobs, reason)
         answer: web.StreamResponse
         if stream is None:
-            answer = _json(responses.as_response(document, finished) if is_response else finished)
+            answer = await beside(
+                len(data), lambda: _json(responses.as_response(document, finished) if is_response else finished)
+            )
             await answer.prepare(request)
             await answer.write_eof()
         else:

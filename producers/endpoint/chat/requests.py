@@ -5,19 +5,23 @@ one policy for those of another. So a request may shorten an answer (a limit, st
 sampled.
 """
 
-import json
+import sys
 from collections.abc import Callable, Mapping
+from reprlib import Repr
 from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.producers.endpoint.chat.errors import bad_request
+from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 from penstock.schemas.config import RESERVED_BY_TEMPLATES
-from penstock.schemas.prompt import Reward
-from penstock.schemas.rollout import MAX_REWARD, SamplingSettings, check_part_names, one_line
+from penstock.schemas.rollout import SamplingSettings, one_line
 
 Json = dict[str, Any]
 
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxdict = 16
 _IGNORED = frozenset({
     "model", "user", "metadata", "client_metadata", "store", "seed", "service_tier", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention", "verbosity", "include_reasoning", "skip_special_tokens",
@@ -26,6 +30,10 @@ _IGNORED = frozenset({
 """Fields that do not affect the tokens' distribution and are ignored."""
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 """The names under which clients limit an answer; the smallest counts."""
+MOST_STOPS, STOP_CHARACTERS = 64, 1024
+"""The most stop strings of a request, and characters of each: every sampled token is compared with all of them."""
+MOST_TOOLS = 1024
+"""The most tools of a request, all of which are read again for each part of a streamed answer."""
 
 
 class ChatRequest(NamedTuple):
@@ -37,7 +45,7 @@ class ChatRequest(NamedTuple):
     tokens_as_ids: whether logprobs name tokens by their ids, as vLLM does on demand.
     ignored: the fields without effect from which the client may expect one.
     ignores: whether such a request is answered; False refuses it.
-    num_characters: the text in messages and tools.
+    num_bytes: its length as JSON, apart from the token ids and logprobs that messages carry.
     """
 
     messages: list[Json]
@@ -54,58 +62,7 @@ class ChatRequest(NamedTuple):
     tokens_as_ids: bool
     ignored: tuple[str, ...]
     ignores: bool
-    num_characters: int
-
-
-def parse_json(body: bytes) -> Json:
-    """Raises ApiError 400 for anything but a JSON object."""
-    value = _decoded(body)
-    if not isinstance(value, dict):
-        raise bad_request(f"the body is {_kind(value)}, expected a JSON object", code="invalid_json")
-    return value
-
-
-def parse_finish(body: bytes) -> Reward:
-    """Parses `{"reward": 1.0, "metrics": {"exact": 1.0}}`, or the reward alone.
-
-    Raises:
-        ApiError: 400, names the field, its value and what was expected.
-    """
-    value = _decoded(body)
-    document = value if isinstance(value, dict) else {"reward": value}
-    if unknown := set(document) - {"reward", "metrics"}:
-        raise bad_request(f"{min(unknown)!r}: unknown field, expected reward and metrics", min(unknown))
-    metrics = document.get("metrics") or {}
-    if not isinstance(metrics, dict):
-        raise bad_request(f"metrics is {_kind(metrics)}, expected an object of numbers", "metrics")
-    try:
-        check_part_names(metrics, "metrics")
-    except ValueError as error:
-        raise bad_request(str(error), "metrics") from None
-    return Reward(
-        value=_number(document.get("reward"), "reward"),
-        parts={name: _number(number, f"metrics.{name}") for name, number in metrics.items()},
-    )
-
-
-def _decoded(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        why = _lone_surrogate(body) or f"the body is not JSON: {error}"
-        raise bad_request(why, code="invalid_json") from None
-
-
-def _lone_surrogate(body: bytes) -> str:
-    """Returns the error of a body with half a surrogate pair, where msgspec reports a truncated body; else empty."""
-    try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        found = error.object[error.start]
-        return f"the body holds {found!a} without its other half, a lone surrogate; expected text that UTF-8 can encode"
-    except (ValueError, RecursionError):
-        pass
-    return ""
+    num_bytes: int
 
 
 def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = False) -> ChatRequest:
@@ -118,28 +75,27 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
     """
     left = {name: value for name, value in document.items() if name not in _IGNORED}
     take = left.pop
-    messages = objects(take("messages", None), "messages", at_least=1)
+    messages, tools = objects(take("messages", None), "messages", at_least=1), objects(take("tools", None), "tools")
     for n, message in enumerate(messages):
         check_message(message, f"messages[{n}]")
-    tools, ignored_tools = _functions(objects(take("tools", None) or [], "tools"), ignore)
+    functions, ignored_tools = _functions(tools, ignore)
     limits = {name: take(name, None) for name in _LIMITS}
-    stream_options = take("stream_options", None) or {}
-    if not isinstance(stream_options, dict):
-        raise bad_request(f"stream_options is {_kind(stream_options)}, expected an object", "stream_options")
-    template_arguments = take("chat_template_kwargs", None) or {}
-    if not isinstance(template_arguments, dict) or RESERVED_BY_TEMPLATES & set(template_arguments):
+    stream_options = checked_object(take("stream_options", None), "stream_options", "an object")
+    own_variables = "an object of the template's own variables"
+    template_arguments = checked_object(take("chat_template_kwargs", None), "chat_template_kwargs", own_variables)
+    if reserved := RESERVED_BY_TEMPLATES & set(template_arguments):
         raise bad_request(
-            f"chat_template_kwargs is {shown(template_arguments)}, expected an object of the template's own variables",
-            "chat_template_kwargs",
+            f"chat_template_kwargs has {min(reserved)!r}, expected {own_variables}", "chat_template_kwargs"
         )
+    parallel_tool_calls = take("parallel_tool_calls", None)
     return ChatRequest(
         messages=list(messages),  # an environment may change its own list while the answer is sampled
-        tools=tools,
-        use_tools=bool(tools) and left.get("tool_choice") != "none",
-        parallel_tool_calls=take("parallel_tool_calls", None) is not False,
+        tools=functions,
+        use_tools=bool(functions) and left.get("tool_choice") != "none",
+        parallel_tool_calls=parallel_tool_calls is None or _flag(parallel_tool_calls, "parallel_tool_calls"),
         max_tokens=_limit(limits),
         stream=_flag(take("stream", None), "stream"),
-        include_usage=bool(stream_options.get("include_usage")),
+        include_usage=_flag(stream_options.get("include_usage"), "stream_options.include_usage"),
         logprobs=_flag(take("logprobs", None), "logprobs"),
         template_arguments=template_arguments,
         stop=_stop(take("stop", None)),
@@ -147,12 +103,14 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
         tokens_as_ids=_flag(take("return_tokens_as_token_ids", None), "return_tokens_as_token_ids"),
         ignored=(*ignored_tools, *_check_sampling(left, sampling, ignore)),
         ignores=ignore,
-        num_characters=_num_characters(messages) + _num_characters(tools),
+        num_bytes=_num_bytes(document, messages),
     )
 
 
 def _functions(tools: list[Json], ignore: bool) -> tuple[list[Json], list[str]]:
     """Returns the tools that are functions, and what names the others; those are ignored or refused."""
+    if len(tools) > MOST_TOOLS:
+        raise bad_request(f"tools has {len(tools)} tools, expected at most {MOST_TOOLS}", "tools")
     functions, others = [], []
     for n, tool in enumerate(tools):
         if ignore and tool.get("type", "function") != "function":
@@ -163,15 +121,13 @@ def _functions(tools: list[Json], ignore: bool) -> tuple[list[Json], list[str]]:
     return functions, others
 
 
-def _num_characters(value: Any) -> int:
-    """Returns the length of all text in a JSON value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_num_characters, value.values()))
-    if isinstance(value, list) and value and not isinstance(value[0], int | float):  # a message's token ids are many
-        return sum(map(_num_characters, value))
-    return 0
+def _num_bytes(document: Json, messages: list[Json]) -> int:
+    """See `ChatRequest.num_bytes`. What an environment sends and JSON cannot hold counts as long."""
+    plain = [{name: value for name, value in message.items() if name not in TOKEN_FIELDS} for message in messages]
+    try:
+        return len(msgspec.json.encode(document | {"messages": plain}))
+    except (TypeError, ValueError, RecursionError):
+        return sys.maxsize
 
 
 def _check_sampling(left: Json, sampling: SamplingSettings, ignore: bool) -> tuple[str, ...]:
@@ -179,7 +135,7 @@ def _check_sampling(left: Json, sampling: SamplingSettings, ignore: bool) -> tup
     and are to be ignored."""
     ignored = []
     fixed: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "n": (lambda value: value == 1, "1: siblings are rollouts of their own"),
+        "n": (_equals(1), "1: siblings are rollouts of their own"),
         "temperature": (_equals(sampling.temperature), f"{sampling.temperature:g}, as the run samples"),
         "top_p": (_equals(sampling.top_p), f"{sampling.top_p:g}, as the run samples"),
         "top_k": (_keeps_as_many(sampling.top_k), f"{sampling.top_k}, as the run samples"),
@@ -197,9 +153,9 @@ def _check_sampling(left: Json, sampling: SamplingSettings, ignore: bool) -> tup
         "response_format": (lambda value: value == {"type": "text"}, "{'type': 'text'}"),
     }
     for name, value in left.items():
-        if value is None or value is False or (isinstance(value, list | dict) and not value):
-            continue
         holds, expected = fixed.get(name, (None, ""))
+        if value is None or (holds is None and (value is False or (isinstance(value, list | dict) and not value))):
+            continue
         if holds is not None and holds(value):
             continue
         if ignore and name != "n":  # a client that asks for several answers reads several
@@ -224,8 +180,8 @@ def check_message(message: Json, where: str) -> None:
             if not (isinstance(part, dict) and isinstance(part.get("text", part.get("refusal")), str)):
                 raise bad_request(f"{where}.content holds {shown(part)}, expected parts of text", where)
     elif content is not None and not isinstance(content, str):
-        raise bad_request(f"{where}.content is {_kind(content)}, expected text", where)
-    for call in objects(message.get("tool_calls") or [], f"{where}.tool_calls"):
+        raise bad_request(f"{where}.content is {kind_of(content)}, expected text", where)
+    for call in objects(message.get("tool_calls"), f"{where}.tool_calls"):
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"{where}.tool_calls holds {shown(call)}, expected calls of functions", where)
@@ -243,7 +199,8 @@ def _check_tool(tool: Json, where: str) -> None:
 
 
 def objects(value: Any, name: str, at_least: int = 0) -> list[Json]:
-    """Returns a list of at least so many JSON objects; raises ApiError 400 for anything else."""
+    """Returns a list of at least so many JSON objects; raises ApiError 400 for anything else. None is an empty one."""
+    value = [] if value is None and not at_least else value
     if not isinstance(value, list) or len(value) < at_least or not all(isinstance(item, dict) for item in value):
         raise bad_request(f"{name} is {shown(value)}, expected a list of objects", name)
     return value
@@ -258,32 +215,40 @@ def _limit(limits: Mapping[str, Any]) -> int | None:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    texts = value if isinstance(value, list) else [value] if value else []
+    texts = value if isinstance(value, list) else [] if value is None or value == "" else [value]
     if not all(isinstance(text, str) and text for text in texts):
         raise bad_request(f"stop is {shown(value)}, expected a text or a list of texts, none of them empty", "stop")
+    longest = max(map(len, texts), default=0)
+    if len(texts) > MOST_STOPS or longest > STOP_CHARACTERS:
+        raise bad_request(
+            f"stop has {len(texts)} texts of up to {longest} characters, expected at most {MOST_STOPS} of up to "
+            f"{STOP_CHARACTERS}",
+            "stop",
+        )
     return tuple(texts)
 
 
+def checked_object(value: Any, name: str, expected: str) -> Json:
+    """Returns an object, an empty one for None; raises ApiError 400 for anything else."""
+    if value is not None and not isinstance(value, dict):
+        raise bad_request(f"{name} is {shown(value)}, expected {expected}", name)
+    return value or {}
+
+
 def _same_ids(expected: tuple[int, ...]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and sorted(value, key=repr) == sorted(expected, key=repr)
+    return lambda value: isinstance(value, list) and sorted(map(repr, value)) == sorted(map(repr, expected))
 
 
 def _flag(value: Any, name: str) -> bool:
-    if value not in (None, True, False):
+    if value is not None and not isinstance(value, bool):
         raise bad_request(f"{name} is {shown(value)}, expected true or false", name)
     return bool(value)
 
 
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
-        expected = f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-        raise bad_request(f"{name} is {shown(value)}, expected {expected}", name)
-    return float(value)
-
-
 def _keeps_as_many(top_k: int) -> Callable[[Any], bool]:
     every = (0, -1)
-    return lambda value: value == top_k or (value in every and top_k in every)
+    same = every if top_k in every else (top_k,)
+    return lambda value: any(_equals(number)(value) for number in same)
 
 
 def _equals(expected: float) -> Callable[[Any], bool]:
@@ -293,11 +258,12 @@ def _equals(expected: float) -> Callable[[Any], bool]:
     return holds
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Returns the kind of a JSON value, for an error's message."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def shown(value: Any) -> str:
-    """Returns a value for an error's message: short, on one line."""
-    return one_line(repr(value)[:200])
+    """Returns a value for an error's message: short, on one line, whatever its length."""
+    return one_line(_SHORT.repr(value)[:200])

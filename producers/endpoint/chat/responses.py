@@ -39,9 +39,11 @@ def as_chat(document: Json) -> Json:
     if instructions is not None:
         messages.insert(0, {"role": "system", "content": instructions})
         check_message(messages[0], "instructions")
-    include = asked.pop("include", None) or ()
-    asked |= {"messages": messages, "logprobs": _LOGPROBS in include}
-    asked["tools"] = [_tool(tool) for tool in objects(asked.get("tools") or [], "tools")]
+    include = asked.pop("include", None)
+    if include is not None and not isinstance(include, list):
+        raise bad_request(f"include is {shown(include)}, expected a list of texts", "include")
+    asked |= {"messages": messages, "logprobs": _LOGPROBS in (include or ())}
+    asked["tools"] = [_tool(tool) for tool in objects(asked.get("tools"), "tools")]
     # What follows changes no token, or is left in `asked` for its check.
     asked.pop("max_tool_calls", None)
     if asked.get("truncation") == "disabled":

@@ -1,10 +1,11 @@
 """Answers as server-sent events while they are sampled: the events of chat completions and of the Responses API."""
 
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
+
+import msgspec
 
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import ChatRequest
@@ -148,4 +149,4 @@ class ResponseEvents:
 def event(body: Json) -> bytes:
     """Encodes a server-sent event; its body's type, if it has one, names it."""
     name = f"event: {body['type']}\n".encode() if "type" in body else b""
-    return name + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    return name + b"data: " + msgspec.json.encode(body) + b"\n\n"

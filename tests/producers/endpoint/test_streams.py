@@ -196,16 +196,22 @@ async def test_long_messages_do_not_stop_other_calls(opened, monkeypatch) -> Non
     prompt = Prompts.prompt
 
     def slow(self: Prompts, request: Any, ledger: Any) -> Any:
-        if request.num_characters > 100_000:
+        if request.num_bytes > 100_000:
             begun.release()
             may_end.wait(300)
         return prompt(self, request, ledger)
 
     monkeypatch.setattr(Prompts, "prompt", slow)
     one, rollout = await opened()
-    long = [{"role": "user", "content": [{"type": "text", "text": "the " * 30_000}]}]
     path = f"/r/{rollout['id']}/v1/chat/completions"
-    calling = [asyncio.create_task(one.client.error("POST", path, {"messages": long})) for _ in range(8)]
+    parts: list[dict] = [{"type": "object", "properties": {f"k{n}": {} for n in range(20_000)}}]
+    parts.append({"type": "object", "properties": {"a": {"enum": list(range(50_000))}}})
+    bodies: list[dict] = [
+        {"messages": ASKED, "tools": [{"function": {"name": "f", "parameters": one}}]} for one in parts
+    ]
+    bodies.append({"messages": [{"role": "user", "content": [{"type": "text", "text": "the " * 30_000}]}]})
+    bodies.append({"messages": ASKED * 5000})
+    calling = [asyncio.create_task(one.client.error("POST", path, body)) for body in bodies * 2]
     try:
         await asyncio.to_thread(begun.acquire)
         for _ in range(3):

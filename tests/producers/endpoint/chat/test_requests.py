@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from penstock.producers.endpoint.chat.bodies import parse_finish, parse_json
 from penstock.producers.endpoint.chat.errors import ApiError
-from penstock.producers.endpoint.chat.requests import parse_chat, parse_finish, parse_json
+from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.endpoint.chat.responses import as_chat
 from penstock.schemas.rollout import SamplingSettings
 
@@ -59,10 +60,62 @@ def test_what_would_bend_the_distribution_is_refused_by_name() -> None:
         ("tools", [{"type": "function"}], r"tools\[0\] is .*, expected a function"),
         ("tools", [{"function": {"name": "f", "parameters": "x"}}], r"tools\[0\].function.parameters is 'x'"),
         ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "expected an object of the template's own variables"),
+        ("stop", ["a"] * 65, "stop has 65 texts of up to 1 characters, expected at most 64 of up to 1024"),
+        ("stop", "a" * 1025, "stop has 1 texts of up to 1025 characters, expected at most 64 of up to 1024"),
+        ("tools", [TOOL] * 1025, "tools has 1025 tools, expected at most 1024"),
+        ("temperature", list(range(250_000)), r"temperature is \[0, 1, 2, .*\.\.\.\], expected 0.8"),
     ]:
         with pytest.raises(ApiError, match=message) as caught:
             chat(**{field: value})
         assert (caught.value.status, caught.value.body["error"]["type"]) == (400, "invalid_request_error"), field
+
+
+def test_a_value_of_another_type_is_refused_whether_it_is_true_or_false() -> None:
+    flags = ("stream", "logprobs", "parallel_tool_calls", "return_token_ids", "return_tokens_as_token_ids")
+    numbers = ("n", "temperature", "top_p", "top_k", "top_logprobs", "max_tokens", "min_p", "repetition_penalty")
+    rows: list[tuple[str, object]] = [(name, value) for name in flags for value in ("no", "", 0, 1, 1.0, [], {})]
+    rows += [(name, value) for name in numbers for value in ("1", "", True, False, [], {})]
+    rows += [(name, value) for name in ("stream_options", "chat_template_kwargs") for value in ("", 0, False, [])]
+    rows += [("stream_options", {"include_usage": value}) for value in ("no", "", 0, 1, [])]
+    rows += [("tools", value) for value in ("", 0, False, {})] + [("stop", value) for value in (0, False, {}, True)]
+    rows += [("messages", [{"role": "assistant", "tool_calls": value}]) for value in ("", 0, False, {})]
+    rows += [("tool_choice", value) for value in ("", False, [], {})]
+    for name, value in rows:
+        for ignore in (False, True):
+            ignored: tuple[str, ...] = ()
+            try:
+                ignored = parse_chat({"messages": MESSAGES, name: value}, SAMPLING, ignore=ignore).ignored
+            except ApiError as refused:
+                assert refused.status == 400 and refused.param is not None and name in refused.param, (name, value)
+            else:
+                assert ignore and ignored == (name,), (name, value)
+        assert chat(**{name: None} if name != "messages" else {}).parallel_tool_calls, name
+    for value in ("message.output_text.logprobs", 5, {}):
+        with pytest.raises(ApiError, match=r"include is .*, expected a list of texts"):
+            as_chat({"input": "x", "include": value})
+    with pytest.raises(ApiError, match=r"metrics is '', expected an object"):
+        parse_finish(b'{"reward": 1, "metrics": ""}')
+
+
+def test_the_length_of_a_request_is_that_of_all_it_holds_but_token_ids() -> None:
+    keys = {"type": "object", "properties": {f"k{n}": {} for n in range(5000)}}
+    enum = {"type": "object", "properties": {"a": {"enum": list(range(10_000))}}}
+    ids = {"prompt_token_ids": [1] * 40_000, "generation_token_ids": [2], "generation_log_probs": [-0.5]}
+    rows: list[tuple[dict, range]] = [
+        ({}, range(30, 60)),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "x", **ids}]}, range(60, 100)),
+        ({"messages": MESSAGES * 2000}, range(64_000, 100_000)),
+        ({"messages": [{"role": "user", "content": "x" * 70_000}]}, range(70_000, 70_100)),
+        *(
+            ({"tools": [{"function": {"name": "f", "parameters": part}}]}, range(40_000, 80_000))
+            for part in (keys, enum)
+        ),
+        ({"chat_template_kwargs": {"a": list(range(10_000))}}, range(48_000, 60_000)),
+        ({"metadata": {"a": "x" * 70_000}}, range(70_000, 70_100)),
+    ]
+    for fields, length in rows:
+        assert chat(**fields).num_bytes in length, (list(fields), chat(**fields).num_bytes)
+    assert parse_chat({"messages": MESSAGES, "metadata": object()}, SAMPLING).num_bytes > 10**9
 
 
 def test_a_run_that_ignores_what_it_does_not_support_names_what_it_ignored() -> None:
@@ -115,7 +168,7 @@ def test_a_reward_that_no_trainer_could_use_is_refused_by_field_value_and_limit(
         (b"1e400", "the body is not JSON"),
         (b"1e308", "reward is 1e+308, expected a number from -1e+09 to 1e+09"),
         (b'{"reward": 1, "note": 2}', "'note': unknown field, expected reward and metrics"),
-        (b'{"reward": 1, "metrics": 3}', "metrics is a number, expected an object of numbers"),
+        (b'{"reward": 1, "metrics": 3}', "metrics is 3, expected an object of numbers"),
         (made_of(a=None), "metrics.a is None, expected a number from -1e+09 to 1e+09"),
         (made_of(a=-1e10), "metrics.a is -10000000000.0, expected a number from -1e+09 to 1e+09"),
         (made_of(**{"a" * 65: 1}), f"metrics has the name '{'a' * 64}' of 65 characters, expected 1 to 64 printable"),
