@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.consumers.learning.loss.scoring import head_logprobs
-from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE, OutputHead
 from penstock.consumers.parity.replay import ForwardPass, Replay, as_labelled
 from penstock.consumers.parity.sample import Sample, SampleRow
 
@@ -23,7 +23,7 @@ TILE_ELEMENTS = 1 << 24
 class LogitChunk:
     """The logits of some tokens, by a plain head in float64.
 
-    hidden: [n, H]. head: [V, H]. logits: [n, V], at temperature 1. targets: [n] int64.
+    hidden: [n, H]. logits: [n, V], at temperature 1. targets: [n] int64.
     temperature: [n] float64, as recorded; 1 where sampling was greedy.
     support: [n, V] bool by the recorded sampling_mask, or None.
     rows, offsets: each token's row and its place among that row's sampled tokens.
@@ -31,7 +31,7 @@ class LogitChunk:
     """
 
     hidden: Tensor
-    head: Tensor
+    head: OutputHead
     logits: Tensor
     targets: Tensor
     temperature: Tensor
@@ -111,7 +111,7 @@ def chunks(replay: Replay, rows: Sequence[SampleRow]) -> Iterator[tuple[Tensor, 
     """Yields some tokens of `rows`, [n] int64 on CPU, and their chunk, until all are done."""
     for each in replay.passes(as_labelled(row) for row in rows):
         trainer, _ = head_logprobs(each.hidden, each.head, each)
-        size = max(1, CHUNK_ELEMENTS // len(each.head))
+        size = max(1, CHUNK_ELEMENTS // len(each.head.weight))
         for start in range(0, len(each.tokens), size):
             part = slice(start, start + size)
             yield each.tokens[part], _chunk(replay.sample, each, trainer[part], part)
@@ -128,17 +128,19 @@ def _chunk(sample: Sample, each: ForwardPass, trainer: Tensor, part: slice) -> L
         logits=plain_logits(hidden, each.head),
         targets=each.targets[part],
         temperature=torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature),
-        support=None if each.support is None else each.support.mask(part, slice(0, len(each.head))),
+        support=None if each.support is None else each.support.mask(part, slice(0, len(each.head.weight))),
         rows=rows,
         offsets=[token - row.first for token, row in zip(tokens, rows, strict=True)],
         trainer=trainer,
     )
 
 
-def plain_logits(hidden: Tensor, head: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns hidden @ head.T in float64, [n, V], with the head rounded to `dtype` first; computes it tile by tile."""
-    tiles = head.split(max(1, TILE_ELEMENTS // head.shape[1]))
-    return torch.cat([hidden.double() @ tile.to(dtype or tile.dtype).double().t() for tile in tiles], dim=1)
+def plain_logits(hidden: Tensor, head: OutputHead, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the head's logits in float64, [n, V], with its weight rounded to `dtype` first; computes them tile by
+    tile."""
+    tiles = head.weight.split(max(1, TILE_ELEMENTS // head.weight.shape[1]))
+    logits = torch.cat([hidden.double() @ tile.to(dtype or tile.dtype).double().t() for tile in tiles], dim=1)
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
 def _penalised(chunk: LogitChunk) -> Tensor:

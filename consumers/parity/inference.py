@@ -162,7 +162,9 @@ def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, .
         )
     found.append(_gap("norm", tensors[names.NORM], norm, ALLOWED))
     hidden = tensors[names.NORM].to(norm.dtype)
-    logprobs, _ = selected_logprobs(model.scaled(hidden[:-1]), head, tensors[names.TOKEN_IDS][1:])
+    logprobs, _ = selected_logprobs(
+        model.scaled(hidden[:-1]), head.weight, tensors[names.TOKEN_IDS][1:], softcap=head.softcap
+    )
     error = _error(tensors[names.LOGPROBS], logprobs)
     found.append(LayerGap(name="head", error=error, allowed=ALLOWED_HEAD))
     found.append(_gap(AS_SERVED, tensors[names.AS_SERVED], hidden[-1], ALLOWED_AS_SERVED))

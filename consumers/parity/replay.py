@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,6 +18,8 @@ from penstock.consumers.learning.batch.batch import Support
 from penstock.consumers.learning.batch.layout import make_layout
 from penstock.consumers.learning.batch.packing import pack_segments
 from penstock.consumers.learning.loss.scoring import head_logprobs
+from penstock.consumers.learning.model.attention import Scores, attend
+from penstock.consumers.learning.model.head import OutputHead
 from penstock.consumers.learning.model.lora import adapter_share
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.report import ParityError
@@ -171,12 +172,12 @@ class ReplayPlan(NamedTuple):
 class ForwardPass:
     """The output of one forward pass for M sampled tokens; satisfies `learning.scoring.SampledTokens`.
 
-    hidden: [N, H]. head: [V, H]. tokens: [M] int64 on CPU, places in the sample. predicting, targets: [M] int64.
+    hidden: [N, H]. tokens: [M] int64 on CPU, places in the sample. predicting, targets: [M] int64.
     temperature: [M] float32.
     """
 
     hidden: Tensor
-    head: Tensor
+    head: OutputHead
     tokens: Tensor
     predicting: Tensor
     targets: Tensor
@@ -238,7 +239,7 @@ class Replay:
     def _whole(self, plans: list[ReplayPlan], version: int) -> Iterator[ForwardPass]:
         model = self.policies.model(version)
         segments = [(plan.row.group, plan.row.segment, plan.row.sampling.temperature) for plan in plans]
-        for microbatch, places in pack_segments(segments, self._budget):
+        for microbatch, places in pack_segments(segments, self._budget, in_rectangles=model.in_rectangles):
             microbatch = microbatch.to(self._device)
             hidden, head = model.forward(microbatch)
             some = [plans[place] for place in places]
@@ -271,6 +272,11 @@ class Replay:
         cache.begin(self._tensor([np.full(end - start, line) for _, line, start, end in parts]), positions)
         ids = self._tensor([plan.row.token_ids[start:end] for plan, _, start, end in parts])
         model = self.policies.model(version)
+        if model.in_rectangles:
+            raise ParityError(
+                "rows sampled by several policies cannot be replayed: no packed pass is exact for "
+                f"{type(model.module).__name__}, whose keys and values could be kept; expected rows of one version"
+            )
         hidden, head = model.run(ids, positions, cache)
         scored: list[tuple[ReplayPlan, np.ndarray, np.ndarray]] = []
         """Plan, offsets among its sampled tokens, and the places in the pass that predict them."""
@@ -319,9 +325,9 @@ def _within(plans: Sequence[ReplayPlan], budget: int) -> Iterator[list[ReplayPla
         yield part
 
 
-def run_sequence(model: PackedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+def run_sequence(model: PackedModel, token_ids: Tensor) -> tuple[Tensor, OutputHead]:
     """Runs the body over one sequence, [N] int64 on the model's device; returns the hidden states [N, H] before
-    `PackedModel.scaled`, and the head [V, H]."""
+    `PackedModel.scaled`, and the head."""
     counts = np.array([len(token_ids)])
     layout = make_layout(0 * counts, 0 * counts, 0 * counts, counts, len(token_ids)).to(token_ids.device)
     return model.run(token_ids, torch.arange(len(token_ids), device=token_ids.device), layout)
@@ -347,9 +353,7 @@ class KvCache:
         self._rectangle = (len(self._active), int(lengths.max()))
         self._end = int(positions.max()) + 1
 
-    def attend(
-        self, layer: int, flat: list[Tensor], head_dim: int, scaling: float | None, sliding_window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, flat: list[Tensor], head_dim: int, scores: Scores) -> Tensor:
         """See `OwnAttention`. Keys and values of the pass join the kept ones."""
         query, key, value = flat
         if layer not in self._store:
@@ -367,13 +371,10 @@ class KvCache:
         columns = torch.arange(self._end, device=places.device)
         # A padded query has place 0 and sees one token, so that its softmax is defined.
         seen = columns <= places[:, :, None]
-        if sliding_window is not None:
-            seen &= columns > places[:, :, None] - sliding_window
+        if scores.sliding_window is not None:
+            seen &= columns > places[:, :, None] - scores.sliding_window
         q, k, v = (
             states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
             for states in (queries, *(store[self._active, : self._end] for store in kept))
         )
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen[:, None], scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return attended.transpose(1, 2).flatten(2)[self._line, self._column]
+        return attend(q, k, v, seen[:, None], scores).transpose(1, 2).flatten(2)[self._line, self._column]

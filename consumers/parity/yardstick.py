@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.consumers.learning.batch.batch import MicroBatch
 from penstock.consumers.learning.batch.packing import pack_segments
 from penstock.consumers.learning.loss.scoring import head_logprobs
-from penstock.consumers.learning.model.attention import IMPLEMENTATION
+from penstock.consumers.learning.model.head import OutputHead
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.sample import Sample, evenly
 from penstock.consumers.parity.tolerance import Yardstick
@@ -45,7 +45,7 @@ def measure_yardstick(sample: Sample, model: PackedModel, budget: int) -> Yardst
         return None
     found: dict[str, list[Tensor]] = {name: [] for name in ("packed", *names)}
     triples = [(row.group, segment, row.sampling.temperature) for row, segment in zip(rows, segments, strict=True)]
-    for microbatch, places in pack_segments(triples, budget):
+    for microbatch, places in pack_segments(triples, budget, in_rectangles=model.in_rectangles):
         microbatch = microbatch.to(model.parameters()[0].device)
         found["packed"].append(head_logprobs(*model.forward(microbatch), microbatch)[0])
         for name in names:
@@ -61,7 +61,7 @@ def measure_yardstick(sample: Sample, model: PackedModel, budget: int) -> Yardst
 
 def _row_by_row(model: PackedModel, microbatch: MicroBatch, segments: Sequence[Segment]) -> Tensor:
     """Returns the logprobs of a micro-batch's tokens, [M], with each of its segments in a pass of its own."""
-    parts, head, device = [], torch.empty(0), microbatch.token_ids.device
+    parts, head, device = [], OutputHead(torch.empty(0)), microbatch.token_ids.device
     for segment in segments:
         token_ids = torch.tensor(list(unpack_ids(segment.token_ids)), device=device)
         hidden, head = model.run(token_ids, torch.arange(len(token_ids), device=device), None)
@@ -96,9 +96,10 @@ def _has(model: PackedModel, name: str) -> bool:
 @contextmanager
 def _attention(model: PackedModel, name: str) -> Iterator[None]:
     """Within the context the model attends by transformers' own `name`, uncompiled. Raises ValueError: it cannot."""
+    attention = model.attention
     try:
         with torch.compiler.set_stance("force_eager"):
             model.module.set_attn_implementation(name)
             yield
     finally:
-        model.module.set_attn_implementation(IMPLEMENTATION)
+        model.module.set_attn_implementation(attention)

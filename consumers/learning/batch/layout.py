@@ -48,9 +48,9 @@ def make_layout(
     own_starts: np.ndarray,
     lengths: np.ndarray,
     num_packed: int,
-    min_bucket_tokens: int = MIN_BUCKET_TOKENS,
+    min_bucket_tokens: float = MIN_BUCKET_TOKENS,
 ) -> PackedLayout:
-    """Returns the layout of rows, longest first.
+    """Returns the layout of rows, longest first. min_bucket_tokens: infinite for one bucket of all rows.
 
     Row r is `prefix_lengths[r]` packed tokens from `prefix_starts[r]`, then `lengths[r] - prefix_lengths[r]` from
     `own_starts[r]`. All arguments int64 [R]; `lengths` descends.
@@ -102,7 +102,7 @@ def _bounds(sizes: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
-def _bucket_bounds(lengths: np.ndarray, min_bucket_tokens: int) -> list[tuple[int, int]]:
+def _bucket_bounds(lengths: np.ndarray, min_bucket_tokens: float) -> list[tuple[int, int]]:
     bounds, first = [], 0
     for row, length in enumerate(lengths):
         longest = lengths[first]

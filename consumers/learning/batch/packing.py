@@ -1,5 +1,6 @@
 """Packs prompt groups into tensors: rows without padding, contexts that siblings share stored once."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from penstock.consumers.learning.advantages import batch_rewards, make_advantage
 from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch, Place, Support, idle_microbatch
 from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
-from penstock.consumers.learning.batch.layout import make_layout
+from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, make_layout
 from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatches_of, shared_out, spread
 from penstock.consumers.learning.batch.trainable import check_taught
 from penstock.consumers.learning.outcome import outcome
@@ -136,7 +137,7 @@ def pack(
 
 
 def pack_segments(
-    segments: Sequence[tuple[int, Segment, float]], budget: int
+    segments: Sequence[tuple[int, Segment, float]], budget: int, *, in_rectangles: bool = False
 ) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
     """Packs segments for forward passes without training: no advantage, no lag, nothing left out.
 
@@ -144,6 +145,7 @@ def pack_segments(
         segments: the number of the group, the segment (at least one sampled token, and context before it), and the
             temperature of each. Segments of one group that begin with the same context share it.
         budget: tokens of one forward pass, as `trainer.tokens_per_microbatch`.
+        in_rectangles: rows are padded to one rectangle per pass; see `PackedModel.in_rectangles`.
 
     Yields:
         A micro-batch, and the places in `segments` of the segments in it, in the order of its tokens.
@@ -159,8 +161,8 @@ def pack_segments(
         )
         for number, (group, segment, temperature) in enumerate(segments)
     ]
-    for part in map(_longest_first, _split(rows, budget)):
-        yield _pack_rows(part), tuple(row.rollout for row in part)
+    for part in _split(rows, budget, in_rectangles):
+        yield _pack_rows(part, in_rectangles), tuple(row.rollout for row in part)
 
 
 @dataclass(frozen=True)
@@ -191,28 +193,33 @@ def _rows_of(
 def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
     budget = config.trainer.tokens_per_microbatch
 
-    def passes(rows: list[_Row]) -> list[list[_Row]]:
-        return [_longest_first(each) for each in _passes(rows, budget, sharing)]
+    def packed(passes: list[list[_Row]]) -> tuple[MicroBatch, ...]:
+        return tuple(_pack_rows(rows, sharing.in_rectangles) for rows in passes)
 
     of_kl = config.advantage.kl_coefficient > 0  # the KL of a whole rollout
     alive, skipped = ([row for row in rows if of_kl or row.num_unmasked] for rows in (part.rows, part.skipped))
     sample = _sample_rollouts(skipped)
     rollouts = [one for group in part.groups for one in group.rollouts if not _is_left_out(one, config)]
-    split = passes(alive)
+    split = _passes(alive, budget, sharing)
     whole = MiniBatch(
-        microbatches=tuple(_pack_rows(rows) for rows in split),
+        microbatches=packed(split),
         places=tuple(tuple(row.place for row in rows) for rows in split if rows),
         indexes=tuple(group.index for group in part.groups),
         num_tokens=max(1, sum(rollout.num_sampled_tokens for rollout in rollouts)),
         num_rollouts=max(1, len(rollouts)),
-        skipped=tuple(_pack_rows(rows) for rows in passes(sample)),
+        skipped=packed(_passes(sample, budget, sharing)),
         skipped_scale=_num_unmasked(skipped) / _num_unmasked(sample) if sample else 1.0,
     )
 
     def alone() -> Iterator[MiniBatch]:
         for index, rows in groupby(alive, key=lambda row: row.place.group):
-            own = tuple(_pack_rows(each) for each in passes(list(rows)))
-            yield replace(whole, microbatches=own, places=(), indexes=(index,), skipped=())
+            yield replace(
+                whole,
+                microbatches=packed(_passes(list(rows), budget, sharing)),
+                places=(),
+                indexes=(index,),
+                skipped=(),
+            )
 
     return replace(whole, alone=alone)
 
@@ -267,21 +274,24 @@ def _spans(segment: Segment, lag: KnownLags, config: RunConfig, *, is_left_out: 
         yield _Span(span.end - span.start, d, is_trained, span.version if is_older else UNKNOWN_VERSION)
 
 
-def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
-    """Splits rows into consecutive parts of at most `budget` tokens; a longer row is a part of its own.
+def _split(rows: list[_Row], budget: int, in_rectangles: bool) -> Iterator[list[_Row]]:
+    """Splits rows into parts of at most `budget` tokens, each with its longest row first; a longer row is a part of its
+    own.
 
-    A shared context counts for every row: it is packed once, but attention holds it once per row.
+    A shared context counts for every row: it is packed once, but attention holds it once per row. Parts are consecutive
+    rows, so that siblings are together; in rectangles rows of similar length are, and padding counts.
     """
     part: list[_Row] = []
     used = 0
-    for row in rows:
-        if part and used + row.length > budget:
-            yield part
-            part, used = [], 0
+    for row in _longest_first(rows) if in_rectangles else rows:
+        size = part[0].length if in_rectangles and part else row.length
+        if part and used + size > budget:
+            yield _longest_first(part)
+            part, used, size = [], 0, row.length
         part.append(row)
-        used += row.length
+        used += size
     if part:
-        yield part
+        yield _longest_first(part)
 
 
 def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]:
@@ -290,12 +300,16 @@ def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]
     Every rank has the same number of passes of about equal cost; a rank with too few rows gets empty ones.
     """
     if sharing.num_ranks == 1:
-        return list(_split(rows, budget))
+        return list(_split(rows, budget, sharing.in_rectangles))
     groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.place.group)]
     shares = shared_out(groups, lambda row: sharing.cost(row.length), sharing.num_ranks)
-    num_passes = max(sum(1 for _ in _split(share, budget)) for share in shares)
-    spread_out = [spread(share, lambda row: row.length, num_passes) for share in shares]
-    return [share[number] for number in range(num_passes) for share in spread_out]
+    splits = [list(_split(share, budget, sharing.in_rectangles)) for share in shares]
+    num_passes = max(map(len, splits))
+    if sharing.in_rectangles:
+        spread_out = [[*split, *([] for _ in range(num_passes - len(split)))] for split in splits]
+    else:
+        spread_out = [spread(share, lambda row: row.length, num_passes) for share in shares]
+    return [_longest_first(share[number]) for number in range(num_passes) for share in spread_out]
 
 
 def _longest_first(rows: list[_Row]) -> list[_Row]:
@@ -303,14 +317,15 @@ def _longest_first(rows: list[_Row]) -> list[_Row]:
     return sorted(rows, key=lambda row: -row.length)
 
 
-def _pack_rows(rows: list[_Row]) -> MicroBatch:
+def _pack_rows(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
     """Packs the rows of one forward pass, and again those of each older policy under which tokens are recomputed."""
     older = sorted({span.older for row in rows for span in row.spans} - {UNKNOWN_VERSION})
     of_version = {version: [row for row in rows if version in {span.older for span in row.spans}] for version in older}
-    return replace(_packed(rows), older={version: _packed(some) for version, some in of_version.items()})
+    of_older = {version: _packed(some, in_rectangles) for version, some in of_version.items()}
+    return replace(_packed(rows, in_rectangles), older=of_older)
 
 
-def _packed(rows: list[_Row]) -> MicroBatch:
+def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
     if not rows:
         return idle_microbatch()
     token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
@@ -330,6 +345,7 @@ def _packed(rows: list[_Row]) -> MicroBatch:
     positions = np.concatenate(
         [_ranges(np.zeros_like(unique_lengths), unique_lengths), _ranges(prefix_lengths, own_lengths)]
     )
+    at_least = math.inf if in_rectangles else MIN_BUCKET_TOKENS
     bases = np.concatenate([offsets[first_with].repeat(unique_lengths), offsets.repeat(own_lengths)])
 
     runs = [(r, start, end - start) for r, row in enumerate(rows) for start, end in row.segment.loss_mask]
@@ -345,7 +361,7 @@ def _packed(rows: list[_Row]) -> MicroBatch:
     return MicroBatch(
         token_ids=torch.from_numpy(token_ids[bases + positions].astype(np.int64)),
         position_ids=torch.from_numpy(positions),
-        layout=make_layout(prefix_starts, prefix_lengths, own_starts, lengths, len(positions)),
+        layout=make_layout(prefix_starts, prefix_lengths, own_starts, lengths, len(positions), at_least),
         predicting=torch.from_numpy(np.where(own < 0, prefix_starts[row_ids] + before, own_starts[row_ids] + own)),
         targets=torch.from_numpy(token_ids[offsets[row_ids] + sampled_at].astype(np.int64)),
         behavior_logprobs=torch.from_numpy(behavior.copy()),

@@ -19,10 +19,11 @@ Row = TypeVar("Row")
 @dataclass(frozen=True)
 class Sharing:
     """num_ranks: the ranks that share a batch. even_length: tokens of a row above which attention's products cost more
-    than those of the weights."""
+    than those of the weights. in_rectangles: the rows of a forward pass are padded to one rectangle."""
 
     num_ranks: int = 1
     even_length: float = math.inf
+    in_rectangles: bool = False
 
     def cost(self, num_tokens: int) -> float:
         """Returns a row's cost, attention's quadratic share included, in units of a token without attention."""

@@ -223,7 +223,7 @@ class Learner:
 
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
         """Packs the groups of one update for `step`; see `packing.pack`."""
-        sharing = Sharing(self.ranks.size, self.model.even_length)
+        sharing = Sharing(self.ranks.size, self.model.even_length, self.scorer.in_rectangles)
         return pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=sharing)
 
     @property

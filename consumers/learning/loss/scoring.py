@@ -15,7 +15,7 @@ from penstock.consumers.learning.loss.importance import Correction, correct_pack
 from penstock.consumers.learning.loss.reward_kl import penalized
 from penstock.consumers.learning.loss.sampled_version import Recomputed, SampledVersions
 from penstock.consumers.learning.loss.teacher import open_teacher, teacher_advantages
-from penstock.consumers.learning.model.head import selected_logprobs
+from penstock.consumers.learning.model.head import OutputHead, selected_logprobs
 from penstock.consumers.learning.model.head_kernels import TokenGrads
 from penstock.consumers.learning.model.packed_model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
@@ -135,6 +135,12 @@ class TokenScorer:
             for each in batch.minibatches
         ]
 
+    @property
+    def in_rectangles(self) -> bool:
+        """True if the trained model, or another of a batch's rows, needs them padded to a rectangle."""
+        models = (self._model, self.reference, self._teacher)
+        return any(isinstance(model, PackedModel) and model.in_rectangles for model in models)
+
     @torch.no_grad()
     def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
         """Computes the logprobs of the proximal policy, the reference and the teacher, as far as they are needed."""
@@ -164,7 +170,7 @@ class TokenScorer:
         """
         if microbatch.is_idle:
             hidden, head = self._model.forward(microbatch)
-            return (hidden.sum() + head.sum()) * 0.0, None
+            return (hidden.sum() + head.weight.sum()) * 0.0, None
 
         def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
             return self._outputs(microbatch, minibatch, constants, part, current, entropy)
@@ -267,14 +273,15 @@ class SampledTokens(Protocol):
 
 
 def head_logprobs(
-    hidden: Tensor, head: Tensor, sampled: SampledTokens, *, token_grads: TokenGrads | None = None
+    hidden: Tensor, head: OutputHead, sampled: SampledTokens, *, token_grads: TokenGrads | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the sampled tokens' logprobs and entropies, [M] float32 each, from `PackedModel.forward`'s results."""
     return selected_logprobs(
         F.embedding(sampled.predicting, hidden),
-        head,
+        head.weight,
         sampled.targets,
         sampled.temperature,
+        softcap=head.softcap,
         support=sampled.support,
         token_grads=token_grads,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,28 @@ IMPLEMENTATION = "penstock_packed"
 """The name under which models find `packed_attention`: `attn_implementation=IMPLEMENTATION`."""
 
 
+class Scores(NamedTuple):
+    """How a layer turns products of queries and keys into weights.
+
+    scaling: their factor. sliding_window: the keys that a query sees, its own among them; None for all. softcap: c in
+    c tanh(score / c); None for none. sinks: [num_heads], a score in each query's softmax that has no value.
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if kernels compute it."""
+        return self.softcap is None and self.sinks is None
+
+
 class OwnAttention(Protocol):
     """A layout that computes its own attention, for rows that do not start at their first token."""
 
-    def attend(
-        self, layer: int, flat: list[Tensor], head_dim: int, scaling: float | None, sliding_window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, flat: list[Tensor], head_dim: int, scores: Scores) -> Tensor:
         """Returns [N, num_heads * head_dim]. flat: query, key and value, [N, heads * head_dim] each."""
 
 
@@ -47,31 +63,32 @@ def packed_attention(
     buckets and rows would need another compilation.
 
     Args:
-        query: [1, num_heads, N, head_dim]; key and value: [1, num_key_value_heads, N, head_dim].
+        query, key: [1, num_heads or num_key_value_heads, N, head_dim]; value: [1, num_key_value_heads, N, value_dim],
+            of another width in latent attention.
         layout: passed through the model's keyword arguments.
+        softcap, s_aux: see `Scores`; no kernel takes them, so that weights of all pairs of a row are in memory.
 
     Returns:
-        ([1, N, num_heads, head_dim], None)
+        ([1, N, num_heads, value_dim], None)
 
     Raises:
-        NotImplementedError: logit soft-capping, attention sinks, values of another width than the queries, or a model
-            that does not pass its keyword arguments on.
+        NotImplementedError: a model that does not pass its keyword arguments on.
     """
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("logit soft-capping and attention sinks are not supported")
-    if value.shape[3] != query.shape[3]:
-        raise NotImplementedError(f"values of width {value.shape[3]} with queries of width {query.shape[3]} (MLA)")
     if layout is None:
         raise NotImplementedError("it does not pass the layout of the rows to its attention")
-    flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
+    scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    width = max(query.shape[3], value.shape[3])
+    # Zeros change neither the products of queries and keys nor the other columns of the values.
+    wide = [F.pad(states, (0, width - states.shape[3])) for states in (query, key, value)]
+    flat = [states[0].transpose(0, 1).flatten(1) for states in wide]
     if not isinstance(layout, PackedLayout):
         layer: Any = module.layer_idx
-        packed = layout.attend(layer, flat, query.shape[3], scaling, sliding_window)
-    elif is_unpadded(query.device, query.dtype):
-        packed = _unpadded(flat, layout, query.shape[3], scaling, sliding_window)
+        packed = layout.attend(layer, flat, width, scores)
+    elif scores.is_plain and is_unpadded(query.device, query.dtype):
+        packed = _unpadded(flat, layout, width, scores)
     else:
-        packed = _in_rectangles(flat, layout, query.shape[3], scaling, sliding_window)
-    return packed.view(1, -1, query.shape[1], value.shape[3]), None
+        packed = _in_rectangles(flat, layout, width, scores)
+    return packed.view(1, -1, query.shape[1], width)[..., : value.shape[3]], None
 
 
 def is_unpadded(device: torch.device, dtype: torch.dtype) -> bool:
@@ -79,30 +96,55 @@ def is_unpadded(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def _in_rectangles(
-    flat: list[Tensor], layout: PackedLayout, head_dim: int, scaling: float | None, sliding_window: int | None
-) -> Tensor:
+def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scores: Scores) -> Tensor:
     """Computes scaled dot-product attention over padded buckets. flat: query, key, value [N, heads * head_dim]."""
     outputs = []
     for indices in layout.buckets:
         longest = indices.shape[1]
         q, k, v = (_rows(indices, states, head_dim).transpose(1, 2) for states in flat)
-        if _wants_whole_heads(q) and k.shape[1] != q.shape[1]:
-            k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+        if _wants_whole_heads(q):
+            k, v = whole_heads(q, k, v)
         band = None
-        if sliding_window is not None and longest > sliding_window:
+        window = scores.sliding_window
+        if window is not None and longest > window:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
-            band = ones.tril() & ~ones.tril(-sliding_window)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+            band = ones.tril() & ~ones.tril(-window)
+        outputs.append(attend(q, k, v, band, scores).transpose(1, 2).flatten(2).flatten(0, 1))
     return F.embedding(layout.slots, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 
-def _unpadded(
-    flat: list[Tensor], layout: PackedLayout, head_dim: int, scaling: float | None, sliding_window: int | None
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scores: Scores) -> Tensor:
+    """Returns scaled dot-product attention, [B, num_heads, T, head_dim], of keys and values [B, heads, S, head_dim].
+
+    seen: bool, broadcast to [B, num_heads, T, S], the keys of each query; None for those up to its own.
+    """
+    if scores.is_plain:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None, scale=scores.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    key, value = whole_heads(query, key, value)
+    products = (query @ key.transpose(2, 3)).float() * scores.scaling
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    if seen is None:
+        seen = torch.ones(products.shape[2:], dtype=torch.bool, device=query.device).tril()
+    products = products.masked_fill(~seen, -torch.inf)
+    normalizer = products.logsumexp(3, keepdim=True)
+    if scores.sinks is not None:
+        normalizer = torch.logaddexp(normalizer, scores.sinks.float()[:, None, None])
+    return (products - normalizer).exp().to(value.dtype) @ value
+
+
+def whole_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of every head of the queries; each is [B, heads, tokens, head_dim]."""
+    if key.shape[1] == query.shape[1]:
+        return key, value
+    repeated = [states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value)]
+    return repeated[0], repeated[1]
+
+
+def _unpadded(flat: list[Tensor], layout: PackedLayout, head_dim: int, scores: Scores) -> Tensor:
     """Computes flash attention over the spans, which exists for 16-bit floats on CUDA only. Queries and results stay in
     place; keys and values are gathered.
 
@@ -113,9 +155,10 @@ def _unpadded(
     k, v = (_rows(layout.key_tokens, states, head_dim) for states in flat[1:])
     grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
     attended: Any = varlen_attn(
-        q, k, v, layout.query_bounds, layout.key_bounds, layout.longest_query, layout.longest_keys, scale=scaling,
+        q, k, v, layout.query_bounds, layout.key_bounds, layout.longest_query, layout.longest_keys,
+        scale=scores.scaling,
         # A token sees itself and this many before it; -1 means all.
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(-1 if scores.sliding_window is None else scores.sliding_window - 1, 0),
         **grouped,
     )  # fmt: skip
     packed: Tensor = attended.flatten(1)

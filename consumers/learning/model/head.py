@@ -1,6 +1,6 @@
 """The language-model head in float32: logprobs and entropies of chosen tokens, without holding all logits."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,23 @@ GREEDY_TEMPERATURE = 1e-5
 """Below it the engine samples greedily and its logprobs are those of temperature 1."""
 
 
+class OutputHead(NamedTuple):
+    """The map from hidden states [N, H] to logits [N, V]: hidden @ weight.T, then c tanh(logit / c) with c = `softcap`.
+
+    A bias is a last column of the weight [V, H], and 1 the last of the hidden states.
+    """
+
+    weight: Tensor
+    softcap: float | None = None
+
+
 def selected_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     temperature: float | Tensor = 1.0,
     *,
+    softcap: float | None = None,
     support: Support | None = None,
     token_grads: TokenGrads | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -45,6 +56,7 @@ def selected_logprobs(
         weight: [V, H], any float type; the head's own or the tied embedding's.
         targets: [N] int64 in [0, V).
         temperature: scalar or [N], finite and >= 0, without gradient; below 1e-5 counts as 1, as in vLLM.
+        softcap: see `OutputHead`; applied before the temperature.
         support: the ids that could be sampled, of N tokens; None means all. Normalizer and entropy are over them.
         token_grads: called with (slice of tokens, their logprobs, their entropies), detached, for slices in ascending
             order that cover [0, N); returns d loss / d logprobs and d loss / d entropy (or None), of the slice's shape.
@@ -63,7 +75,7 @@ def selected_logprobs(
     inverse = None if is_one else torch.where(greedy, torch.ones_like(scale), scale).reciprocal().expand(targets.shape)
     with torch.autocast(hidden.device.type, enabled=False):
         return _SelectedLogprobs.apply(
-            hidden, weight, targets, inverse, support, token_grads if torch.is_grad_enabled() else None
+            hidden, weight, targets, inverse, support, softcap, token_grads if torch.is_grad_enabled() else None
         )
 
 
@@ -103,16 +115,17 @@ class _SelectedLogprobs(torch.autograd.Function):
         targets: Tensor,
         inverse_temperature: Tensor | None,
         support: Support | None,
+        softcap: float | None,
         token_grads: TokenGrads | None,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(hidden, weight, targets, inverse_temperature, support)
+        head = Head(hidden, weight, targets, inverse_temperature, support, softcap)
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         ctx.promise = None
         if token_grads is not None and any(needs):
             results, ctx.promise = head.forward_with_gradients(token_grads, needs)
         else:
             results = head.forward()
-        ctx.support = support
+        ctx.others = support, softcap
         ctx.save_for_backward(hidden, weight, targets, inverse_temperature, *results)
         ctx.set_materialize_grads(False)
         return results.logprobs, results.entropy
@@ -121,10 +134,10 @@ class _SelectedLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, logprobs, entropy, log_normalizer = ctx.saved_tensors
-        inputs = [*tensors, ctx.support]
+        inputs = [*tensors, *ctx.others]
         # Used by one backward only, which returns its gradients as they are; a second backward computes its own.
         promise, ctx.promise = ctx.promise, None
-        nothing = (None,) * 4
+        nothing = (None,) * 5
         if grad_logprobs is None and grad_entropy is None:
             return None, None, *nothing
         grads = Grads(grad_logprobs, grad_entropy)

@@ -61,7 +61,8 @@ class Head:
     """One call's tensors, and the loops over their tiles.
 
     hidden: [N, H]. weight: [V, H]. targets: [N]. inverse_temperature: [N] in the results' dtype, None if all are 1.
-    support: of [N] tokens, or None. The results are float64 if hidden or weight is, float32 otherwise.
+    support: of [N] tokens, or None. softcap: c in c tanh(logit / c), or None. The results are float64 if hidden or
+    weight is, float32 otherwise.
     """
 
     def __init__(
@@ -71,7 +72,11 @@ class Head:
         targets: Tensor,
         inverse_temperature: Tensor | None,
         support: Support | None,
+        softcap: float | None = None,
     ) -> None:
+        self._softcap, self._inverse = softcap, None if softcap is None else inverse_temperature
+        if softcap is not None:
+            inverse_temperature = None  # it follows the cap
         self._dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
         self._hidden, self._weight, self._targets, self._support = hidden, weight, targets, support
         on_cuda = hidden.device.type == "cuda"
@@ -114,7 +119,10 @@ class Head:
                 self._fill(logits, tokens, vocabulary, weight)
                 part = Grads(*(None if grad is None else grad[tokens] for grad in grads))
                 part_results = Results(*(result[tokens] for result in results))
+                slope = self._slope(logits, tokens)
                 self._to_grad_logits(logits, scratch[0], tokens, vocabulary.start, part, part_results)
+                if slope is not None:
+                    logits.mul_(slope)
                 self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
             if grad_weight is not None and to_weight is not None:
                 grad_weight[vocabulary] = to_weight
@@ -147,7 +155,10 @@ class Head:
             promised.append(part)
             for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
                 logits = _view(buffer, tokens, vocabulary)
+                slope = self._slope(logits, tokens)
                 self._to_grad_logits(logits, scratch[0], tokens, vocabulary.start, part, results)
+                if slope is not None:
+                    logits.mul_(slope)
                 to_weight = None if grad_weight is None else grad_weight[vocabulary]
                 weight = self._operands.weight_tile(vocabulary)
                 self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
@@ -159,8 +170,24 @@ class Head:
 
     def _fill(self, logits: Tensor, tokens: slice, vocabulary: slice, weight: Tensor) -> None:
         self._operands.logits(tokens, weight, logits)
+        if self._softcap is not None:
+            logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        if self._inverse is not None:
+            logits.mul_(self._inverse[tokens, None])
         if self._support is not None:
             logits.masked_fill_(~self._support.mask(tokens, vocabulary), _MASKED)
+
+    def _slope(self, logits: Tensor, tokens: slice) -> Tensor | None:
+        """Returns dz / d logit of a tile of z [n, v], the capped logits over the temperature; None without a cap, where
+        the operands apply the temperature.
+
+        d c tanh(x / c) / dx = 1 - tanh(x / c)^2
+        """
+        if self._softcap is None:
+            return None
+        inverse = 1.0 if self._inverse is None else self._inverse[tokens, None]
+        tanh = (logits / (self._softcap * inverse)).clamp_(-1.0, 1.0)  # outside the support it is no tanh
+        return (1.0 - tanh.square_()) * inverse
 
     def _to_grad_logits(
         self, logits: Tensor, scratch: Tensor, tokens: slice, start: int, grads: Grads, results: Results

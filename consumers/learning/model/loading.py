@@ -11,14 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.schemas.config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(path: str, named: str, max_model_len: int | None) -> Any:
-    """Returns the model in the folder `path` in float32, with the packed attention.
+    """Returns the model in the folder `path` in float32, with transformers' choice of attention.
 
     named: the run file's field and value, for messages. max_model_len: see `fix_rope`.
 
@@ -31,10 +30,9 @@ def load_model(path: str, named: str, max_model_len: int | None) -> Any:
     # Progress bars would break a run's own display.
     transformers_logging.disable_progress_bar()
     try:
-        module, loaded = read_model(path, torch.float32, attn_implementation=IMPLEMENTATION, output_loading_info=True)
+        module, loaded = read_model(path, torch.float32, output_loading_info=True)
     except Exception as error:  # an untried architecture may raise anything
         why = str(error) or type(error).__name__
-        why = "its attention cannot be replaced by the packed one" if IMPLEMENTATION in why else why
         raise ConfigError(f"{named}: transformers cannot load it: {why}") from error
     if loaded["missing_keys"]:
         # transformers would continue with random values in their place.
@@ -60,9 +58,7 @@ def empty_model(path: str, dtype: torch.dtype, max_model_len: int | None) -> Any
     """Returns the model of a transformers folder with uninitialized parameters, which take no memory yet; buffers are
     empty."""
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path), attn_implementation=IMPLEMENTATION, dtype=dtype
-        )
+        module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
     module.tie_weights()
     kept = kept_in_float32(module)
     filled: dict[int, nn.Parameter] = {}
@@ -147,6 +143,29 @@ def logit_scale(config: Any) -> float:
     """Returns the model's factor on its logits: Cohere's architectures multiply by it, Granite's divide."""
     factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
     return (factor if isinstance(factor, float | int) else 1.0) / (divisor or 1.0)
+
+
+def softcap(config: Any) -> float | None:
+    """Returns the cap of the model's logits, see `head.OutputHead`; None without one."""
+    for name in ("final_logit_softcapping", "logits_soft_cap"):
+        value = getattr(config, name, None)
+        if value:
+            return float(value)
+    return None
+
+
+def body_of(module: Any) -> nn.Module:
+    """Returns the model without its head.
+
+    Raises:
+        NotImplementedError: transformers does not separate them.
+    """
+    body: Any = module.get_decoder()
+    if body is module:  # architectures that are one part of another
+        body = getattr(module, "model", None)
+    if not isinstance(body, nn.Module):
+        raise NotImplementedError("transformers does not separate its body from its head")
+    return body
 
 
 def even_length(module: Any) -> float:

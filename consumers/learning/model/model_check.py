@@ -1,11 +1,11 @@
-"""The start check that a model computes over packed rows what transformers computes row by row.
+"""The start check that a model computes over a batch's rows what transformers computes row by row.
 
 Two short rows of random tokens, a long one and a shorter one, go through the model in float32, packed behind the prefix
-that they share. Three comparisons of logprobs follow:
+that they share or padded to a rectangle. Three comparisons of logprobs follow:
 
 1. of two passes over both rows, which fails if dropout stays on;
-2. of the second row packed and alone, which fails if it sees the first: by a recurrence, or by attention that bypasses
-   the packed one;
+2. of the second row with the first and alone, which fails if it sees the first: by a recurrence, or by attention that
+   bypasses the packed one;
 3. of the second row alone and transformers' own forward pass, which fails if anything else is not reproduced: a mask of
    another shape, a soft cap of the logits.
 
@@ -25,8 +25,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import MicroBatch
 from penstock.consumers.learning.batch.packing import pack_segments
-from penstock.consumers.learning.model.attention import IMPLEMENTATION
-from penstock.consumers.learning.model.head import selected_logprobs
+from penstock.consumers.learning.model.head import OutputHead, selected_logprobs
 from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
 
 ALLOWED = 1e-3
@@ -39,45 +38,50 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _LIMIT, _CONTEXT = "original_max_position_embeddings", 11
 """Between the lengths."""
 
-Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+Forward = Callable[[MicroBatch], tuple[Tensor, OutputHead]]
 
 
 class ModelCheckError(ValueError):
-    """The model cannot be trained over packed rows; the message completes a sentence that begins with its name."""
+    """The model cannot be trained in this way; the message completes a sentence that begins with its name."""
 
 
 @torch.no_grad()
-def check_model(module: Any, forward: Forward, in_dtype: Forward | None = None) -> None:
-    """Compares the logprobs of `forward`, which returns hidden states [N, H] and a head [V, H], with `module`'s own.
+def check_model(module: Any, forward: Forward, in_dtype: Forward | None = None, *, in_rectangles: bool = False) -> None:
+    """Compares the logprobs of `forward`, which returns hidden states [N, H] and a head, with `module`'s own.
 
-    in_dtype: `forward` in the type of training, if it takes another path there.
+    in_dtype: `forward` in the type of training, if it takes another path there. in_rectangles: see `pack_segments`.
 
     Raises:
-        ModelCheckError: a comparison failed, which the message names, or the model cannot be run over packed rows.
+        ModelCheckError: a comparison failed, which the message names, or the model cannot be run in this way.
     """
     head = module.get_output_embeddings().weight
     tokens = torch.randint(len(head), (2, max(_LENGTHS)), generator=torch.Generator().manual_seed(0))
     tokens[1, :_PREFIX] = tokens[0, :_PREFIX]
     rows = [row[:length] for row, length in zip(tokens.tolist(), _LENGTHS, strict=True)]
-    leak = "of a row that is packed with another differ from those of the row alone: rows leak"
+    leak = "of a row beside another differ from those of the row alone: rows leak"
+
+    def logprobs(rows: list[list[int]], forward: Forward) -> Tensor:
+        return _logprobs(rows, forward, head.device, in_rectangles)
+
     try:
         with _narrowed(module):
-            packed, again = (_packed(rows, forward, head.device) for _ in range(2))
+            packed, again = (logprobs(rows, forward) for _ in range(2))
             _compare(
                 packed, again, "differ between two passes over the same rows: something random (dropout?) stays on"
             )
-            alone = _packed(rows[1:], forward, head.device)
+            alone = logprobs(rows[1:], forward)
             _compare(packed[-len(alone) :], alone, leak)
             own = _own(torch.tensor(rows[1], device=head.device), module)
             _compare(alone, own, "differ from those of transformers' own forward pass")
             if in_dtype is not None:
-                rounded = _packed(rows[1:], in_dtype, head.device)
+                rounded = logprobs(rows[1:], in_dtype)
                 allowed = ALLOWED + 2 * float((rounded - alone).abs().mean())
-                _compare(_packed(rows, in_dtype, head.device)[-len(alone) :], rounded, leak, allowed)
+                _compare(logprobs(rows, in_dtype)[-len(alone) :], rounded, leak, allowed)
     except (ModelCheckError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # an untried architecture may raise anything: it cannot be trained
-        raise ModelCheckError(f"cannot be run over packed rows: {str(error) or type(error).__name__}") from error
+        way = "in rectangles" if in_rectangles else "over packed rows"
+        raise ModelCheckError(f"cannot be run {way}: {str(error) or type(error).__name__}") from error
 
 
 def _compare(found: Tensor, expected: Tensor, what: str, allowed: float | None = None) -> None:
@@ -89,12 +93,14 @@ def _compare(found: Tensor, expected: Tensor, what: str, allowed: float | None =
         )
 
 
-def _packed(rows: list[list[int]], forward: Forward, device: torch.device) -> Tensor:
+def _logprobs(rows: list[list[int]], forward: Forward, device: torch.device, in_rectangles: bool) -> Tensor:
     """Returns the logprobs of the tokens after each row's prefix, those of the first row first."""
-    ((microbatch, _),) = pack_segments([(0, _segment(row), 1.0) for row in rows], sum(map(len, rows)))
+    segments = [(0, _segment(row), 1.0) for row in rows]
+    ((microbatch, _),) = pack_segments(segments, len(rows) * max(map(len, rows)), in_rectangles=in_rectangles)
     microbatch = microbatch.to(device)
     hidden, head = forward(microbatch)
-    logprobs, _ = selected_logprobs(F.embedding(microbatch.predicting, hidden), head, microbatch.targets)
+    states = F.embedding(microbatch.predicting, hidden)
+    logprobs, _ = selected_logprobs(states, head.weight, microbatch.targets, softcap=head.softcap)
     return logprobs
 
 
@@ -110,12 +116,12 @@ def _segment(token_ids: list[int]) -> Segment:
 
 def _own(row: Tensor, module: Any) -> Tensor:
     """Returns one row's logprobs by transformers: its eager attention, masks and head, in evaluation mode."""
-    training = [each for each in module.modules() if each.training]
+    training, attention = [each for each in module.modules() if each.training], module.config._attn_implementation
     module.eval().set_attn_implementation("eager")
     try:
         logits = module(input_ids=row[None], use_cache=False).logits[0, _PREFIX - 1 : -1]
     finally:
-        module.set_attn_implementation(IMPLEMENTATION)
+        module.set_attn_implementation(attention)
         for each in training:
             each.training = True
     return logits.log_softmax(-1).gather(1, row[_PREFIX:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""The trained model: a transformers model run over packed rows, on the values that are published."""
+"""The trained model: a transformers model run over a batch's rows, on the values that are published."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from transformers.core_model_loading import revert_weight_conversion
@@ -15,15 +16,18 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.consumers.learning.batch.batch import MicroBatch
 from penstock.consumers.learning.batch.layout import PackedLayout
-from penstock.consumers.learning.model.attention import OwnAttention, is_unpadded
+from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention, is_unpadded
 from penstock.consumers.learning.model.blocks import compile_blocks
+from penstock.consumers.learning.model.head import OutputHead
 from penstock.consumers.learning.model.loading import (
     DTYPES,
+    body_of,
     empty_model,
     even_length,
     kept_in_float32,
     load_model,
     logit_scale,
+    softcap,
     tensors_of,
 )
 from penstock.consumers.learning.model.lora import adapt, adapter_of, adapter_share, published_name
@@ -34,12 +38,19 @@ from penstock.consumers.learning.model.shards import fill, gathered, held, shard
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
 
+_PASSES = ((IMPLEMENTATION, False), ("sdpa", True), ("eager", True))
+"""Attention, and whether rows run in a rectangle; the fastest first."""
+
 
 class PackedModel:
     """A causal language model with float32 masters.
 
     The forward pass runs on the masters rounded to `dtype`, what the engines serve; gradients pass straight through the
-    rounding. The language-model head is not part of it: `forward` returns its weight instead.
+    rounding. The language-model head is not part of it: `forward` returns it instead.
+
+    Rows run packed, by the packed attention; if that is not exact for the architecture, in a rectangle, padded on the
+    right, by the model's own attention, recurrences and convolutions. No position of a causal model reads a later one,
+    so that padding needs no mask.
 
     Args:
         path: folder of a transformers model.
@@ -56,8 +67,8 @@ class PackedModel:
 
     Raises:
         ConfigError: no such model, incomplete weights, a head that is not one linear map or that contradicts the
-            configuration, an architecture that is computed wrongly over packed rows (see `model_check`), or one without
-            the adapters' targets.
+            configuration, an architecture that is computed wrongly in every way (see `model_check`), or one without the
+            adapters' targets.
     """
 
     def __init__(
@@ -89,6 +100,8 @@ class PackedModel:
         """By the published tensor's name, once `_published_names` is known."""
         self._shards: Any = None
         """Runs the body of a model that several ranks share; None in a world of one."""
+        self.in_rectangles: bool = False
+        """Rows are padded to a rectangle: `layout`s must have one bucket."""
         whole = None
         if self._ranks.mesh is None:
             module = load_model(path, self._named, max_model_len).to(device)
@@ -104,11 +117,11 @@ class PackedModel:
                     dithered=dithered,
                     field=field,
                     max_model_len=max_model_len,
-                ).module
+                )
             module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype], max_model_len)
         self._take(module, gradient_checkpointing)
         if self._ranks.mesh is None:
-            self._check(DTYPES[dtype])
+            self._choose_pass(DTYPES[dtype])
             if dithered:
                 dither(self.module, DTYPES[dtype], seed, self._kept)
         if lora is not None or frozen:
@@ -118,8 +131,11 @@ class PackedModel:
         if compiled:
             compile_blocks(self.module, device)
         if self._ranks.mesh is not None:
+            chosen = None if whole is None else (whole.attention, whole.in_rectangles)
+            attention, self.in_rectangles = self._ranks.gather(chosen)[0]
+            self.module.set_attn_implementation(attention)
             self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._kept, self._named)
-            fill(self.module, whole, self._ranks, device)
+            fill(self.module, None if whole is None else whole.module, self._ranks, device)
         self._dtype = DTYPES[dtype]
 
     def _freeze(self, dtype: torch.dtype) -> None:
@@ -134,18 +150,33 @@ class PackedModel:
         if gradient_checkpointing:
             self._checkpoint_layers()
         head = module.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ConfigError(f"{self._named}: expected a linear language-model head without bias")
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(f"{self._named}: expected a linear language-model head")
         self.vocabulary: int = head.weight.shape[0]
         """Token ids are below this."""
         self._logit_scale: float = logit_scale(module.config.get_text_config())
+        self._softcap: float | None = softcap(module.config.get_text_config())
         self._kept: frozenset[str] = kept_in_float32(module)
         self._kept_ids: set[int] = {id(p) for name, p in module.named_parameters() if name in self._kept}
         self.even_length: float = even_length(module)
         """Tokens of a row above which attention's products cost more than those of the weights."""
 
+    def _choose_pass(self, dtype: torch.dtype) -> None:
+        """Sets attention and arrangement of rows to the first that the check finds exact."""
+        reasons = []
+        for attention, self.in_rectangles in _PASSES:
+            try:
+                self.module.set_attn_implementation(attention)
+                self._check(dtype)
+                return
+            except (ModelCheckError, ValueError) as error:  # transformers lacks this attention for the architecture
+                reasons.append(str(error))
+        raise ConfigError(
+            f"{self._named}: {type(self.module).__name__} {reasons[0]}; with rows padded to a rectangle: {reasons[-1]}"
+        )
+
     def _check(self, dtype: torch.dtype) -> None:
-        def in_dtype(microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+        def in_dtype(microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
             self._dtype = dtype
             try:
                 return self.forward(microbatch)
@@ -153,10 +184,10 @@ class PackedModel:
                 self._dtype = torch.float32
 
         device = self.module.get_output_embeddings().weight.device
-        try:
-            check_model(self.module, self.forward, in_dtype if is_unpadded(device, dtype) else None)
-        except ModelCheckError as error:
-            raise ConfigError(f"{self._named}: {type(self.module).__name__} {error}") from error
+        takes_another_path = is_unpadded(device, dtype) and not self.in_rectangles
+        check_model(
+            self.module, self.forward, in_dtype if takes_another_path else None, in_rectangles=self.in_rectangles
+        )
 
     def _checkpoint_layers(self) -> None:
         try:
@@ -177,10 +208,13 @@ class PackedModel:
     @property
     def body(self) -> nn.Module:
         """The model without its head."""
-        body = self.module.get_decoder()
-        if body is self.module:
-            raise NotImplementedError("transformers does not separate its body from its head")
-        return body
+        return body_of(self.module)
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention by which the model runs."""
+        name: str = self.module.config._attn_implementation
+        return name
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the masters, tied ones once: none of a frozen model, this rank's shards of a shared one."""
@@ -192,31 +226,39 @@ class PackedModel:
             self._shards.reshard()
         return self.module
 
-    def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns hidden states [N, H], `scaled`, and the head's weight [V, H]: published values, in `dtype`."""
+    def forward(self, microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
+        """Returns hidden states [N, H], `scaled`, and the head: published values, in `dtype`."""
         hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
         return self.scaled(hidden), head
 
     def run(
         self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, OutputHead]:
         """Runs the body over [N] tokens; returns the hidden states before `scaled`, and the head.
 
         If several ranks share the model, every rank must run it, on any tokens, and the head is valid until the next
-        run. layout: None while the model attends by transformers' own attention.
+        run. layout: None for one row while the model attends by transformers' own attention.
+
+        Raises:
+            NotImplementedError: an `OwnAttention`, of a model that runs in rectangles.
         """
-        arguments = {
-            "input_ids": token_ids[None],
-            "position_ids": position_ids[None],
-            "use_cache": False,
-            "layout": layout,
-        }
+        if layout is None or not self.in_rectangles:
+            hidden, head = self._run(input_ids=token_ids[None], position_ids=position_ids[None], layout=layout)
+            return hidden[0], head
+        if not isinstance(layout, PackedLayout):
+            raise NotImplementedError(f"{type(self.module).__name__} has no packed pass")
+        (rectangle,) = layout.buckets
+        hidden, head = self._run(input_ids=token_ids[rectangle])
+        return F.embedding(layout.slots, hidden.flatten(0, 1)), head
+
+    def _run(self, **arguments: Any) -> tuple[Tensor, OutputHead]:
+        """Runs the body; returns its last hidden states and the head."""
+        arguments["use_cache"] = False
         if self._shards is not None:
             # Parameters that a pass without gradient has gathered would be those before the last optimizer step.
             self._shards.reshard()
             hidden: Tensor = self._shards(**arguments)
-            return hidden[0], self.module.get_output_embeddings().weight
-        head: Tensor = self.module.get_output_embeddings().weight
+            return hidden, self._head()
         if self._dtype is torch.float32:
             outputs = self.body(**arguments)
         else:
@@ -225,11 +267,18 @@ class PackedModel:
             }
             outputs = torch.func.functional_call(self.body, self._rounded, kwargs=arguments)
             self._rounded = {}
-            head = head.to(self._dtype)
-        return outputs.last_hidden_state[0], head
+        return outputs.last_hidden_state, self._head()
+
+    def _head(self) -> OutputHead:
+        head = self.module.get_output_embeddings()
+        weight = head.weight if head.bias is None else torch.cat([head.weight, head.bias[:, None]], dim=1)
+        return OutputHead(weight.to(self._dtype), self._softcap)
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """Multiplies the body's last hidden states [N, H] by the model's logit factor, which the head lacks."""
+        """Returns the body's last hidden states [N, H] as the head takes them: multiplied by the model's logit factor,
+        which the head lacks, and with a column of 1 for a bias."""
+        if self.module.get_output_embeddings().bias is not None:
+            hidden = F.pad(hidden, (0, 1), value=1.0)
         if self._logit_scale == 1.0:
             return hidden
         # A power of two changes the exponent only; another factor would be rounded in bfloat16.
@@ -399,7 +448,7 @@ class BaseOfAdapter:
     def __init__(self, model: PackedModel) -> None:
         self._model = model
 
-    def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
         """See `PackedModel.forward`; without gradient."""
         with torch.no_grad(), adapter_share(self._model.module, 0.0):
             return self._model.forward(microbatch)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.consumers.learning.model.blocks import blocks
+from penstock.consumers.learning.model.loading import body_of
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError
 
@@ -24,7 +25,7 @@ class _BodyAndHead(nn.Module):
         self.module = module
 
     def forward(self, **arguments: Any) -> Tensor:
-        hidden: Tensor = self.module.get_decoder()(**arguments).last_hidden_state
+        hidden: Tensor = body_of(self.module)(**arguments).last_hidden_state
         return hidden
 
 

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.consumers.learning.model import model_check
 from penstock.consumers.learning.model import packed_model as model
-from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.schemas.config import ConfigError, ModelConfig, RunConfig, TrainerConfig
 from rank_processes import on_ranks
@@ -44,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 0.3} | WINDOW,
     "deepseek_v3": {
         "head_dim": None,
+        "num_key_value_heads": 4,
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
@@ -86,7 +86,7 @@ def small_model(kind: str, **changes: Any) -> PreTrainedModel:
     sizes = {name: size for name, size in SIZES.items() if hasattr(default, name)}
     torch.manual_seed(0)
     config = type(default)(**sizes | SETTINGS.get(kind, {}) | changes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize(("architecture", "kind", "verdict"), ROWS, ids=[kind for _, kind, _ in ROWS])
