@@ -235,6 +235,13 @@ class Batch:
         return dict(sorted(sum(self.lag_histograms.values(), Counter[int]()).items()))
 
     @property
+    def padding(self) -> float:
+        """The share of padding in the rectangles of its rows."""
+        layouts = [each.layout for minibatch in self.minibatches for each in minibatch.microbatches]
+        cells = sum(bucket.numel() for layout in layouts for bucket in layout.buckets)
+        return sum(layout.num_padding for layout in layouts) / max(1, cells)
+
+    @property
     def masked_by_lag(self) -> Tensor:
         """[E, 6] int64: tokens of every group beyond the lag bound, by environment and place in `LAG_LABELS`."""
         masked = torch.zeros(len(self.lag_histograms), len(LAG_LABELS), dtype=torch.int64)

@@ -36,6 +36,11 @@ class PackedLayout:
     longest_query: int
     longest_keys: int
 
+    @property
+    def num_padding(self) -> int:
+        """Tokens of the buckets past their row's end."""
+        return sum(int((bucket[:, 1:] == bucket[:, :1]).sum()) for bucket in self.buckets)
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "PackedLayout":
         names = ("slots", "key_tokens", "query_bounds", "key_bounds")
         moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}

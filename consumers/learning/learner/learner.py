@@ -63,7 +63,7 @@ class Learner:
         """Optimizer steps taken, which determine the learning rate."""
         self.before_update: Callable[[], object] = lambda: None
         """Called on every rank before the masters change, during which nobody may read them."""
-        self._warned = False
+        self._warned = self._said_padding = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
         if self.device.type == "cpu":
@@ -224,7 +224,11 @@ class Learner:
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
         """Packs the groups of one update for `step`; see `packing.pack`."""
         sharing = Sharing(self.ranks.size, self.model.even_length, self.scorer.in_rectangles)
-        return pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=sharing)
+        batch = pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=sharing)
+        if sharing.in_rectangles and not self._said_padding:
+            self._said_padding = True
+            log.warning("padding is %.0f%% of the first batch's rectangles", 100 * batch.padding)
+        return batch
 
     @property
     def vocabulary(self) -> int:

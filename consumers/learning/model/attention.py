@@ -78,9 +78,7 @@ def packed_attention(
         raise NotImplementedError("it does not pass the layout of the rows to its attention")
     scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     width = max(query.shape[3], value.shape[3])
-    # Zeros change neither the products of queries and keys nor the other columns of the values.
-    wide = [F.pad(states, (0, width - states.shape[3])) for states in (query, key, value)]
-    flat = [states[0].transpose(0, 1).flatten(1) for states in wide]
+    flat = [_widened(states[0].transpose(0, 1), width).flatten(1) for states in (query, key, value)]
     if not isinstance(layout, PackedLayout):
         layer: Any = module.layer_idx
         packed = layout.attend(layer, flat, width, scores)
@@ -89,6 +87,12 @@ def packed_attention(
     else:
         packed = _in_rectangles(flat, layout, width, scores)
     return packed.view(1, -1, query.shape[1], width)[..., : value.shape[3]], None
+
+
+def _widened(states: Tensor, width: int) -> Tensor:
+    """Appends zeros to `width` columns, which change neither products of queries and keys nor the other columns of the
+    values."""
+    return states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
 
 
 def is_unpadded(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,5 +1,6 @@
 """The trained model: a transformers model run over a batch's rows, on the values that are published."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,8 @@ from penstock.consumers.learning.model.rounding import dither
 from penstock.consumers.learning.model.shards import fill, gathered, held, shard
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
+
+log = logging.getLogger(__name__)
 
 _PASSES = ((IMPLEMENTATION, False), ("sdpa", True), ("eager", True))
 """Attention, and whether rows run in a rectangle; the fastest first."""
@@ -131,7 +134,7 @@ class PackedModel:
         if compiled:
             compile_blocks(self.module, device)
         if self._ranks.mesh is not None:
-            chosen = None if whole is None else (whole.attention, whole.in_rectangles)
+            chosen = (self.attention, False) if whole is None else (whole.attention, whole.in_rectangles)
             attention, self.in_rectangles = self._ranks.gather(chosen)[0]
             self.module.set_attn_implementation(attention)
             self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._kept, self._named)
@@ -163,11 +166,16 @@ class PackedModel:
 
     def _choose_pass(self, dtype: torch.dtype) -> None:
         """Sets attention and arrangement of rows to the first that the check finds exact."""
-        reasons = []
+        reasons: list[str] = []
         for attention, self.in_rectangles in _PASSES:
             try:
                 self.module.set_attn_implementation(attention)
                 self._check(dtype)
+                if self.in_rectangles:
+                    log.warning(
+                        "the rows of a pass are padded to a rectangle, which is slower than packing them: %s %s",
+                        type(self.module).__name__, reasons[0],
+                    )  # fmt: skip
                 return
             except (ModelCheckError, ValueError) as error:  # transformers lacks this attention for the architecture
                 reasons.append(str(error))

@@ -34,11 +34,19 @@ def _ids(support: Tensor | None) -> Support | None:
     return Support(torch.cat([*kept, support.new_zeros(0, dtype=torch.int64)]), support.sum(1))
 
 
-def _oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, support: Tensor | None):
+def _oracle(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    support: Tensor | None,
+    softcap: float | None = None,
+):
     """float64 logprobs, entropies, and leaves to differentiate by, from the definition."""
     leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     scale = torch.as_tensor(temperature, dtype=torch.float64, device=hidden.device).expand(targets.shape)
-    logits = leaves[0] @ leaves[1].t() / scale[:, None]
+    logits = leaves[0] @ leaves[1].t()
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / scale[:, None]
     if support is not None:
         logits = logits.masked_fill(~support, -float("inf"))
     log_p = torch.log_softmax(logits, 1)
@@ -55,13 +63,22 @@ def _relative(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
     return float((got.double() - wanted).norm() / max(wanted.norm(), floor))
 
 
-def _check(inputs, temperature: float | Tensor, support: Tensor | None, allowed: float, *, promised: bool = False):
+def _check(
+    inputs,
+    temperature: float | Tensor,
+    support: Tensor | None,
+    allowed: float,
+    *,
+    promised: bool = False,
+    softcap: float | None = None,
+):
     """Compares results with the oracle's, and gradients to the part `allowed` of their norm."""
     hidden, weight, targets = inputs
     upstream = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1)).to(hidden.device)
     token_grads = (lambda part, *_: (upstream[0, part], upstream[1, part])) if promised else None
-    found = selected_logprobs(hidden, weight, targets, temperature, support=_ids(support), token_grads=token_grads)
-    *expected, leaves = _oracle(hidden, weight, targets, temperature, support)
+    settings = {"support": _ids(support), "softcap": softcap, "token_grads": token_grads}
+    found = selected_logprobs(hidden, weight, targets, temperature, **settings)
+    *expected, leaves = _oracle(hidden, weight, targets, temperature, support, softcap)
     for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-5)
@@ -84,6 +101,16 @@ def test_float32_is_within_its_budget_of_float64(monkeypatch, shape, tile) -> No
         for masked in (False, True):
             inputs = _inputs(*shape, scale=3.0)
             _check(inputs, temperature, _support(n, v, inputs[2]) if masked else None, 2e-6)
+
+
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("masked", [False, True], ids=["everything", "support"])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, torch.linspace(0.3, 1.5, 65)], ids=["1", "0.3", "per token"])
+def test_capped_logits_are_within_the_same_budget(monkeypatch, temperature, masked, promised) -> None:
+    _small_tiles(monkeypatch, 16, 37)
+    inputs = _inputs(65, 33, 257, scale=3.0)
+    support = _support(65, 257, inputs[2]) if masked else None
+    _check(inputs, temperature, support, 2e-6, promised=promised, softcap=2.5)
 
 
 def test_the_error_is_that_of_one_softmax_and_a_little(monkeypatch) -> None:
