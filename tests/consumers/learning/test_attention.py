@@ -180,21 +180,41 @@ def test_flash_attention_on_a_gpu_equals_rectangles(window) -> None:
     ]
     results = []
     for attend in (attention._unpadded, attention._in_rectangles):
-        attended = attend(flat, layout, 64, 0.125, window)
+        attended = attend(flat, layout, 64, attention.Scores(0.125, window))
         results.append((attended, torch.autograd.grad(attended.float().square().sum(), flat)))
     (got, got_grads), (wanted, wanted_grads) = results
     torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(got_grads, wanted_grads, rtol=5e-2, atol=5e-2)
 
 
-def test_what_packed_attention_does_not_compute_is_refused() -> None:
+@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_caps_sinks_and_wide_values_are_those_of_the_definition(width, softcap, sinks, window) -> None:
+    rows, generator = _random_rows([6, 4]), torch.Generator().manual_seed(0)
+    *_, layout, places = _pack(rows)
+    query, key, value = (
+        torch.randn(1, heads, 10, columns, dtype=torch.float64, generator=generator)
+        for heads, columns in ((4, 3), (2, 3), (2, width))
+    )
+    of_sinks = torch.randn(4, dtype=torch.float64, generator=generator) if sinks else None
+    settings = {"softcap": softcap, "s_aux": of_sinks, "sliding_window": window}
+    found, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=layout, **settings)
+    for place in places:
+        q, k, v = (states[0, :, place] for states in (query, *(s.repeat_interleave(2, 1) for s in (key, value))))
+        products = q @ k.transpose(1, 2) * 3**-0.5
+        products = products if softcap is None else softcap * torch.tanh(products / softcap)
+        ones = torch.ones(len(place), len(place), dtype=torch.bool)
+        seen = ones.tril() if window is None else ones.tril() & ~ones.tril(-window)
+        products = products.masked_fill(~seen, -torch.inf)
+        if of_sinks is not None:
+            products = torch.cat([products, of_sinks[:, None, None].expand(-1, len(place), 1)], dim=2)
+        expected = (products.softmax(2)[..., : len(place)] @ v).transpose(0, 1)
+        torch.testing.assert_close(found[0, place], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_passes_no_layout_is_not_packed() -> None:
     states = torch.zeros(1, 1, 1, 2)
-    layout = make_layout(*(np.zeros(1, dtype=np.int64) for _ in range(3)), np.ones(1, dtype=np.int64), 1)
-    for refused, value, why in (
-        ({"layout": layout, "softcap": 30.0}, states, "soft-capping"),
-        ({"layout": layout, "s_aux": torch.zeros(1)}, states, "sinks"),
-        ({"layout": layout}, states[..., :1], "values of width 1 with queries of width 2"),
-        ({}, states, "does not pass the layout"),
-    ):
-        with pytest.raises(NotImplementedError, match=why):
-            attention.packed_attention(torch.nn.Module(), states, states, value, None, **refused)
+    with pytest.raises(NotImplementedError, match="does not pass the layout"):
+        attention.packed_attention(torch.nn.Module(), states, states, states, None)

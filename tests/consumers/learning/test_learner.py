@@ -163,8 +163,8 @@ def test_bfloat16_runs_on_the_published_values_with_gradients_for_the_masters(fo
     learner = Learner(configuration(folder, model=model, trainer=UNCLIPPED))
     hidden, head = learner.model.forward(learner.pack(random_groups(), lag_from(7)).microbatches[0])
     # What the head's 16-bit products on CUDA take: both operands as they are published.
-    assert hidden.dtype == head.dtype == torch.bfloat16
-    assert torch.equal(head, learner.published_weights()["model.embed_tokens.weight"])
+    assert hidden.dtype == head.weight.dtype == torch.bfloat16
+    assert torch.equal(head.weight, learner.published_weights()["model.embed_tokens.weight"])
     gradients = gradients_of(learner)
     report = _step(learner, random_groups())
     assert all(p.dtype == torch.float32 for p in learner.model.parameters())
