@@ -15,7 +15,7 @@ GROUPS = [random_group(index, 1, siblings=3) for index in range(1, 5)]
 
 
 def _gradients(learner: Learner) -> dict[str, torch.Tensor]:
-    """Of the first optimizer step on `GROUPS`."""
+    """Returns those of the first optimizer step on `GROUPS`."""
     gradients: dict[str, torch.Tensor] = {}
 
     def note() -> None:
