@@ -1,32 +1,27 @@
 """Rollout files: some groups, stored next to the weights they name, for the parity check.
 
     magic     8 bytes  b"PENSTOCK"
-    header    u32 little-endian length, then a `RolloutFileHeader` as msgpack
-    groups    each: u32 length, then the result of `penstock.schemas.rollout.encode_group`
-    end       u32 0, u32 number of groups, 16 bytes BLAKE2b of everything before the end
+    digest    16 bytes BLAKE2b of the content
+    content   msgpack: a `RolloutFileHeader`, then each group as `penstock.schemas.rollout.encode_group` writes it
 
-A file without its end was cut off: it is refused, never read in part. The record of all rollouts that a run trained on
-has another format: `penstock.schemas.record`.
+A file that was cut off is refused, never read in part. The record of all rollouts that a run trained on has another
+format: `penstock.schemas.record`.
 """
 
 import hashlib
-import struct
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.schemas.config import LoraConfig
-from penstock.schemas.process.files import replacing
+from penstock.schemas.process.files import write_whole
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group, one_line
 
 MAGIC = b"PENSTOCK"
 FORMAT = 1
-_LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 16
-_END = struct.Struct(f"<II{_DIGEST_BYTES}s")
 
 
 class RolloutFileError(ValueError):
@@ -81,17 +76,10 @@ def write_rollout_file(file: Path, header: RolloutFileHeader, groups: Iterable[R
         RecordError: a group breaks the contract.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.blake2b(MAGIC, digest_size=_DIGEST_BYTES)
-    num_blocks = 0
-    with replacing(file) as partial, partial.open("wb") as stream:
-        stream.write(MAGIC)
-        for block in chain((msgspec.msgpack.encode(header),), map(encode_group, groups)):
-            num_blocks += 1
-            data = _LENGTH.pack(len(block)) + block
-            digest.update(data)
-            stream.write(data)
-        stream.write(_END.pack(0, num_blocks - 1, digest.digest()))
-    return num_blocks - 1
+    payloads = [encode_group(group) for group in groups]
+    content = msgspec.msgpack.encode((header, payloads))
+    write_whole(file, MAGIC + _digest(content) + content)
+    return len(payloads)
 
 
 def read_rollout_file(file: Path) -> RolloutFile:
@@ -114,25 +102,24 @@ def read_rollout_file(file: Path) -> RolloutFile:
 def _decode(data: bytes) -> RolloutFile:
     if not data.startswith(MAGIC):
         raise ValueError(f"not a rollout file (it does not begin with {MAGIC.decode()})")
-    body, end = data[: -_END.size], data[-_END.size :]
-    blocks, offset = list[bytes](), len(MAGIC)
-    while offset + _LENGTH.size <= len(body):
-        (length,) = _LENGTH.unpack_from(body, offset)
-        blocks.append(body[offset + _LENGTH.size : offset + _LENGTH.size + length])
-        offset += _LENGTH.size + length
-    digest = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
-    if not blocks or end != _END.pack(0, len(blocks) - 1, digest):
+    start = len(MAGIC) + _DIGEST_BYTES
+    content = data[start:]
+    if data[len(MAGIC) : start] != _digest(content):
         raise ValueError("checksum differs: the file was cut off or altered; write it again")
     try:
-        header = msgspec.msgpack.decode(blocks[0], type=RolloutFileHeader)
+        header, payloads = msgspec.msgpack.decode(content, type=tuple[RolloutFileHeader, list[bytes]])
     except msgspec.DecodeError as error:
-        raise ValueError(f"its header cannot be read: {one_line(str(error))}") from error
+        raise ValueError(f"its content cannot be read: {one_line(str(error))}") from error
     if not 1 <= header.recording_version <= FORMAT:
         raise ValueError(f"recording_version: {header.recording_version}, this reader knows 1 to {FORMAT}")
     groups: list[RolloutGroup] = []
-    for number, payload in enumerate(blocks[1:], start=1):
+    for number, payload in enumerate(payloads, start=1):
         try:
             groups.append(decode_group(payload))
         except RecordError as error:
             raise ValueError(f"group {number} of the file: {error}") from error
     return RolloutFile(header, tuple(groups))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
