@@ -10,6 +10,7 @@ from penstock.deploy.report.attrition import attrition_tables
 from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary_table import table_rows, warnings_of
 from penstock.schemas.attrition import UNKNOWN, Attrition, LostByLength, Rollouts, length_bucket
+from run_lines import ledger_line, update_line, write_lines
 from wire_examples import group_of_lengths
 
 ALARM = LostByLength(cut=900, num_long=64, num_long_lost=20, num_other=192, num_other_lost=1)
@@ -39,20 +40,12 @@ COUNTED = (
 """In each update, by environment."""
 
 
-def update_line(k: int, rollouts: dict) -> dict:
-    counts = dict.fromkeys(("num_tokens_trained", "num_tokens_masked_lag", "num_groups_trained"), 8)
-    line = {"update": k, "policy_version": k, "time_s": 1000.0 + k, "lag_histogram": {"0": 8}}
-    return line | counts | {"num_groups_skipped": 0, "rollouts": msgspec.to_builtins(rollouts)}
-
-
 @pytest.fixture
 def run_folder(tmp_path: Path, attrition: Attrition) -> Path:
-    lines = [update_line(k, counted) for k, counted in enumerate(COUNTED, start=1)]
-    (tmp_path / "updates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counts = ("released", "trained", "skipped", "dead", "cancelled")
-    ledger = {f"num_groups_{name}": 1 for name in counts} | {"num_updates": 5, "num_tokens_trained": 20}
-    ledger["attrition"] = msgspec.to_builtins(attrition)
-    (tmp_path / "trainer.json").write_text(json.dumps(ledger))
+    lines = (update_line(k, rollouts=msgspec.to_builtins(counts)) for k, counts in enumerate(COUNTED, start=1))
+    write_lines(tmp_path / "updates.jsonl", *lines)
+    ledger = ledger_line(5, released=1, trained=1, skipped=1, dead=1, cancelled=1)
+    write_lines(tmp_path / "trainer.json", ledger | {"attrition": msgspec.to_builtins(attrition), "finished": False})
     return tmp_path
 
 

@@ -15,6 +15,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import run_lines
 import wire_examples
 from docs.run_picture import NAMES, write_picture
 from penstock.deploy.report.figures import FIGURES, draw
@@ -23,6 +24,7 @@ from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.summary_table import table_rows
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
 from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES_BY_LAG, UPDATE_METRICS, lag_key
+from run_lines import ledger_line, write_lines
 
 START_S = 1_760_000_000.0
 RUN_FILE = """
@@ -45,17 +47,10 @@ def update_line(k: int, chance: random.Random) -> dict:
     tokens = {"0": 120, "1": 400, "2": 160, **({"3": chance.randrange(1, 12)} if k % 3 else {"5": 40})}
     by_lag = [lag_key(name, label) for name in TRAINER_GAUGES_BY_LAG for label in LAG_LABELS]
     numbers = {key: 0.3 + 0.2 * chance.random() for key in (*UPDATE_METRICS, *by_lag, "reward/exact", "reward/form")}
-    return numbers | {
-        "update": k, "policy_version": k, "time_s": START_S + 1.5 + 0.24 * k, "lag_histogram": tokens,
-        "num_tokens_trained": 680, "num_tokens_masked_lag": tokens.get("3", 40), "num_groups_trained": 24,
-        "num_groups_skipped": 8, "queue_depth": chance.randrange(40), "wait_s": 0.06 * chance.random(),
-        "step_s": 0.17, "publish_s": 0.01,
-    }  # fmt: skip
-
-
-def write_lines(file: Path, lines: list[dict]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    times = {"time_s": START_S + 1.5 + 0.24 * k, "wait_s": 0.06 * chance.random(), "step_s": 0.17, "publish_s": 0.01}
+    counts = {"num_tokens_trained": 680, "num_tokens_masked_lag": tokens.get("3", 40), "num_groups_trained": 24}
+    counts |= {"num_groups_skipped": 8, "policy_version": k, "queue_depth": chance.randrange(40)}
+    return run_lines.update_line(k, **numbers | times | counts, lag_histogram=tokens)
 
 
 def write_run(
@@ -65,13 +60,13 @@ def write_run(
     chance = random.Random(5)
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(RUN_FILE.format(num_updates=num_updates))
-    write_lines(folder / "updates.jsonl", [update_line(k, chance) for k in range(1, num_updates + 1)])
+    write_lines(folder / "updates.jsonl", *(update_line(k, chance) for k in range(1, num_updates + 1)))
     evaluations = [
         {"policy_version": k, "update": k, "reward": 0.41 + k / 1000, "reward/exact": 0.3 + k / 100, "num_prompts": 256,
          "time_s": START_S + 1.8 + 0.24 * k}
         for k in range(0, num_updates + 1, 10)
     ]  # fmt: skip
-    write_lines(folder / "evaluations.jsonl", evaluations)
+    write_lines(folder / "evaluations.jsonl", *evaluations)
     for producer in producers:
         events: list[dict] = [{"event": "start", "time_s": START_S - 9, "fingerprint": FINGERPRINT}]
         events += [
@@ -82,11 +77,9 @@ def write_run(
              "pause_s": 0.034 + chance.expovariate(300)}
             for k in range(num_updates)
         ]  # fmt: skip
-        write_lines(folder / "producers" / f"{producer}.jsonl", events)
+        write_lines(folder / "producers" / f"{producer}.jsonl", *events)
     counts = {"released": 9696, "trained": 24 * num_updates, "skipped": 8 * num_updates, "dead": 0, "cancelled": 96}
-    ledger = {f"num_groups_{outcome}": count for outcome, count in counts.items()}
-    ledger |= {"num_updates": num_updates, "first_prompt_s": START_S, "finished": True}
-    (folder / "trainer.json").write_text(json.dumps(ledger))
+    write_lines(folder / "trainer.json", ledger_line(num_updates, **counts) | {"first_prompt_s": START_S})
     return folder
 
 
@@ -212,7 +205,7 @@ def test_a_figure_without_numbers_is_left_out_and_one_update_is_enough(tmp_path:
     (line,) = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
     applied = ("applied_", "weight_", "corrected_", "rejected_", "reference_")
     line = {key: value for key, value in line.items() if not key.startswith(applied)}
-    write_lines(folder / "updates.jsonl", [line | {"entropy": math.nan, "grad_norm": math.inf}])
+    write_lines(folder / "updates.jsonl", line | {"entropy": math.nan, "grad_norm": math.inf})
     gone = {"weight-by-lag", "rejected-by-lag", "reference-kl", "entropy", "grad-norm"}
     assert page_of(folder).figures == [spec.name for spec in FIGURES if spec.name not in gone]
 

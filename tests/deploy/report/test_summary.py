@@ -13,6 +13,7 @@ from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.summary_table import summary_table, table_rows, warnings_of
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.policy import make_version
+from run_lines import ledger_line, update_line, write_lines
 
 START_S = 1000.0
 GOAL = 'evaluation.goal = { figure = "reward/exact", value = 0.9 }'
@@ -27,27 +28,6 @@ path = "models/demo"
 path = "penstock.producers.environments.arithmetic:Arithmetic"
 """
 FINGERPRINT = msgspec.to_builtins(wire_examples.FINGERPRINT)
-
-
-def update_line(k: int, *, epoch: int = 0, time_s: float | None = None, **fields: object) -> dict:
-    line = {
-        "update": k,
-        "policy_version": make_version(epoch, k),
-        "time_s": START_S + 10.0 * k if time_s is None else time_s,
-        "reward": 0.5,
-        "ess_fraction": 1.0 - k / 100,
-        "lag_histogram": {"0": 10, "1": 30},
-        "num_tokens_trained": 40,
-        "num_tokens_masked_lag": 0,
-        "num_groups_trained": 3,
-        "num_groups_skipped": 1,
-        "masked_frac": 0.0,
-        "queue_depth": 2,
-        "wait_s": 1.0,
-        "step_s": 7.0,
-        "publish_s": 0.5,
-    }
-    return line | fields
 
 
 def evaluation_line(version: int, exact: float, time_s: float, update: int | None = None) -> dict:
@@ -68,11 +48,6 @@ def started(time_s: float, **fields: object) -> dict:
     return {"event": "start", "time_s": time_s, "fingerprint": FINGERPRINT | fields}
 
 
-def write_lines(file: Path, lines: list[dict]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 GROUPS = {"released": 20, "trained": 9, "skipped": 3, "dead": 1, "cancelled": 7}
 
 
@@ -84,19 +59,17 @@ def run_folder(tmp_path: Path) -> Path:
     (folder / "run.toml").write_text(RUN_FILE)
     masked = {"num_tokens_masked_lag": 8, "num_tokens_rejected": 5, "masked_frac": 13 / 40}
     last = update_line(3, lag_histogram={"1": 20, "2": 12, "10": 8}, num_tokens_trained=32, **masked)
-    write_lines(folder / "updates.jsonl", [update_line(1), update_line(2), last])
+    write_lines(folder / "updates.jsonl", update_line(1), update_line(2), last)
     evaluations = [evaluation_line(0, 0.4, 1001.0), evaluation_line(1, 0.91, 1014.0), evaluation_line(3, 0.89, 1032.0)]
-    write_lines(folder / "evaluations.jsonl", evaluations)
+    write_lines(folder / "evaluations.jsonl", *evaluations)
     # 100 tokens/s from 990 on: 3,000 within the run.
     events = [started(990.0), weights(995.0, 2.0), rate(1000.0, 1000), weights(1010.0, 0.02), weights(1020.0, 0.04)]
-    write_lines(folder / "producers" / "producer-0.jsonl", [*events, rate(1040.0, 5000)])
+    write_lines(folder / "producers" / "producer-0.jsonl", *events, rate(1040.0, 5000))
     # Joins at 1010, does 500 tokens in 10 s, is killed, starts again at 1025 and does 200 in 5 s.
     events = [started(1010.0), rate(1020.0, 500), started(1025.0), rate(1030.0, 200), weights(1030.0, 0.03)]
-    write_lines(folder / "producers" / "producer-1.jsonl", events)
-    ledger = {f"num_groups_{outcome}": count for outcome, count in GROUPS.items()}
-    ledger |= {"num_updates": 3, "num_groups_released_again": {"stale": 2}, "num_duplicates_dropped": 1}
-    ledger |= {"first_prompt_s": START_S, "finished": True}
-    (folder / "trainer.json").write_text(json.dumps(ledger))
+    write_lines(folder / "producers" / "producer-1.jsonl", *events)
+    ledger = {"num_groups_released_again": {"stale": 2}, "num_duplicates_dropped": 1, "first_prompt_s": START_S}
+    write_lines(folder / "trainer.json", ledger_line(3, **GROUPS) | ledger)
     return folder
 
 
@@ -155,7 +128,7 @@ def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
 
 
 def test_a_goal_is_shown_as_reached_not_reached_or_never(run_folder: Path) -> None:
-    write_lines(run_folder / "evaluations.jsonl", [evaluation_line(0, 0.4, 1001.0), evaluation_line(3, 0.8, 1031.0)])
+    write_lines(run_folder / "evaluations.jsonl", evaluation_line(0, 0.4, 1001.0), evaluation_line(3, 0.8, 1031.0))
     for run_file, row in (
         (RUN_FILE, "reward/exact 0.9 not reached"),
         (RUN_FILE.replace("value = 0.9", "value = 0.8"), "reward/exact 0.8 after 31.0 s"),
@@ -172,7 +145,7 @@ def test_a_goal_is_shown_as_reached_not_reached_or_never(run_folder: Path) -> No
 def test_the_course_of_rewards_and_completions_is_in_summary_and_table(run_folder: Path) -> None:
     fields = {"reward_std": 0.5, "completion_tokens": 3.0, "truncated_frac": 0.25, "reward/exact": 0.4}
     last = {"reward": 0.9, "reward_std": 0.1, "completion_tokens": 40.0, "truncated_frac": 0.0, "reward/exact": 0.8}
-    write_lines(run_folder / "updates.jsonl", [update_line(1, **fields), update_line(2), update_line(3, **last)])
+    write_lines(run_folder / "updates.jsonl", update_line(1, **fields), update_line(2), update_line(3, **last))
     summary = summary_of(run_folder)
     assert summary["course"] == {
         "reward": {"first": 0.5, "last": 0.9},
@@ -198,9 +171,9 @@ def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> 
     lines = [update_line(n, environments={"sums": biased(n / 10, 100 * n, n), "words": own(0.0)}) for n in (1, 2)]
     none_in_batch = {"num_groups_trained": 0, "num_groups_skipped": 5}
     lines += [update_line(3, environments={"sums": own(0.7), "words": none_in_batch})]
-    write_lines(run_folder / "updates.jsonl", lines)
+    write_lines(run_folder / "updates.jsonl", *lines)
     evaluated = evaluation_line(3, 0.8, 1031.0) | {"environments": {"words": {"reward": 0.25}}}
-    write_lines(run_folder / "evaluations.jsonl", [evaluated])
+    write_lines(run_folder / "evaluations.jsonl", evaluated)
     summary = summary_of(run_folder)
     assert summary["environments"]["sums"]["num_groups_trained"] == 6
     rows = dict(table_rows(summary))
@@ -216,13 +189,13 @@ def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> No
     failed = update_line(2, skipped_reason="non-finite loss", num_tokens_trained=0, lag_histogram={})
     lines = [update_line(1), update_line(2), failed, update_line(3), update_line(4)]  # it made no update
     # The checkpoint was at update 2; the lost trainer had come to 4, the resumed one to 3.
-    lines += [update_line(3, epoch=1, num_tokens_trained=25, lag_histogram={"0": 25})]
+    lines += [update_line(3, num_tokens_trained=25, lag_histogram={"0": 25})]
     lines[-1]["policy_version"] = make_version(1, 1)
-    write_lines(run_folder / "updates.jsonl", lines)
+    write_lines(run_folder / "updates.jsonl", *lines)
     points = [evaluation_line(0, 0.4, 1001.0), evaluation_line(2, 0.5, 1022.0), evaluation_line(4, 0.99, 1041.0)]
     points += [evaluation_line(make_version(1, 0), 0.52, 1050.0, update=2)]
     points += [evaluation_line(make_version(1, 1), 0.6, 1060.0, update=3)]
-    write_lines(run_folder / "evaluations.jsonl", points)
+    write_lines(run_folder / "evaluations.jsonl", *points)
     summary = summary_of(run_folder)
     assert summary["num_updates"] == 3
     assert summary["num_tokens_trained"] == 40 + 40 + 25
@@ -275,8 +248,8 @@ def test_lines_cut_short_are_counted_and_what_is_malformed_is_an_error_that_name
 
 def test_what_is_not_finite_counts_for_nothing_and_another_engine_is_named(run_folder: Path) -> None:
     lines = [update_line(1, ess_fraction=float("nan"), mismatch_lag0=2e-6), update_line(2, mismatch_lag0=4e-6)]
-    write_lines(run_folder / "updates.jsonl", [*lines, update_line(3, loss=float("inf"))])
-    write_lines(run_folder / "producers" / "producer-2.jsonl", [started(1001.0, dtype="bfloat16")])
+    write_lines(run_folder / "updates.jsonl", *lines, update_line(3, loss=float("inf")))
+    write_lines(run_folder / "producers" / "producer-2.jsonl", started(1001.0, dtype="bfloat16"))
     summary = summary_of(run_folder)
     assert (summary["ess_fraction_min"], summary["mismatch_lag0"]) == (pytest.approx(0.97), pytest.approx(3e-6))
     assert (summary["engine"], summary["engines_that_differ"]) == (FINGERPRINT, ["producer-2"])
@@ -286,7 +259,7 @@ def test_what_is_not_finite_counts_for_nothing_and_another_engine_is_named(run_f
 def test_mismatch_by_lag_is_the_mean_over_the_tokens_of_all_updates(run_folder: Path) -> None:
     first = {"num_tokens/lag_0": 10, "k3_kl/lag_0": 1e-3, "kl/lag_0": 0.0, "num_tokens/lag_2-3": 4, "chi2/lag_2-3": 0.5}
     second = {"num_tokens/lag_0": 30, "k3_kl/lag_0": 5e-3, "kl/lag_0": None, "weight_mean/lag_0": 0.75}
-    write_lines(run_folder / "updates.jsonl", [update_line(1, **first), update_line(2, **second), update_line(3)])
+    write_lines(run_folder / "updates.jsonl", update_line(1, **first), update_line(2, **second), update_line(3))
     summary = summary_of(run_folder)
     assert list(summary["mismatch_by_lag"]) == ["0", "2-3"]
     fresh, older = summary["mismatch_by_lag"].values()
@@ -342,7 +315,7 @@ def test_a_clock_that_is_set_changes_no_duration(run_folder: Path, step_s: float
                 process_s = line["time_s"]
             line |= {"started_s": process_s, "uptime_s": line["time_s"] - process_s}
             line["time_s"] += step_s if line["time_s"] > 1012 else 0.0
-        write_lines(file, lines)
+        write_lines(file, *lines)
     after = summary_of(run_folder)
     changed = {name for name in before if rounded(after[name]) != rounded(before[name])}
     assert changed == {"last_update_s"} and after["wall_s"] == 30.0

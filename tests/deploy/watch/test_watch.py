@@ -24,6 +24,7 @@ from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, l
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.redis_url import connection_file
 from real_server import RealServer
+from run_lines import update_line, write_lines
 from terminal import Terminal
 from waiting import wait_for
 from wire_examples import heartbeat
@@ -42,7 +43,7 @@ BEGAN_S = 1e9
 def line(update: int, *, wait_s: float = 0.1, time_s: float | None = None, **changes: Any) -> dict[str, Any]:
     """A line of updates.jsonl."""
     fields: dict[str, Any] = {
-        "update": update, "policy_version": update, "time_s": BEGAN_S + update if time_s is None else time_s,
+        "time_s": BEGAN_S + update if time_s is None else time_s,
         "lag_histogram": {"0": 100, "1": 300, "3": 40, "9": 10},
         "num_tokens_trained": 440, "num_tokens_masked_lag": 10, "num_groups_trained": 6, "num_groups_skipped": 2,
         "credit": 24, "queue_depth": 5, "wait_s": wait_s, "step_s": 0.6, "publish_s": 0.1,
@@ -57,7 +58,7 @@ def line(update: int, *, wait_s: float = 0.1, time_s: float | None = None, **cha
         if num_tokens:
             for name in ("ess_fraction", "applied_ess_fraction", "chi2", "k3_kl", "weight_mean", "masked_frac"):
                 fields[lag_key(name, label)] = 0.25 if label == "2-3" else 0.5
-    return fields | changes
+    return update_line(update, **fields | changes)
 
 
 def updates(count: int = 30, **changes: Any) -> tuple[Update, ...]:
@@ -154,7 +155,7 @@ def write_run(runs: Path, *, finished: bool) -> Path:
     rows = [line(n, time_s=now_s - 7200 + n) for n in range(1, 31)]
     (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"update": 31, "tor')
     point = {"policy_version": 20, "update": 20, "reward": 0.875, "num_prompts": 8, "time_s": now_s - 7100}
-    (folder / "evaluations.jsonl").write_text(json.dumps(point) + "\n")
+    write_lines(folder / "evaluations.jsonl", point)
     pause = {"event": "weights", "time_s": now_s - 7175, "policy_version": 20, "pause_s": 0.017}
     (folder / "producers" / "producer-0.jsonl").write_text(json.dumps(pause) + "\nnot json\n")
     (folder / "trainer.json").write_text(json.dumps({"finished": finished, "num_updates": 30}))
@@ -176,8 +177,8 @@ def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path, capsys, monkeyp
     assert "not running; last update" in capsys.readouterr().out
     now_s = time.time()  # the share of pauses of a young producer is of its own time
     events = [{"event": "weights", "time_s": now_s - 20 + n, "policy_version": n, "pause_s": 0.5} for n in range(20)]
-    (folder / "producers" / "young.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    (folder / "updates.jsonl").write_text(json.dumps(line(30, time_s=now_s)) + "\n")
+    write_lines(folder / "producers" / "young.jsonl", *events)
+    write_lines(folder / "updates.jsonl", line(30, time_s=now_s))
     assert Gatherer(folder, CONFIG).gather().pauses["young"].share == pytest.approx(10 / 20.5, rel=0.1)
 
 
