@@ -1,4 +1,4 @@
-"""Trainers with a scripted learner on a real server."""
+"""A tiny model, and trainers with a scripted learner on a real server."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,16 @@ from real_server import LossyServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import TrainerBench
 from trainer_process import TrainerProcesses
+from training_groups import tiny_model
 from wire_examples import heartbeat
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model, which no test changes."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model(folder)
+    return folder
 
 
 @pytest.fixture

@@ -31,7 +31,8 @@ class ScriptedLearner:
 
     `trained` lists the indexes in the order in which they were trained. It is saved and loaded with the model, so after
     a resume it holds what the saved policy was trained on. `fail_at` maps a step to the reason why it is skipped, or to
-    an exception to raise. Indexes in `never_finite` fail while the rest of their batch is trained.
+    an exception to raise; once `fails_from` steps were taken, every further one fails. Indexes in `never_finite` fail
+    while the rest of their batch is trained.
     """
 
     vocabulary = 100
@@ -44,6 +45,7 @@ class ScriptedLearner:
         self.trained: list[int] = []
         self.lags: list[dict[int, int]] = []
         self.fail_at: dict[int, str | BaseException] = {}
+        self.fails_from: int | None = None
         self.never_finite: set[int] = set()
         self.more_weights: dict[str, torch.Tensor] = {}
         self.before_update: Callable[[], object] = lambda: None
@@ -53,6 +55,8 @@ class ScriptedLearner:
 
     def step(self, batch: Batch) -> StepReport:
         failure = self.fail_at.pop(self.num_steps, None)
+        if self.fails_from is not None and self.num_steps >= self.fails_from:
+            failure = "loss is not finite"
         if isinstance(failure, BaseException):
             raise failure
         skipped = failure or (None if batch.num_tokens_trained else NOTHING_TO_TRAIN)

@@ -2,9 +2,6 @@
 
 import errno
 import logging
-import random
-import signal
-import subprocess
 import threading
 
 import pytest
@@ -18,8 +15,6 @@ from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
 from scripted_learner import KilledError
 from trainer_bench import assert_settled_once, at_step
-from trainer_process import with_learner
-from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -82,93 +77,16 @@ def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, 
     assert len(record.batches) == 12
 
 
-OFTEN_A_NEW_FILE = with_learner("""
-import random
-import penstock.consumers.observe.record_files
-penstock.consumers.observe.record_files._MB = 60
-class Learner(ScriptedLearner):
-    def step(self, batch):
-        time.sleep(random.uniform(0, 0.01))
-        return super().step(batch)
-""")
-
-
-@pytest.mark.slow
-def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_client, processes):
-    # kill -9 at any moment, in files of four kilobytes, one batch each, a checkpoint every third update.
-    rng = random.Random(3)
-    bench.overrides = ["num_updates=90", "checkpoint.every=3", "recording.max_mb=1000000"]
-    bench.overrides += ["evaluation.num_prompts=0"]
-    num_kills, undone = 0, []
-
-    def answer(index: int, version: int) -> dict:
-        # No life of the trainer's but the last comes to the end of the run, however late it is killed.
-        wait_for(lambda: index <= 4 * (13 * num_kills + 11) or is_last, timeout_s=240)
-        return group_fields(index, version)
-
-    is_last = False
-    bench.resilient_producer(answer)
-    # Each kill falls between two checkpoints with a chance of two in three.
-    while num_kills < 3 or (not undone and num_kills < 6):
-        process = processes.start("trainer", *(["--resume"] if num_kills else []), program=OFTEN_A_NEW_FILE)
-        fatal = num_kills * 10**9 + rng.randint(3, 9)
-        wait_for(lambda fatal=fatal: int(redis_client.hget(bench.keys.commit, "policy_version") or 0) >= fatal)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(rng.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        num_kills += 1
-        undone = Record(bench.folder).undone  # whatever the kill has left can be read
-    is_last = True
-    process = processes.start("trainer", "--resume", program=OFTEN_A_NEW_FILE)
-    assert process.wait(120) == 0, processes.log("trainer")
-    assert_settled_once(bench, redis_client)
-    record = assert_recorded_once(bench, redis_client)
-    assert len(record.batches) == 90
-    assert len(record.files) > 20
-    assert len(record.undone) > 0, "some kill fell between two checkpoints"
-
-
-DIES_WRITING_THE_SEVENTH_BATCH = with_learner("""
-import sqlite3
-class Connection(sqlite3.Connection):
-    num_commits = 0
-    def execute(self, statement, *arguments):
-        if "INTO contents" in statement:
-            Connection.num_commits += 1
-            if Connection.num_commits == 4 * 6 + 2:  # the seventh batch's second group: half of it is written
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().execute(statement, *arguments)
-connect = sqlite3.connect
-sqlite3.connect = lambda *args, **named: connect(*args, factory=Connection, **named)
-
-from penstock.consumers.trainer import Trainer
-from trainer_bench import commit_at_once
-run = Trainer.run
-Trainer.run = lambda trainer: (commit_at_once(trainer), run(trainer))[1]
-Learner = ScriptedLearner
-""")
-
-
-def test_a_batch_half_written_when_the_trainer_was_killed_is_done_again(bench, redis_client, processes):
-    bench.resilient_producer()
-    process = processes.start("first", program=DIES_WRITING_THE_SEVENTH_BATCH)
-    assert process.wait(60) == -signal.SIGKILL, processes.log("first")
-    cut = Record(bench.folder)
-    assert len(cut.batches) == 6 and cut.notes == []
-    second = bench.trainer(resume=True)
-    assert second.learner.num_steps == 4
-    assert second.run()
-    record = assert_recorded_once(bench, redis_client)
-    assert len(record.batches) == 12 and len(record.undone) == 2
+def killed_at(trainer, step: int) -> None:
+    trainer.learner.fail_at[step] = KilledError()
+    with pytest.raises(KilledError):
+        trainer.run()
 
 
 def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
     bench.resilient_producer()
     first = bench.trainer()
-    first.learner.fail_at[7] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
+    killed_at(first, 7)
     first.record.recorder.sync()
     before = Record(bench.folder)
     assert len(before.batches) == 7, "what follows the checkpoint counts while nobody has gone back to it"
@@ -181,6 +99,25 @@ def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
     assert len(record.undone) == 3
     assert [at.file.header.epoch for at in record.batches] == [0] * 4 + [1] * 8
     assert record.header.forks == {1: 4} and record.header.line == {0: 4}
+
+
+def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(bench, redis_client):
+    bench.resilient_producer()
+    first = bench.trainer()
+    killed_at(first, 7)
+    first.record.recorder.sync()
+    bench.overrides = ["record=false"]
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    killed_at(second, 9)
+    record = Record(bench.folder)
+    assert len(record.batches) == 4 and len(record.undone) == 3 and record.header.epoch == 1
+    assert recorded(record) == bench.saved_training(redis_client)[:16]
+    bench.overrides = []
+    assert bench.trainer(resume=True).run()
+    record = Record(bench.folder)
+    assert record.missing == [(4, 8)] and [at.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert recorded(record)[16:] == bench.saved_training(redis_client)[32:]
 
 
 def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became_of_them(bench, redis_client):
@@ -209,24 +146,19 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
     assert len(record.batches) == 12 + 1
 
 
-def test_a_run_that_is_given_up_has_recorded_what_it_settled(bench, redis_client):
+def test_a_run_in_which_every_step_fails_stops_and_has_recorded_what_it_settled(bench, redis_client):
     bench.resilient_producer()
     trainer = bench.trainer()
-    step = trainer.learner.step
-
-    def fail(batch):
-        if trainer.learner.num_steps == 2:
-            trainer.learner.fail_at[2] = "loss is not finite"
-        return step(batch)
-
-    trainer.learner.step = fail
-    with pytest.raises(RunFailedError):
+    trainer.learner.fails_from = 3
+    with pytest.raises(RunFailedError, match="8 optimizer steps in a row failed; the last one: loss is not finite"):
         trainer.run()
     trainer.close()
-    record = Record(bench.folder)
+    ledger, record = bench.ledger(), Record(bench.folder)
+    assert (ledger["num_updates"], ledger["num_groups_trained"], ledger["num_groups_dead"]) == (3, 12, 32)
     assert sorted(recorded(record, outcome="dead")) == list(trainer.intake.ledger.by_outcome["dead"])
-    assert len(record.batches) == 2 + MAX_FAILED_STEPS_IN_A_ROW
+    assert len(record.batches) == 3 + MAX_FAILED_STEPS_IN_A_ROW
     assert [file.suffix for file in (bench.folder / "record").iterdir()] == [".sqlite"], "closed"
+    assert bench.trainer(resume=True).learner.num_steps == 3
 
 
 def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client, monkeypatch, caplog):
@@ -247,22 +179,6 @@ def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client,
     assert len(said) == 1 and "the record of rollouts cannot be written" in said[0]
     assert left == [0]
     assert_recorded_once(bench, redis_client)
-
-
-def test_a_run_without_record_leaves_none_and_a_later_one_says_what_is_missing(bench, redis_client):
-    bench.overrides = ["record=false"]
-    bench.resilient_producer()
-    first = bench.trainer()
-    first.learner.fail_at[6] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    assert not (bench.folder / "record").exists()
-    bench.overrides = []
-    second = bench.trainer(resume=True)
-    assert second.run()
-    record = Record(bench.folder)
-    assert record.missing == [(0, 4)] and len(record.batches) == 8
-    assert recorded(record) == bench.saved_training(redis_client)[16:]
 
 
 def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_committed_without(
@@ -306,29 +222,6 @@ def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redi
     assert "a batch cannot be recorded: ZeroDivisionError" in caplog.text
     assert "the record of rollouts is not closed: no such file" in caplog.text
     assert not any(thread.name.startswith("record") for thread in {*threading.enumerate()} - before)
-
-
-def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(bench, redis_client):
-    bench.resilient_producer()
-    first = bench.trainer()
-    first.learner.fail_at[7] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    first.record.recorder.sync()
-    bench.overrides = ["record=false"]
-    second = bench.trainer(resume=True)
-    assert second.learner.num_steps == 4
-    second.learner.fail_at[9] = KilledError()
-    with pytest.raises(KilledError):
-        second.run()
-    record = Record(bench.folder)
-    assert len(record.batches) == 4 and len(record.undone) == 3 and record.header.epoch == 1
-    assert recorded(record) == bench.saved_training(redis_client)[:16]
-    bench.overrides = []
-    assert bench.trainer(resume=True).run()
-    record = Record(bench.folder)
-    assert record.missing == [(4, 8)] and [at.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert recorded(record)[16:] == bench.saved_training(redis_client)[32:]
 
 
 def test_groups_that_died_before_they_could_be_trained_are_recorded_as_far_as_they_came(bench, redis_client):

@@ -16,17 +16,11 @@ from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
 from recorded_training import RecordedTraining, settings
-from training_groups import configuration, group_of, random_group, segment, tiny_model
+from training_groups import configuration, group_of, random_group, random_groups, segment
 
 CURRENT = 7
 LAG_BOUND = 2
 THRESHOLD = 1.5
-
-
-@pytest.fixture
-def model(tmp_path):
-    tiny_model(tmp_path / "model")
-    return tmp_path / "model"
 
 
 def taken_of(groups, config, *, learner=None):
@@ -35,16 +29,15 @@ def taken_of(groups, config, *, learner=None):
     return Taken(0, 0, groups, batch, (learner or Learner(config)).step(batch), lag_of)
 
 
-@pytest.mark.parametrize("minibatches", [1, 3], ids=["one step", "three steps"])
-@pytest.mark.parametrize("budget", [30, 8192], ids=["many micro-batches", "one micro-batch"])
-def test_every_token_is_recorded_with_the_trainers_own_numbers(model, budget, minibatches):
+@pytest.mark.parametrize(("budget", "minibatches"), [(30, 3), (8192, 1)])
+def test_every_token_is_recorded_with_the_trainers_own_numbers(folder, budget, minibatches):
     config = configuration(
-        model,
+        folder,
         max_lag=3,
         correction=CorrectionConfig(threshold=THRESHOLD, mode="token_mask"),
         trainer=TrainerConfig(device="cpu", tokens_per_microbatch=budget, num_minibatches=minibatches),
     )
-    groups = [random_group(n, 5) for n in range(1, 7)] + [random_group(7, 5, rewards=[1.0] * 4)]
+    groups = [*random_groups(6, 5), random_group(7, 5, rewards=[1.0] * 4)]
     before = Learner(config)
     num_masked = num_kept = 0
     head, recorded = records_of(taken_of(groups, config), config)
@@ -78,8 +71,8 @@ def test_every_token_is_recorded_with_the_trainers_own_numbers(model, budget, mi
     assert head.groups[0].outcome == "trained"
 
 
-def test_a_group_in_short_says_what_its_tokens_say(model):
-    config = configuration(model, max_lag=3, correction=CorrectionConfig(threshold=1.2))
+def test_a_group_in_short_says_what_its_tokens_say(folder):
+    config = configuration(folder, max_lag=3, correction=CorrectionConfig(threshold=1.2))
     groups = [random_group(n, 9) for n in range(1, 5)]
     head, recorded = records_of(taken_of(groups, config), config)
     for group, entry, found in zip(groups, head.groups, recorded, strict=True):
@@ -102,30 +95,27 @@ def test_a_group_in_short_says_what_its_tokens_say(model):
         assert entry.finish_reasons == ("stop",) * 4
 
 
-def test_an_unknown_version_is_recorded_with_the_lag_that_it_was_counted_with(model):
-    config = configuration(model, max_lag=4)
+def test_an_unknown_version_is_recorded_with_the_lag_that_it_was_counted_with(folder):
+    config = configuration(folder, max_lag=4)
     parts = [segment([1, 2, 3, 4], [(1, 4)], [-1, 5, 5]), segment([1, 2, 3], [(1, 3)], [7, 7])]
     group = group_of(1, [[part] for part in parts], [1.0, 0.0])
     _, (recorded,) = records_of(taken_of([group], config), config)
     assert [token.lag for token in sampled_tokens(parts[0], recorded.findings[0][0])] == [2, 2, 2]
 
 
-def test_a_group_that_a_failed_step_spares_is_recorded_as_that(model):
-    taken = taken_of([random_group(n, 1) for n in (1, 2, 3)], configuration(model))
+def test_a_group_that_a_failed_step_spares_is_recorded_as_that_and_a_run_without_record_keeps_no_tokens(folder):
+    taken = taken_of(random_groups(3, 1), configuration(folder))
     report = replace(taken.report, failed={1: "loss is not finite"}, spared=frozenset({2}))
-    head, _ = records_of(taken._replace(report=report), configuration(model))
+    head, _ = records_of(taken._replace(report=report), configuration(folder))
     assert [(entry.index, entry.outcome) for entry in head.groups] == [(1, "dead"), (2, "spared"), (3, "trained")]
+    assert taken.report.findings
+    assert taken_of(random_groups(1, 1), configuration(folder, record=False)).report.findings == {}
 
 
-def test_a_run_without_record_keeps_no_tokens(model):
-    taken = taken_of([random_group(1, 1)], configuration(model, record=False))
-    assert taken.report.findings == {}
-
-
-def test_what_a_recorder_wrote_is_read_with_its_settings(tmp_path, model):
-    training = RecordedTraining(tmp_path / "run", model)
+def test_what_a_recorder_wrote_is_read_with_its_settings(tmp_path, folder):
+    training = RecordedTraining(tmp_path / "run", folder)
     training.train(3)
     record = Record(tmp_path / "run")
     assert [record.head(at).metrics for at in record.batches] == [report.metrics for report in training.reports]
-    assert record.header.config["trainer"]["num_minibatches"] == settings(model).trainer.num_minibatches
+    assert record.header.config["trainer"]["num_minibatches"] == settings(folder).trainer.num_minibatches
     assert len(record.header.model_digest) == 32

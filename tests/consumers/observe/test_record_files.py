@@ -41,14 +41,11 @@ def test_files_are_closed_at_their_size_and_the_oldest_dropped_beyond_the_bound(
     assert record.missing == [(0, 12)] and "12 batches are missing, the oldest" in record.notes[0]
 
 
-def test_undone_files_of_earlier_trainers_count_for_the_bound_and_go_first(tmp_path):
-    write_record(tmp_path, range(5), padding=PADDING)
-    write_record(tmp_path, range(9), epoch=1, padding=PADDING)
-    assert [file.name[:5] for file in files_of(tmp_path)] == ["00001"] * 2
-
-
-def test_trainers_that_end_before_a_file_is_full_leave_no_more_than_the_bound(tmp_path):
-    for epoch in range(12):
+def test_files_of_earlier_trainers_count_for_the_bound_and_undone_ones_go_first(tmp_path):
+    write_record(tmp_path / "undone", range(5), padding=PADDING)
+    write_record(tmp_path / "undone", range(9), epoch=1, padding=PADDING)
+    assert [file.name[:5] for file in files_of(tmp_path / "undone")] == ["00001"] * 2
+    for epoch in range(12):  # each ends before a file is full
         line = {earlier: 2 * (earlier + 1) for earlier in range(epoch)}
         write_record(tmp_path, range(2 * epoch, 2 * epoch + 2), epoch=epoch, line=line, padding=PADDING)
     assert [file.name[:5] for file in files_of(tmp_path)] == ["00010", "00011"]
@@ -84,7 +81,7 @@ def test_what_a_full_disk_holds_up_is_written_in_order_once_there_is_room(tmp_pa
     assert_each_once(tmp_path, 4)
 
 
-def test_a_batch_that_does_not_fit_into_its_file_any_more_is_written_into_a_new_one(tmp_path, caplog):
+def test_a_batch_that_does_not_fit_into_its_file_any_more_is_written_into_a_new_one(tmp_path):
     files = write_record(tmp_path, range(1), close=False, padding=PADDING)
     with full_disk(500_000):
         for position in (1, 2):
