@@ -81,8 +81,9 @@ async def test_evaluations_are_answered_by_the_policy_they_ask_about(run) -> Non
     await until(lambda: one.client.xlen(KEYS.evaluation_results) == 5)
     for _, fields in one.client.xrange(KEYS.evaluation_results):
         group = decode_group(fields[Field.PAYLOAD])
-        assert group.evaluation_id == fields[Field.EVALUATION].decode()
+        assert group.evaluation_id == fields[Field.EVALUATION].decode() and fields[Field.KIND] == Kind.GROUP
         assert {span.version for span in group.rollouts[0].segments[0].version_spans} == {1}
+    assert one.client.xlen(KEYS.evaluations) == one.client.xlen(KEYS.rollouts) == 0
 
 
 async def test_a_producer_too_far_behind_claims_nothing_until_it_has_caught_up(run) -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.producers.engines.parent_death import BoundForkProcess, BoundSpawnProcess, children_bound
+from penstock.producers.engines.parent_death import (
+    SOCKETS_PREFIX,
+    SOCKETS_VARIABLE,
+    BoundForkProcess,
+    BoundSpawnProcess,
+    children_bound,
+)
 from process_family import MARK, family
 from waiting import wait_for
 
@@ -49,7 +55,8 @@ def start_parent(tmp_path: Path):
     (tmp_path / "parent.py").write_text(PARENT)
 
     def start(*arguments: str) -> tuple[subprocess.Popen, str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), MARK: mark}
+        (sockets := tmp_path / f"{SOCKETS_PREFIX}1").mkdir()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), MARK: mark, SOCKETS_VARIABLE: str(sockets)}
         command = [sys.executable, str(tmp_path / "parent.py"), arguments[0], str(tmp_path), *arguments[1:]]
         return subprocess.Popen(command, env=environment), mark
 
@@ -66,6 +73,7 @@ def test_a_child_ends_with_its_parent_and_takes_its_own_along(start_parent, tmp_
     parent.kill()
     parent.wait()
     wait_for(lambda: not family(mark))
+    assert not list(tmp_path.glob(f"{SOCKETS_PREFIX}*"))
 
 
 def test_a_child_whose_parent_died_before_it_could_run_ends_at_once(start_parent, tmp_path):

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from penstock.producers.rollout.rewards import (
     reward_components,
     reward_threads,
 )
-from penstock.producers.rollout.scoring import RewardScorer
+from penstock.producers.rollout.scoring import RewardScorer, Scores
 from penstock.schemas.config import ConfigError, Plug, RewardConfig, RunConfig, WeightedReward
 from penstock.schemas.process.plugins import construct, ends_caller
 from penstock.schemas.prompt import Prompt, Reward
@@ -35,6 +36,15 @@ def length_reward(prompt: Prompt, completion: str, *, scale: float = 1.0) -> flo
 
 def scorer_of(function: Any, **limits: Any) -> RewardScorer:
     return RewardScorer([component(function)], RewardConfig(**limits))
+
+
+async def scored(function: Any, *completions: str, **limits: Any) -> Scores:
+    """What one function makes of one group's completions."""
+    scorer = scorer_of(function, **limits)
+    try:
+        return await scorer.score(PROMPT, completions)
+    finally:
+        scorer.close()
 
 
 def no_reward(prompt: Prompt) -> float:
@@ -115,10 +125,7 @@ async def test_coroutine_rewards_are_awaited_side_by_side_on_the_event_loop() ->
         return Reward(value=scale * float(completion))
 
     for function, scale in ((Judge(), 1.0), (functools.partial(reward, scale=2.0), 2.0)):
-        scorer = scorer_of(function)
-        scored = await scorer.score(PROMPT, ["1", "2", "3", "4"])
-        assert [reward.value for reward in scored] == [scale * n for n in (1, 2, 3, 4)]
-        scorer.close()
+        assert values(await scored(function, "1", "2", "3", "4")) == [scale * n for n in (1, 2, 3, 4)]
 
 
 async def test_a_coroutine_reward_that_raises_ends_its_siblings_and_shows_its_completion() -> None:
@@ -131,12 +138,10 @@ async def test_a_coroutine_reward_that_raises_ends_its_siblings_and_shows_its_co
         finally:
             ended.append(completion)
 
-    scorer = scorer_of(reward)
     with pytest.raises(RewardError, match="ZeroDivisionError: no") as raised:
-        await scorer.score(PROMPT, ["slow", "bad"])
+        await scored(reward, "slow", "bad")
     assert "while scoring the completion 'bad'" in shown_traceback(raised.value.__cause__)
     assert sorted(ended) == ["bad", "slow"]
-    scorer.close()
 
 
 class Panic(BaseException):
@@ -184,12 +189,10 @@ async def test_whatever_a_reward_lets_out_is_its_groups_reason(make_config) -> N
             leave(error)
 
         for function in (lambda prompt, completion, error=error: leave(error), judged):
-            scorer = scorer_of(function)
             with pytest.raises(RewardError, match=f"^{reason}") as raised:
-                await scorer.score(PROMPT, ["a", "b"])
+                await scored(function, "a", "b")
             assert len(str(raised.value)) <= 500 and len(shown_traceback(raised.value.__cause__)) < 10_000
             assert "in leave" in shown_traceback(raised.value.__cause__), "the frames stay"
-            scorer.close()
 
     async def shared(prompt: Prompt, completion: str) -> float:
         return await judge
@@ -197,7 +200,7 @@ async def test_whatever_a_reward_lets_out_is_its_groups_reason(make_config) -> N
     for function in (shared, gives_up):
         for limits in ({}, {"timeout_s": 60.0, "retries": 1}):
             with pytest.raises(RewardError, match=r"^CancelledError"):
-                await scorer_of(function, **limits).score(PROMPT, ["a", "b"])
+                await scored(function, "a", "b", **limits)
 
 
 async def test_a_cancellation_of_our_own_and_ctrl_c_pass_through_a_reward() -> None:
@@ -234,8 +237,8 @@ async def test_a_judge_is_asked_again_as_often_and_by_as_many_at_once_as_the_run
             inside.append(inside[-1] - 1)
 
     script.update(a=["fail", "hang"], b=["hang"])
-    scored = await scorer_of(judge, timeout_s=0.2, retries=20, concurrency=3).score(PROMPT, list("abcdefgh"))
-    assert scored == (Reward(value=1.0),) * 8 and max(inside) == 3
+    rewards = await scored(judge, *"abcdefgh", timeout_s=0.2, retries=20, concurrency=3)
+    assert rewards == (Reward(value=1.0),) * 8 and max(inside) == 3
     assert asked.count("a") >= 3 and asked.count("b") >= 2
     for does, limit_s, reason in [
         ("fail", 5.0, r"ConnectionError: 503 \(tried 3 times\)"),
@@ -244,7 +247,7 @@ async def test_a_judge_is_asked_again_as_often_and_by_as_many_at_once_as_the_run
         asked.clear()
         script["b"] = [does] * 3
         with pytest.raises(RewardError, match=reason):
-            await scorer_of(judge, timeout_s=limit_s, retries=2).score(PROMPT, ["b"])
+            await scored(judge, "b", timeout_s=limit_s, retries=2)
         assert asked == ["b"] * 3
 
 
@@ -270,10 +273,8 @@ async def test_a_coroutine_from_a_function_that_is_none_is_told_so() -> None:
     async def late() -> float:
         return 1.0
 
-    scorer = scorer_of(lambda prompt, completion: late())
     with pytest.raises(RewardError, match="a coroutine, which is awaited only if it is an `async def` itself"):
-        await scorer.score(PROMPT, ["x"])
-    scorer.close()
+        await scored(lambda prompt, completion: late(), "x")
 
 
 async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completion() -> None:
@@ -288,15 +289,11 @@ async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completi
         (made_of("n" * 65), f"parts has the name '{'n' * 64}' of 65 characters, expected 1 to 64 printable ones"),
         (made_of("a\nb"), "parts has the name 'a\\nb' of 3 characters"),
     ]:
-        scorer = scorer_of(lambda prompt, completion, value=value: value)
         with pytest.raises(RewardError, match=re.escape(message)) as raised:
-            await scorer.score(PROMPT, ["x"])
+            await scored(lambda prompt, completion, value=value: value, "x")
         assert "completion 'x'" in str(raised.value)
-        scorer.close()
     most = made_of(*(f"{n:064}" for n in range(32)))
-    scorer = scorer_of(lambda prompt, completion: most)
-    assert await scorer.score(PROMPT, ["x"]) == (most,)
-    scorer.close()
+    assert await scored(lambda prompt, completion: most, "x") == (most,)
 
 
 async def test_a_reward_that_never_returns_holds_up_its_own_group_only() -> None:
@@ -339,7 +336,7 @@ def own(name: str, **fields: object) -> dict[str, object]:
     return {"path": f"{__name__}:{name}", **fields}
 
 
-def values(rewards: list[Reward]) -> list[float]:
+def values(rewards: Sequence[Reward]) -> list[float]:
     return [reward.value for reward in rewards]
 
 
@@ -409,10 +406,8 @@ async def test_a_group_of_another_number_of_rewards_is_an_error() -> None:
         (1.0, "1.0 for a group, expected a list of 2 rewards"),
         ([1.0, math.nan], "nan for completion 'b', expected a finite number"),
     ]:
-        scorer = scorer_of(lambda prompt, completions, found=found: found)
         with pytest.raises(RewardError, match=message):
-            await scorer.score(PROMPT, ["a", "b"])
-        scorer.close()
+            await scored(lambda prompt, completions, found=found: found, "a", "b")
 
 
 def exact(prompt: Prompt, completion: str) -> Reward:

@@ -139,17 +139,6 @@ async def test_what_a_write_without_an_answer_may_have_left_goes_with_the_append
     assert one.saved() == []
 
 
-async def test_a_claims_progress_goes_with_its_append_whoever_saved_it(desk) -> None:
-    one, other = desk(), desk()
-    one.claim(1, 5), one.claim(2, 5)
-    await one.progress.save()
-    claim = other.claim(1)
-    await other.progress.find(claim)
-    other.writer.put(claim, Dead("why"))
-    await appended(other)
-    assert one.saved() == [2]
-
-
 async def test_progress_written_beside_the_append_does_not_stay(desk, streams) -> None:
     one = desk()
     claim = one.claim(1, 5)

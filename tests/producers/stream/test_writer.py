@@ -66,25 +66,14 @@ async def written(desk: WriterDesk) -> None:
     running.cancel()
 
 
-async def test_a_group_arrives_and_its_prompt_leaves(desk: WriterDesk) -> None:
-    (claim,) = await desk.claim(1)
-    desk.writer.put(claim, a_group(1))
-    await written(desk)
-    (fields,) = desk.rollouts()
-    assert fields[Field.INDEX] == b"1" and fields[Field.KIND] == Kind.GROUP
-    assert decode_group(fields[Field.PAYLOAD]).index == 1
-    assert desk.num_open() == (0, 0) and len(desk.table) == 0
-    assert desk.writer.num_groups_appended == 1
-
-
-async def test_a_dead_claim_arrives_with_its_reason(desk: WriterDesk, caplog) -> None:
+async def test_a_dead_claim_arrives_with_its_reason_and_its_prompt_leaves(desk: WriterDesk, caplog) -> None:
     (claim,) = await desk.claim(1)
     desk.writer.put(claim, Dead("prompt: too long"))
     await written(desk)
     assert desk.rollouts() == [
         {Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.PRODUCER: b"p1", Field.REASON: b"prompt: too long"}
     ]
-    assert desk.num_open() == (0, 0)
+    assert desk.num_open() == (0, 0) and len(desk.table) == 0
     assert "group 1 is dead: prompt: too long" in caplog.text
 
 
@@ -149,18 +138,6 @@ async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(d
     assert b"at most 4,194,304 fit one stream entry; lower group_size or sampling.max_tokens" in fields[Field.REASON]
     assert died_of_length(fields[Field.REASON].decode())
     assert desk.num_open() == (0, 0)
-
-
-async def test_an_evaluation_is_answered_on_a_stream_of_its_own(desk: WriterDesk) -> None:
-    await desk.claims.open()
-    desk.client.xadd(KEYS.evaluations, {"n": 2}, id="5-2")
-    (claim,) = await desk.claims.take()
-    desk.writer.put(claim, a_group(0, evaluation_id="5-2"))
-    await written(desk)
-    ((_, fields),) = desk.client.xrange(KEYS.evaluation_results)
-    assert fields[Field.EVALUATION] == b"5-2" and fields[Field.KIND] == Kind.GROUP
-    assert decode_group(fields[Field.PAYLOAD]).evaluation_id == "5-2"
-    assert desk.client.xlen(KEYS.evaluations) == 0 and desk.client.xlen(KEYS.rollouts) == 0
 
 
 async def test_what_waits_together_is_appended_together(desk: WriterDesk, streams) -> None:
