@@ -218,6 +218,16 @@ class ScriptedEngine:
         self.closed = True
 
 
+def completion_of(ids: Sequence[int], version: int = 0, *, reason: Any = "stop") -> Completion:
+    """Returns a completion of these ids, sampled by one version."""
+    return Completion(
+        token_ids=array("i", ids).tobytes(),
+        behavior_logprobs=array("f", [-0.5] * len(ids)).tobytes(),
+        version_spans=spans([version] * len(ids)),
+        finish_reason=reason,
+    )
+
+
 async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
     """Makes the engine; a factory for `penstock.producers.__main__.main`."""
     settings: dict[str, Any] = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))

@@ -3,6 +3,7 @@ test."""
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy
 import pytest
 import redis
 
+from forked_programs import ForkedProgram
 from one_environment import alone
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
@@ -214,3 +216,37 @@ def start_producer(tmp_path: Path) -> Iterator[ProducerProcesses]:
     processes = ProducerProcesses(tmp_path)
     yield processes
     processes.kill_all()
+
+
+class ProcessRun(NamedTuple):
+    """A real server, a trainer operated by the test, and the producer processes that the test starts."""
+
+    server: RealServer
+    config: RunConfig
+    trainer: HandTrainer
+    processes: ProducerProcesses
+
+    def start(self, producer_id: str = "producer-0", **settings: Any) -> ForkedProgram:
+        return self.processes(self.config, self.server.url, producer_id, **settings)
+
+    def log(self, producer_id: str = "producer-0") -> str:
+        return self.processes.log(producer_id)
+
+    def stop(self, process: ForkedProgram) -> None:
+        """Ends a producer by SIGTERM; its status is 0."""
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=90) == 0
+
+
+@pytest.fixture
+def begin(redis_server, make_config, start_producer, tmp_path: Path) -> Callable[..., ProcessRun]:
+    """`begin(8, **changes)` starts a server with policy 0 announced and 8 prompts released, for producer processes."""
+
+    def make(num_prompts: int = 0, **changes: object) -> ProcessRun:
+        server, config = redis_server(), make_config(**changes)
+        trainer = HandTrainer(server.client, config, tmp_path)
+        trainer.announce(0)
+        trainer.release(1, num_prompts)
+        return ProcessRun(server, config, trainer, start_producer)
+
+    return make

@@ -10,7 +10,8 @@ from penstock.producers.endpoint.chat.answers import Answers
 from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import ConfigError, EndpointConfig
-from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
+from penstock.schemas.rollout import SamplingSettings
+from scripted_engine import completion_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -25,19 +26,13 @@ def parser():
     return lambda **names: VllmAnswerParser(tokenizer_of("qwen3"), EndpointConfig(**names), {})
 
 
-def completion_of(text: str) -> Completion:
+def answer_of(text: str) -> Completion:
     """Returns an answer that ends its turn."""
-    ids = encode("qwen3", text + "<|im_end|>")
-    return Completion(
-        token_ids=pack_ids(ids),
-        behavior_logprobs=pack_floats([-1.0] * len(ids)),
-        version_spans=(VersionSpan(0, 0, len(ids)),),
-        finish_reason="stop",
-    )
+    return completion_of(encode("qwen3", text + "<|im_end|>"))
 
 
 def message_of(parser, text: str, **fields: object) -> dict:
-    completion = completion_of(text)
+    completion = answer_of(text)
     request = parse_chat({"messages": [{"role": "user", "content": "x"}], **fields}, SamplingSettings())
     return Answers(tokenizer_of("qwen3"), parser).message(request, [1, 2], completion)
 
@@ -94,7 +89,7 @@ def test_what_is_streamed_begins_what_the_parser_finds_in_the_end(parser, names)
         "three and four </think> seven",
     ):
         for tools in ({}, {"tools": TOOLS}):
-            whole = completion_of(text)
+            whole = answer_of(text)
             request = parse_chat({"messages": [{"role": "user", "content": "x"}], **tools}, SamplingSettings())
             answers = Answers(tokenizer, made, finds_reasoning="reasoning_parser" in names)
             message = answers.message(request, [1, 2], whole)

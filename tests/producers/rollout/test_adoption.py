@@ -8,8 +8,8 @@ from penstock.producers.rollout.adoption import UnusableProgressError, adopted
 from penstock.producers.rollout.episode import UNSCORED, rollout_of
 from penstock.schemas.policy import make_version
 from penstock.schemas.prompt import Prompt
-from penstock.schemas.rollout import RolloutGroup, SamplingSettings, VersionSpan, pack_floats, pack_ids
-from scripted_engine import FINGERPRINT
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_ids
+from scripted_engine import FINGERPRINT, completion_of
 
 CONTEXT = pack_ids([9, 8])
 HERE = RolloutGroup(
@@ -23,12 +23,7 @@ HERE = RolloutGroup(
 
 
 def sibling(num_tokens: int, version: int = 5, reason: str = "abort") -> Completion:
-    return Completion(
-        token_ids=pack_ids([1] * num_tokens),
-        behavior_logprobs=pack_floats([-0.5] * num_tokens),
-        version_spans=(VersionSpan(version, 0, num_tokens),) if num_tokens else (),
-        finish_reason=reason,  # type: ignore[arg-type]
-    )
+    return completion_of([1] * num_tokens, version, reason=reason)
 
 
 def found(*siblings: Completion, context: bytes = CONTEXT, **changes) -> RolloutGroup:

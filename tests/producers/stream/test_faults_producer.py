@@ -56,29 +56,27 @@ async def test_a_connection_cut_at_any_reply_costs_nothing(run, command: str, wh
 
 @pytest.mark.parametrize("appended", [False, True])
 def test_a_producer_killed_between_generation_and_append_costs_one_attempt_at_most(
-    redis_server, make_config, hand_trainer, start_producer, tmp_path, appended: bool
+    begin, start_producer, appended: bool
 ) -> None:
-    server = redis_server()
-    config = make_config(producers=ProducersConfig(claim_idle_s=1.0))
-    trainer = hand_trainer(server.client, config, tmp_path)
-    trainer.announce(0)
-    with CuttingProxy(server.url) as proxy:
+    run = begin(producers=ProducersConfig(claim_idle_s=1.0))
+    with CuttingProxy(run.server.url) as proxy:
         # The group is generated and queued in the server; its EXEC is on the way there, or its answer on the way back.
         held = proxy.hold("EXEC", when="reply" if appended else "before")
-        trainer.release(1, 1)
-        killed = start_producer(config, proxy.url, "producer-0")
+        run.trainer.release(1, 1)
+        killed = start_producer(run.config, proxy.url, "producer-0")
         held.wait(120)
         killed.kill()
         killed.wait()
         proxy.cut_all()
         held.release()
-        start_producer(config, server.url, "producer-1")
-        trainer.release(2, 2)
-        groups = [decode_group(fields[Field.PAYLOAD]) for fields in trainer.read(2)]
+        run.start("producer-1")
+        run.trainer.release(2, 2)
+        groups = [decode_group(fields[Field.PAYLOAD]) for fields in run.trainer.read(2)]
     assert {group.index for group in groups} == {1, 2}
     assert next(g.producer_id for g in groups if g.index == 1) == ("producer-0" if appended else "producer-1")
-    assert server.client.xlen(KEYS.prompts) == server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
-    assert ("took group 1 over from producer-0, attempt 2" in start_producer.log("producer-1")) == (not appended)
+    client = run.server.client
+    assert client.xlen(KEYS.prompts) == client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
+    assert ("took group 1 over from producer-0, attempt 2" in run.log("producer-1")) == (not appended)
 
 
 async def test_nothing_of_an_earlier_run_of_its_name_is_sampled_or_appended_in_a_run_begun_anew(run, caplog) -> None:
@@ -146,9 +144,7 @@ async def test_a_stream_whose_entry_ids_are_used_up_is_waited_for(run, caplog, s
 
 
 @pytest.mark.slow
-def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_no_other(
-    redis_server, make_config, hand_trainer, start_producer, tmp_path
-) -> None:
+def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_no_other(begin, tmp_path) -> None:
     poison, max_attempts = "9" * 4, 2
     (tmp_path / "poisoned.py").write_text(
         "from penstock.schemas.prompt import Prompt\n"
@@ -159,23 +155,20 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
         "    def evaluation_prompt(self, n): raise LookupError\n"
         "    def reward(self, prompt, completion): return 1.0\n"
     )
-    server = redis_server()
-    config = make_config(
+    run = begin(
+        4,
         producers=ProducersConfig(claim_idle_s=0.5, max_attempts=max_attempts),
         environment=EnvironmentConfig(path="poisoned:Poisoned"),
     )
-    trainer = hand_trainer(server.client, config, tmp_path)
-    trainer.announce(0)
-    trainer.release(1, 4)
-    path = os.pathsep.join([str(tmp_path), PYTHONPATH])
+    client, path = run.server.client, os.pathsep.join([str(tmp_path), PYTHONPATH])
     lives = 0
-    while server.client.xlen(KEYS.prompts):
+    while client.xlen(KEYS.prompts):
         lives += 1
         assert lives <= max_attempts + 1, "more lives than attempts"
         engine = {"kill_on_prompt": ids(poison), "token_s": 0.05}
-        process = start_producer(config, server.url, f"producer-{lives}", environment={"PYTHONPATH": path}, **engine)
-        wait_for(lambda process=process: process.poll() is not None or not server.client.xlen(KEYS.prompts))
-    entries = {int(fields[Field.INDEX]): fields for fields in trainer.read(4)}
+        process = run.start(f"producer-{lives}", environment={"PYTHONPATH": path}, **engine)
+        wait_for(lambda process=process: process.poll() is not None or not client.xlen(KEYS.prompts))
+    entries = {int(fields[Field.INDEX]): fields for fields in run.trainer.read(4)}
     assert set(entries) == {1, 2, 3, 4}
     assert {n for n, fields in entries.items() if fields[Field.KIND] == Kind.DEAD} == {2}
     assert entries[2][Field.REASON] == b"attempts: handed out %d times without a result" % max_attempts
