@@ -17,3 +17,15 @@ def intercept(connection: ProducerConnection, how: Callable[[Callable[[], Awaita
         return made
 
     connection.commands.pipeline = pipeline  # type: ignore[method-assign]
+
+
+def lose_answers(connection: ProducerConnection, errors: list[Exception]) -> None:
+    """Has Redis execute a pipeline without an answer for each of `errors`, which is raised in its place."""
+
+    async def execute_and_lose(execute: Callable[[], Awaitable[Any]]) -> Any:
+        answers = await execute()
+        if errors:
+            raise errors.pop()
+        return answers
+
+    intercept(connection, execute_and_lose)

@@ -2,21 +2,29 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
+import pytest
 from redis import exceptions
 
-from penstock.producers.stream.claims import FREE_AT_ONCE_MS, Claims
+from penstock.producers.stream.claims import FREE_AT_ONCE_MS
 from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.in_flight import Claim, InFlightTable
+from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import ProducersConfig
-from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys
-from pipelines import intercept
+from penstock.schemas.keys import PRODUCERS_GROUP, Field
+from pipelines import lose_answers
+from producer_desk import ProducerDesk
+from producer_run import KEYS
 from waiting import until
 
-KEYS = Keys("test")
-QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.15)
+IDLE_S = 0.15
 """Claims are idle when a test lets them be: see `let_idle`."""
+
+
+@pytest.fixture
+def opened(desk) -> Callable[..., Awaitable[ProducerDesk]]:
+    return lambda producer_id="a": desk(producer_id, group_size=4, claim_idle_s=IDLE_S).opened()
 
 
 async def live_through_an_outage(connection: ProducerConnection) -> None:
@@ -30,39 +38,9 @@ async def live_through_an_outage(connection: ProducerConnection) -> None:
     assert connection.num_recoveries == 1
 
 
-class Holder:
-    """The claims of one producer id with groups of 4."""
-
-    def __init__(self, connection, producer_id: str = "a", config: ProducersConfig = QUICK, num_samples=1) -> None:
-        self.table = InFlightTable(num_groups=config.groups_in_flight, group_size=4, num_samples=num_samples)
-        self.claims = Claims(connection, KEYS, producer_id, self.table, config)
-
-    async def opened(self) -> "Holder":
-        await self.claims.open()
-        return self
-
-
-def release(client, *indexes: int) -> None:
-    for index in indexes:
-        client.xadd(KEYS.prompts, {Field.INDEX: index, Field.VERSION: 3})
-
-
 def evaluate(client, last: int) -> None:
     for n in range(1, last + 1):
         client.xadd(KEYS.evaluations, {"n": n}, id=f"3-{n}")
-
-
-def lose_one_reply(connection) -> None:
-    """Has Redis execute the next pipeline without an answer."""
-    losses = [exceptions.ConnectionError("the reply is lost")]
-
-    async def execute_and_lose(execute) -> object:
-        answers = await execute()
-        if losses:
-            raise losses.pop()
-        return answers
-
-    intercept(connection, execute_and_lose)
 
 
 def indexes(claims: list[Claim]) -> list[int]:
@@ -88,9 +66,9 @@ def idle_ms(client) -> list[int]:
     return [row["time_since_delivered"] for row in rows]
 
 
-async def test_evaluations_are_claimed_up_to_the_room_and_prompts_up_to_a_share_of_it(streams) -> None:
-    holder = await Holder(streams.connection).opened()
-    release(streams.client, *range(1, 11))
+async def test_evaluations_are_claimed_up_to_the_room_and_prompts_up_to_a_share_of_it(streams, opened) -> None:
+    holder = await opened()
+    holder.release(*range(1, 11))
     evaluate(streams.client, 12)
     claims = await holder.claims.take()
     assert [claim.evaluation_id for claim in claims[:12]] == [f"3-{n}" for n in range(1, 13)]
@@ -99,19 +77,19 @@ async def test_evaluations_are_claimed_up_to_the_room_and_prompts_up_to_a_share_
     assert len(holder.table) == 14 and holder.table.sequences_free == 8 * 4 - 12 - 2 * 4
 
 
-async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_attempt(streams) -> None:
-    holder = await Holder(streams.connection).opened()
-    release(streams.client, 1, 2, 3)
-    lose_one_reply(streams.connection)
+async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_attempt(streams, opened) -> None:
+    holder = await opened()
+    holder.release(1, 2, 3)
+    lose_answers(streams.connection, [exceptions.ConnectionError("the reply is lost")])
     claims = await holder.claims.take()
     assert indexes(claims) == [1, 2]
     assert {claim.attempt for claim in claims} == {1}
     assert indexes(await holder.claims.take()) == [3]
 
 
-async def test_an_idle_claim_is_taken_over_one_at_a_time_as_another_attempt(streams) -> None:
-    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
-    release(streams.client, 1, 2)
+async def test_an_idle_claim_is_taken_over_one_at_a_time_as_another_attempt(streams, opened) -> None:
+    first, second = await opened("a"), await opened("b")
+    first.release(1, 2)
     evaluate(streams.client, 1)
     await first.claims.take()
     assert await second.claims.take_over(KEYS.prompts) is None
@@ -123,9 +101,9 @@ async def test_an_idle_claim_is_taken_over_one_at_a_time_as_another_attempt(stre
     assert sorted(pending(streams.client).values()) == [("a", 1), ("b", 2)]
 
 
-async def test_a_refreshed_claim_is_not_taken_over_and_its_attempts_do_not_rise(streams) -> None:
-    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
-    release(streams.client, 1)
+async def test_a_refreshed_claim_is_not_taken_over_and_its_attempts_do_not_rise(streams, opened) -> None:
+    first, second = await opened("a"), await opened("b")
+    first.release(1)
     await first.claims.take()
     let_idle(streams.client)
     keeping = asyncio.create_task(first.claims.keep())
@@ -135,10 +113,10 @@ async def test_a_refreshed_claim_is_not_taken_over_and_its_attempts_do_not_rise(
     keeping.cancel()
 
 
-async def test_attempts_begin_to_count_anew_with_a_holder_that_went_on_for_long(streams) -> None:
-    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
+async def test_attempts_begin_to_count_anew_with_a_holder_that_went_on_for_long(streams, opened) -> None:
+    first, second = await opened("a"), await opened("b")
     streams.client.xadd(KEYS.prompts, {Field.INDEX: 1, Field.VERSION: 0, Field.ATTEMPT: 2})
-    release(streams.client, 2)
+    first.release(2)
     proved, other = await first.claims.take()
     proved.has_proved = True
     keeping = asyncio.create_task(first.claims.keep())
@@ -152,15 +130,15 @@ async def test_attempts_begin_to_count_anew_with_a_holder_that_went_on_for_long(
     for claim in second.table:
         claim.has_proved = True
     assert await second.claims.hand_back() == 2
-    third = await Holder(streams.connection, "c").opened()
+    third = await opened("c")
     assert [claim.attempt for claim in await third.claims.take()] == [1, 1]
 
 
-async def test_a_group_past_its_deadline_is_no_longer_kept(streams) -> None:
-    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
-    release(streams.client, 1)
+async def test_a_group_past_its_deadline_is_no_longer_kept(streams, opened) -> None:
+    first, second = await opened("a"), await opened("b")
+    first.release(1)
     (claim,) = await first.claims.take()
-    claim.generating_since = time.monotonic() - QUICK.generation_deadline_s - 1
+    claim.generating_since = time.monotonic() - ProducersConfig().generation_deadline_s - 1
     let_idle(streams.client)
     keeping = asyncio.create_task(first.claims.keep())
     await asyncio.sleep(0.3)
@@ -169,27 +147,27 @@ async def test_a_group_past_its_deadline_is_no_longer_kept(streams) -> None:
     keeping.cancel()
 
 
-async def test_after_a_reconnect_nothing_is_taken_over_for_one_idle_time(streams, monkeypatch) -> None:
+async def test_after_a_reconnect_nothing_is_taken_over_for_one_idle_time(streams, opened, monkeypatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("penstock.producers.stream.claims.time", SimpleNamespace(monotonic=lambda: now[0]))
-    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
-    release(streams.client, 1)
+    first, second = await opened("a"), await opened("b")
+    first.release(1)
     await first.claims.take()
     let_idle(streams.client)
     await live_through_an_outage(streams.connection)
     assert await second.claims.take() == []
-    release(streams.client, 2)
+    first.release(2)
     second.claims._more_waiting = True
     assert indexes(await second.claims.take()) == [2]
-    now[0] += QUICK.claim_idle_s
+    now[0] += IDLE_S
     second.claims._more_waiting = True
     (claim,) = await second.claims.take()
     assert claim.index == 1 and claim.attempt == 2
 
 
-async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(streams) -> None:
-    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
-    release(streams.client, 1, 2)
+async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(streams, opened) -> None:
+    first, second = await opened("a"), await opened("b")
+    first.release(1, 2)
     evaluate(streams.client, 1)
     for claim in await first.claims.take():
         claim.attempt, claim.has_begun = 3, claim.index == 2
@@ -203,9 +181,9 @@ async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(stre
     assert [claim.num_tries_lost for claim in claims] == [2, 3], "of the second, something was sampled"
 
 
-async def test_a_conversation_that_is_handed_back_again_and_again_keeps_its_attempts(streams) -> None:
+async def test_a_conversation_that_is_handed_back_again_and_again_keeps_its_attempts(streams, opened) -> None:
     """Its entry stays, with the attempts that it was released with."""
-    holders = [await Holder(streams.connection, name).opened() for name in "ab"]
+    holders = [await opened(name) for name in "ab"]
     streams.client.xadd(KEYS.prompts, {Field.INDEX: 1, Field.VERSION: 0, Field.ATTEMPT: 1})
     for n in range(4):
         (claim,) = await (holders[n % 2].claims.take_lost() if n else holders[0].claims.take())
@@ -214,10 +192,10 @@ async def test_a_conversation_that_is_handed_back_again_and_again_keeps_its_atte
         assert await holders[n % 2].claims.hand_back() == 1
 
 
-async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, monkeypatch) -> None:
+async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, opened, monkeypatch) -> None:
     """A conversation that can be gone on with is free at once, though its claim was just about to be refreshed."""
-    holder = await Holder(streams.connection).opened()
-    release(streams.client, 1)
+    holder = await opened()
+    holder.release(1)
     (claim,) = await holder.claims.take()
     claim.converses = claim.has_progress = True
     refresh, on_its_way, sent, done = holder.claims.refresh, asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -241,11 +219,11 @@ async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, monkeypat
     assert [row["message_id"] for row in rows] == [claim.entry_id] and len(holder.table) == 0
 
 
-async def test_a_prompt_whose_numbers_no_record_can_carry_is_removed_in_a_short_line(streams, caplog) -> None:
-    holder = await Holder(streams.connection).opened()
+async def test_a_prompt_whose_numbers_no_record_can_carry_is_removed_in_a_short_line(streams, opened, caplog) -> None:
+    holder = await opened()
     for field, number in (("version", "9" * 5000), ("attempt", "9" * 30), ("index", "seven")):
         streams.client.xadd(KEYS.prompts, {"index": 1, "version": 0, field: number})
-    release(streams.client, 8)
+    holder.release(8)
     claims: list = []
     while not claims:
         claims = await holder.claims.take()

@@ -1,16 +1,13 @@
 """Appends on a real server: the group arrives and its prompt leaves in one step, or neither does."""
 
-import asyncio
 import math
 
 import pytest
 from msgspec.structs import replace
 
-from penstock.producers.stream.claims import Claims
-from penstock.producers.stream.in_flight import Dead, DeadRollout, InFlightTable
-from penstock.producers.stream.writer import MAX_APPEND_GROUPS, Writer
-from penstock.schemas.config import ProducersConfig
-from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
+from penstock.producers.stream.in_flight import Dead, DeadRollout
+from penstock.producers.stream.writer import MAX_APPEND_GROUPS
+from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
@@ -21,76 +18,49 @@ from penstock.schemas.rollout import (
     died_of_length,
 )
 from pipelines import intercept
+from producer_desk import ProducerDesk
+from producer_run import KEYS
 from wire_examples import group_of_lengths
-
-KEYS = Keys("test")
 
 
 def a_group(index: int, *, num_tokens: int = 3, evaluation_id: str | None = None) -> RolloutGroup:
     return replace(group_of_lengths(num_tokens, index=index, reward=1.0), evaluation_id=evaluation_id)
 
 
-class WriterDesk:
-    """A writer, its table, and the claims it writes for; `claim(n)` claims n released prompts."""
-
-    def __init__(self, connection, client, metrics) -> None:
-        self.client = client
-        self.table = InFlightTable(num_groups=200, group_size=1)
-        self.claims = Claims(connection, KEYS, "a", self.table, ProducersConfig())
-        self.writer = Writer(connection, KEYS, self.table, metrics, "p1", "i1")
-
-    async def claim(self, num_prompts: int):
-        await self.claims.open()
-        for index in range(1, num_prompts + 1):
-            self.client.xadd(KEYS.prompts, {Field.INDEX: index, Field.VERSION: 0})
-        while len(self.table) < num_prompts:
-            await self.claims.take()
-        return list(self.table)
-
-    def rollouts(self) -> list[dict[bytes, bytes]]:
-        return [fields for _, fields in self.client.xrange(KEYS.rollouts)]
-
-    def num_open(self) -> tuple[int, int]:
-        """(prompts on the stream, claims pending)"""
-        return self.client.xlen(KEYS.prompts), self.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"]
-
-
 @pytest.fixture
-def desk(streams, metrics) -> WriterDesk:
-    return WriterDesk(streams.connection, streams.client, metrics)
+def one(desk) -> ProducerDesk:
+    return desk(groups_in_flight=200)
 
 
-async def written(desk: WriterDesk) -> None:
-    running = asyncio.create_task(desk.writer.run())
-    await asyncio.wait_for(desk.writer.drain(), 60)
-    running.cancel()
+def rollouts(one: ProducerDesk) -> list[dict[bytes, bytes]]:
+    return [fields for _, fields in one.client.xrange(KEYS.rollouts)]
 
 
-async def test_a_dead_claim_arrives_with_its_reason_and_its_prompt_leaves(desk: WriterDesk, caplog) -> None:
-    (claim,) = await desk.claim(1)
-    desk.writer.put(claim, Dead("prompt: too long"))
-    await written(desk)
-    assert desk.rollouts() == [
-        {Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.PRODUCER: b"p1", Field.REASON: b"prompt: too long"}
+async def test_a_dead_claim_arrives_with_its_reason_and_its_prompt_leaves(one: ProducerDesk, caplog) -> None:
+    (claim,) = await one.claimed(1)
+    one.writer.put(claim, Dead("prompt: too long"))
+    await one.written()
+    assert rollouts(one) == [
+        {Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.PRODUCER: b"a", Field.REASON: b"prompt: too long"}
     ]
-    assert desk.num_open() == (0, 0) and len(desk.table) == 0
+    assert one.num_open() == (0, 0) and len(one.table) == 0
     assert "group 1 is dead: prompt: too long" in caplog.text
 
 
 async def test_a_group_that_died_of_an_error_arrives_with_its_traceback_and_as_far_as_it_came(
-    desk: WriterDesk, caplog
+    one: ProducerDesk, caplog
 ) -> None:
     scored, unscored, posed = a_group(1), a_group(2), a_group(3)
     unscored = replace(unscored, rollouts=tuple(replace(r, reward=Reward(value=math.nan)) for r in unscored.rollouts))
     too_large = replace(posed.rollouts[0], reward=Reward(value=0.0, parts={"x" * MAX_ENTRY_BYTES: 1.0}))
-    claims = await desk.claim(3)
+    claims = await one.claimed(3)
     for claim, group in zip(claims, (scored, unscored, replace(posed, rollouts=(too_large,))), strict=True):
         try:
             raise LookupError("no such\nanswer")
         except LookupError as error:
-            desk.writer.put(claim, Dead(f"reward: LookupError: {error}", error, group))
-    await written(desk)
-    entries = desk.rollouts()
+            one.writer.put(claim, Dead(f"reward: LookupError: {error}", error, group))
+    await one.written()
+    entries = rollouts(one)
     assert [fields[Field.KIND] for fields in entries] == [Kind.DEAD] * 3
     for fields in entries:
         assert fields[Field.REASON] == b"reward: LookupError: no such\\nanswer"
@@ -104,44 +74,44 @@ async def test_a_group_that_died_of_an_error_arrives_with_its_traceback_and_as_f
     assert 'raise LookupError("no such' in caplog.text
 
 
-async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk: WriterDesk, monkeypatch) -> None:
+async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(one: ProducerDesk, monkeypatch) -> None:
     monkeypatch.setattr("penstock.producers.stream.writer.DEAD_ROLLOUTS_KEPT", 250)
-    first, second = await desk.claim(2)
-    desk.writer.put_letter(first, DeadRollout("a.1", "idle for 3 s"))
-    desk.writer.put(first, a_group(1))
-    desk.writer.put_letter(second, DeadRollout("a.2", "x\nPROBLEM" + "y" * 9999))
-    await written(desk)
-    letters = [fields for _, fields in desk.client.xrange(KEYS.dead_rollouts)]
+    first, second = await one.claimed(2)
+    one.writer.put_letter(first, DeadRollout("a.1", "idle for 3 s"))
+    one.writer.put(first, a_group(1))
+    one.writer.put_letter(second, DeadRollout("a.2", "x\nPROBLEM" + "y" * 9999))
+    await one.written()
+    letters = [fields for _, fields in one.client.xrange(KEYS.dead_rollouts)]
     assert letters[0] == {
         Field.INDEX: b"1",
         Field.ROLLOUT: b"a.1",
-        Field.PRODUCER: b"p1",
+        Field.PRODUCER: b"a",
         Field.REASON: b"idle for 3 s",
     }
     assert [letter[Field.INDEX] for letter in letters] == [b"1", b"2"]
     assert b"\n" not in letters[1][Field.REASON] and len(letters[1][Field.REASON]) <= MAX_REASON_CHARACTERS
-    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [1]
-    assert list(desk.table) == [second] and desk.num_open() == (1, 1), "a letter settles no claim"
-    assert desk.writer.num_groups_appended == 1
+    assert [int(fields[Field.INDEX]) for fields in rollouts(one)] == [1]
+    assert list(one.table) == [second] and one.num_open() == (1, 1), "a letter settles no claim"
+    assert one.writer.num_groups_appended == 1
     for number in range(1000):
-        desk.writer.put_letter(second, DeadRollout(f"a.{number}", "idle"))
-    await written(desk)
-    assert 250 <= desk.client.xlen(KEYS.dead_rollouts) <= 250 + 2 * 100, "trimmed by whole nodes of the stream"
+        one.writer.put_letter(second, DeadRollout(f"a.{number}", "idle"))
+    await one.written()
+    assert 250 <= one.client.xlen(KEYS.dead_rollouts) <= 250 + 2 * 100, "trimmed by whole nodes of the stream"
 
 
-async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(desk: WriterDesk) -> None:
-    (claim,) = await desk.claim(1)
-    desk.writer.put(claim, a_group(1, num_tokens=MAX_ENTRY_BYTES // 8))
-    await written(desk)
-    (fields,) = desk.rollouts()
+async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(one: ProducerDesk) -> None:
+    (claim,) = await one.claimed(1)
+    one.writer.put(claim, a_group(1, num_tokens=MAX_ENTRY_BYTES // 8))
+    await one.written()
+    (fields,) = rollouts(one)
     assert fields[Field.KIND] == Kind.DEAD
     assert b"at most 4,194,304 fit one stream entry; lower group_size or sampling.max_tokens" in fields[Field.REASON]
     assert died_of_length(fields[Field.REASON].decode())
-    assert desk.num_open() == (0, 0)
+    assert one.num_open() == (0, 0)
 
 
-async def test_what_waits_together_is_appended_together(desk: WriterDesk, streams) -> None:
-    claims = await desk.claim(MAX_APPEND_GROUPS + 6)
+async def test_what_waits_together_is_appended_together(one: ProducerDesk, streams) -> None:
+    claims = await one.claimed(MAX_APPEND_GROUPS + 6)
     sizes: list[int] = []
 
     async def counted(execute) -> None:
@@ -151,8 +121,8 @@ async def test_what_waits_together_is_appended_together(desk: WriterDesk, stream
 
     intercept(streams.connection, counted)
     for claim in claims:
-        desk.writer.put(claim, a_group(claim.index))
-    await written(desk)
+        one.writer.put(claim, a_group(claim.index))
+    await one.written()
     assert sizes == [MAX_APPEND_GROUPS, 6]
-    assert sorted(int(fields[Field.INDEX]) for fields in desk.rollouts()) == [claim.index for claim in claims]
-    assert desk.num_open() == (0, 0)
+    assert sorted(int(fields[Field.INDEX]) for fields in rollouts(one)) == [claim.index for claim in claims]
+    assert one.num_open() == (0, 0)
