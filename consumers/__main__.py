@@ -18,9 +18,8 @@ from penstock.consumers.learning.batch.trainable import check_trainable
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.observe.metrics import TrainerMetrics
-from penstock.consumers.observe.record import RolloutRecorder
+from penstock.consumers.observe.record import RolloutRecorder, RunRecord
 from penstock.consumers.observe.run_log import RunLog
-from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.loaded import LoadedChecks

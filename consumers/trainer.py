@@ -53,8 +53,8 @@ from dataclasses import dataclass
 from penstock.consumers.checkpoints.checkpoints import CheckpointWriteError
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.observe.record import RunRecord
 from penstock.consumers.observe.run_log import RunLog
-from penstock.consumers.observe.run_record import RunRecord
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.producers import ProducerGaps
 from penstock.consumers.stream.acknowledgement import Commits
