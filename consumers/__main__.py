@@ -252,7 +252,10 @@ def _assemble(
     leadership.restore_from(ledger, lag_of)
     progress = RunProgress(epoch, state)
     check = partial(check_trainable, vocabulary=learner.vocabulary, needs_teacher=config.teacher_url is not None)
-    intake = Intake(config, scripts, ledger, lag_of, progress, check)
+    shard = open_shard(config, learner.ranks, connection.call, learner)
+    recomputes = config.correction.proximal == "sampled_version"
+    is_kept = (lambda version: shard.policy(version) is not None) if recomputes else None
+    intake = Intake(config, scripts, ledger, lag_of, progress, check, is_kept)
     evaluator = Evaluator(scripts, config.held_out, intake.quarantine.holds)
     recorder = None
     # An existing record has to say where this trainer continued, also without `record`.
@@ -262,13 +265,12 @@ def _assemble(
     record = RunRecord(recorder, intake, progress, keeps_batches=config.record)
     run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection))
     best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, keys), epoch)
-    shard = open_shard(config, learner.ranks, connection.call, learner)
     publisher = Publisher(
         scripts,
         shard,
         learner.ranks,
         WeightPlaces.of(config.weights, config.name, folder),
-        config.weights.keep_versions,
+        max(config.weights.keep_versions, shard.snapshots.num_kept),  # a resume reads them from the log
         run_log.publication,
         msgspec.UNSET if config.lora is None else model_digest(Path(config.model.path)),
         lambda: best.pinned,

@@ -7,8 +7,9 @@ The stages of the pipeline, what each waits for and, in brackets, who unblocks i
     rollout      a producer claims the index, samples a group          waits for a prompt [release]
                  of siblings and appends it to the stream
                  producers/loop.py
-    take         the groups that arrived first, none stale             waits for `groups_per_batch` ready groups
-                 stream/intake.py                                      [producers]
+    take         the groups that were released first, none stale; a    waits for `groups_per_batch` ready groups, and
+                 group is passed by those of `max_lag` at most         for one that enough have passed [producers]
+                 stream/window.py
     gate         engine and trainer agree, or nothing is trained       -
                  parity/gate.py, on the first batch of new weights
     batch        lag, advantages, packed tensors                       -
@@ -181,8 +182,8 @@ class Trainer:
     def _take(self) -> list[RolloutGroup] | None:
         """Returns the groups of the next batch; None once `stop` was called.
 
-        Waits for `groups_per_batch` ready groups. Producers unblock it, fed by the releases made here, and so does
-        `stop`.
+        Waits for `groups_per_batch` ready groups whose turn it is. Producers unblock it, fed by the releases made here,
+        and so does `stop`.
         """
         num_groups = self.config.groups_per_batch
         began_s = time.monotonic()
@@ -194,7 +195,7 @@ class Trainer:
                     self._commit_if_due(busy=False)
                 if time.monotonic() > log_at:
                     log_at = time.monotonic() + WAITING_LOG_S
-                    log.info("waiting for rollouts: %d of %d are ready", self.intake.num_ready, num_groups)
+                    self._log_waiting(num_groups)
                     if self.intake.num_abandoned:
                         log.warning("waiting for agents: they abandoned the last %d groups", self.intake.num_abandoned)
                     self.recovery.look_for_losses(time.monotonic() - began_s)
@@ -205,6 +206,13 @@ class Trainer:
                 return groups
             self._collect_evaluations()
         return None
+
+    def _log_waiting(self, num_groups: int) -> None:
+        num_ready, oldest = self.intake.num_ready, self.intake.waits_for
+        if num_ready < num_groups or oldest is None:
+            log.info("waiting for rollouts: %d of %d are ready", num_ready, num_groups)
+        else:
+            log.info("waiting for index %d, which is being sampled: %d released after it are ready", oldest, num_ready)
 
     def _check_parity(self, groups: list[RolloutGroup]) -> None:
         """Opens the gate. Raises ParityRefusedError; a trainer that resumes has what these producers sampled, and what

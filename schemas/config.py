@@ -415,21 +415,22 @@ def _check_fields(struct: msgspec.Struct) -> None:
 
 
 class Rejection(Section, frozen=True):
-    """Masks tokens, or whole rows, whose divergence from the behavior policy is too large (verl's rollout_rs).
+    """Masks tokens, or whole rows, whose divergence from the behavior policy is too large (verl's rollout_rs), or
+    tokens that are too old.
 
     Per token, with l = proximal - behavior clamped to +-20: k1 = -l, k2 = l^2 / 2, k3 = e^l - l - 1 (Schulman's
     estimators of a KL divergence). `token_*` judges each token, `seq_sum_*`, `seq_mean_*` and `seq_max_*` each row by
     that statistic over its valid tokens, and masks all of it. For `seq_sum_k1` and `seq_mean_k1` l is clamped after
-    the sum or mean, not before.
+    the sum or mean, not before. `token_lag` judges a token by its lag in optimizer steps.
     """
 
     mode: Literal[
         "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
-        "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+        "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3", "token_lag",
     ]  # fmt: skip
     """The statistic: `token_*` judges each token, `seq_sum_*`, `seq_mean_*` and `seq_max_*` mask whole rows."""
     upper: PositiveFloat
-    """The largest value kept. k2, k3: of the statistic itself. k1: of its exponential, which is a ratio behavior /
+    """The largest value kept. k2, k3, lag: of the statistic itself. k1: of its exponential, which is a ratio behavior /
     proximal; 1 or more."""
     lower: PositiveFloat | None = None
     """k1 only, at most 1: the smallest exponential kept. None takes 1 / upper. Not for `seq_max_k1`, which is
@@ -453,8 +454,8 @@ class CorrectionConfig(Section, frozen=True):
     consumers/learning/loss/importance.py.
 
     Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
-    off; `rejection` and `off_policy_delta` mask as they do under any mode. The run's `max_lag` masks too, before all of
-    it.
+    off; `rejection` and `off_policy_delta` mask as they do under any mode. Tokens older than twice the run's `max_lag`
+    are masked before all of it.
     """
 
     mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
@@ -484,8 +485,8 @@ class CorrectionConfig(Section, frozen=True):
     """The proximal policy. `consumed`: the one before the first step on the batch, so that the weight corrects engine
     and lag, and the policy ratio is that of the batch's own steps. `sampled_version`: the version that sampled each
     token, recomputed (arXiv 2605.12070): the weight corrects the engine alone, and the policy ratio is all of the lag.
-    The policies within the lag bound stay in host memory, and each version in a batch costs a forward pass of its rows.
-    """
+    The policies that tokens are trained on stay in host memory, and each version in a batch costs a forward pass of its
+    rows."""
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -656,7 +657,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     groups_per_batch: Positive = 32
     """Groups per batch."""
     max_lag: NonNegative = 2
-    """Tokens older than this many optimizer steps are masked."""
+    """The age in optimizer steps for which prompts are released and started. Tokens of a group that is overtaken by
+    faster ones get older, up to twice this, and are trained on too; older ones are masked."""
 
     model: ModelConfig
     lora: LoraConfig | None = None
@@ -738,9 +740,21 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return 0 if self.mode == "synchronous" else self.max_lag
 
     @property
-    def num_sampling_versions(self) -> int:
-        """Published policies that may have sampled a token within the lag bound, the newest included."""
-        return self.lag_bound // self.steps_per_batch + 1
+    def oldest_lag(self) -> int:
+        """The largest lag of a token that is trained on, which without faults is the largest at all; older ones are
+        masked."""
+        return self.lag_bound + self.num_passing // self.groups_per_batch * self.steps_per_batch
+
+    @property
+    def num_passing(self) -> int:
+        """The most groups that batches take before an older one that is still being sampled: those of as many batches
+        as the lag bound has, so that its tokens are that much older than if it had been taken in its turn."""
+        return self.lag_bound // self.steps_per_batch * self.groups_per_batch
+
+    @property
+    def num_trained_versions(self) -> int:
+        """Published policies that may have sampled a token that is trained on, the newest included."""
+        return self.oldest_lag // self.steps_per_batch + 1
 
     @property
     def steps_per_batch(self) -> int:
@@ -760,7 +774,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def credit(self) -> int:
         """The most groups that may be released and not settled."""
-        return self.num_sampling_versions * self.groups_per_batch
+        return self.groups_per_batch + self.num_passing
 
     @property
     def max_skipped(self) -> int:

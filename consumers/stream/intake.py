@@ -1,28 +1,32 @@
 """Releases task indexes and takes in prompt groups: the trainer's side of the prompt and rollout streams."""
 
+import logging
 from collections.abc import Callable
-from itertools import islice
 
 from penstock.consumers.learning.advantages import has_variance
 from penstock.consumers.learning.batch.lag import LagTable, is_stale, known_lags, masked_tokens
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.quarantine import Quarantine
-from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, readable
+from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, group_versions, readable
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.settlement import Settlement
+from penstock.consumers.stream.window import Window
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.keys import entry_key
 from penstock.schemas.record import PASSED_OVER
 from penstock.schemas.rollout import RolloutGroup, died_of_length, encode_group
 
+log = logging.getLogger(__name__)
+
 
 class Intake:
-    """Keeps the credit released, and hands out ready groups in order of arrival until each is settled.
+    """Keeps the credit released, and hands out ready groups in order of release until each is settled.
 
     check: raises RecordError for a group that the trainer cannot reproduce.
+    is_kept: tells whether the weights of an older policy are there; None if tokens need only the newest.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class Intake:
         lag_of: LagTable,
         progress: RunProgress,
         check: Callable[[RolloutGroup], None],
+        is_kept: Callable[[int], bool] | None = None,
     ) -> None:
         self.ledger = ledger
         self.lag_of = lag_of
@@ -44,7 +49,8 @@ class Intake:
         self.quarantine = Quarantine(scripts)
         self._config = config
         self._keeps_record = config.record
-        self._lag_bound = config.lag_bound
+        self._oldest_lag = config.oldest_lag
+        self._is_kept = is_kept
         self._progress = progress
         chooses = config.curriculum.path != DEFAULT_CURRICULUM and config.teacher is None
         self._settlement = Settlement(
@@ -54,6 +60,7 @@ class Intake:
             lambda group: chooses and not has_variance(group, config.advantage),
         )
         self._releaser = Releaser(scripts, ledger, self.reader, config, progress)
+        self._window = Window(config, ledger)
 
     @property
     def num_ready(self) -> int:
@@ -72,11 +79,16 @@ class Intake:
 
     def is_short(self, num_groups: int) -> bool:
         """Returns whether more entries must be read before a batch of `num_groups` is complete."""
-        return self.num_ready < num_groups or self._waits_for_all
+        return self._waits_for_all or len(self._window.in_turn(self.reader.ready)) < num_groups
+
+    @property
+    def waits_for(self) -> int | None:
+        """The index that the others wait behind if they wait: the first released of those that are being sampled."""
+        return self._window.oldest_away(self.reader.ready)
 
     def batch(self, num_groups: int) -> list[RolloutGroup] | None:
-        """Returns the groups that arrived first, sorted by index, none of them stale; None while there are too few.
-        They stay ready until they are settled. Also settles refused records and releases as the credit allows.
+        """Returns the groups whose turn it is (`Window`), sorted by index, none of them stale; None while there are too
+        few. They stay ready until they are settled. Also settles refused records and releases as the credit allows.
 
         Raises:
             RunFailedError: see `Settlement.settle_refused`.
@@ -87,10 +99,9 @@ class Intake:
         if self.num_ready >= num_groups:
             self._postpone_stale()
         self.release()
-        if self.is_short(num_groups):
-            return None
-        first = islice(self.reader.ready.values(), num_groups)
-        return sorted((ready.group for ready in first), key=lambda group: group.index)
+        ready = self.reader.ready
+        taken = [] if self._waits_for_all else self._window.in_turn(ready)[:num_groups]
+        return [ready[index].group for index in sorted(taken)] if len(taken) == num_groups else None
 
     def settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Settles the batch, then counts the step, which may raise: trained groups must not be trained again.
@@ -188,17 +199,32 @@ class Intake:
         self._releaser.postpone(held, "quarantined")
 
     def _postpone_stale(self) -> None:
-        """Postpones groups whose tokens are all beyond the lag bound: they would be trained fully masked."""
+        """Postpones groups whose tokens would all be masked for their lag, and those with tokens whose policy is needed
+        and gone: a resume may leave some."""
         ready = self.reader.ready
-        stale = [index for index, each in ready.items() if is_stale(each.group, self.lag_of, self._lag_bound)]
+        stale = [
+            index
+            for index, each in ready.items()
+            if is_stale(each.group, self.lag_of, self._oldest_lag) or self._has_lost_policy(each.group)
+        ]
         for index in stale:
             self._count_again(ready.pop(index), "stale")
         self._releaser.postpone(stale, "stale")
 
+    def _has_lost_policy(self, group: RolloutGroup) -> bool:
+        if self._is_kept is None:
+            return False
+        lag = known_lags(self.lag_of)
+        for version in sorted(group_versions(group)):
+            if 0 < (lag(version) or 0) <= self._oldest_lag and not self._is_kept(version):
+                log.warning("group %d is sampled again: policy %d, which sampled it, is gone", group.index, version)
+                return True
+        return False
+
     def _count(self, outcome: str, *groups: RolloutGroup) -> None:
         lag = known_lags(self.lag_of)
         for group in groups:
-            masked = masked_tokens(group, lag, self._lag_bound) if outcome in ("trained", "skipped") else ()
+            masked = masked_tokens(group, lag, self._oldest_lag) if outcome in ("trained", "skipped") else ()
             self.ledger.attrition.add(group.environment, outcome, group, self._config.group_size, masked)
 
     def _count_again(self, ready: ReadyGroup, outcome: str) -> None:

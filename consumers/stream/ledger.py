@@ -78,6 +78,12 @@ class IndexRanges:
         gaps = zip([1, *self._edges[1::2]], [*self._edges[::2], last + 1], strict=True)
         return chain.from_iterable(range(start, min(end, last + 1)) for start, end in gaps)
 
+    def num_above(self, index: int) -> int:
+        """Returns the number of members above `index`."""
+        at = bisect_right(self._edges, index + 1)
+        edges = [index + 1] * (at % 2) + self._edges[at:]
+        return sum(edges[1::2]) - sum(edges[::2])
+
     @property
     def highest(self) -> int:
         return self._edges[-1] - 1 if self._edges else 0
@@ -112,12 +118,28 @@ class Ledger:
         self.attrition = Attrition()
         self.stale: dict[int, str] = {}
         """By open index, the last entry that was counted as stale or quarantined: a resume reads it again."""
+        self._released_again_after: dict[int, int] = {}
+        """By open index, the release cursor when it was last released again. A resume forgets it."""
 
     def release(self, task: ReleasedTask) -> None:
         """Records the release of the next index."""
         self.num_released += 1
         self.tasks[self.num_released] = task
         self.histories[task.environment].release(task.number)
+
+    def release_again(self, index: int, reason: str) -> None:
+        """Records that an open index is released again, after all others."""
+        self.released_again[reason] += 1
+        self._released_again_after[index] = self.num_released
+
+    def turn(self, index: int) -> tuple[int, int]:
+        """Returns the place of a released index in the order of releases: the release cursor first."""
+        after = self._released_again_after.get(index)
+        return (index, 0) if after is None else (after, index)
+
+    def open_indexes(self) -> Iterator[int]:
+        """Yields the released indexes that are not settled, ascending."""
+        return self.settled.missing(self.num_released)
 
     def settle(
         self, index: int, outcome: str, reason: str = "", rewards: Sequence[float] = (), *, flat: bool = False
@@ -130,6 +152,7 @@ class Ledger:
         if not self.settled.add(index):
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
         self.stale.pop(index, None)
+        self._released_again_after.pop(index, None)
         self.by_outcome[outcome].add(index)
         if (task := self.tasks.get(index)) is not None:
             self.histories[task.environment].settle(task.number, rewards, flat=flat)

@@ -21,8 +21,8 @@ class Releaser:
     """Keeps the number of released, unsettled indexes at the credit, but never above what the run still needs.
 
     The credit bounds lag: a finished group waits behind at most `max_lag` batches. Each index is released with the
-    policy version that the trainer will have when it takes the group, as far as those before it tell: a producer waits
-    until its own is within the lag bound of that one, so that no token is sampled that would be masked for its lag.
+    policy version that the trainer will have when it takes the group in its turn (`Window`): a producer waits until its
+    own is within the lag bound of that one. A group that is passed by others is taken at most that many steps later.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Releaser:
         """Releases indexes again that are not settled; in turn they come after all others that are open."""
         tasks = [(index, self._ledger.tasks[index]) for index in sorted(indexes)]
         self._scripts.release_again(policy_version + self._steps_until_taken(self._ledger.num_open - 1), tasks)
-        self._ledger.released_again[reason] += len(indexes)
+        for index in indexes:
+            self._ledger.release_again(index, reason)
 
     def postpone(self, indexes: Iterable[int], reason: str) -> None:
         """Postpones released, unsettled indexes; `release` releases them again, in this order."""
@@ -118,7 +119,7 @@ class Releaser:
         reader.read_to_end(lag_of)
         lost = [
             index
-            for index in self._ledger.settled.missing(self._ledger.num_released)
+            for index in self._ledger.open_indexes()
             if index not in open_prompts
             and index not in reader.ready
             and index not in reader.refused_indexes

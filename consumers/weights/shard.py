@@ -116,6 +116,7 @@ class PolicyShard:
         if values is not None or version in self._asked:
             return values
         self._asked.add(version)
+        self.snapshots.wait()  # it knows the tensors
         try:
             with tempfile.TemporaryDirectory(prefix="penstock-policy-") as folder:
                 file = Path(folder) / "model.safetensors"
@@ -168,7 +169,7 @@ class PolicyShard:
 
 def open_shard(config: RunConfig, ranks: Ranks, call: Call[Any], learner: Learner) -> PolicyShard:
     """Returns the shard that this rank publishes, from which the learner also reads older policies, if it does."""
-    num_kept = max(2, config.num_sampling_versions) if config.correction.proximal == "sampled_version" else 2
+    num_kept = max(2, config.num_trained_versions) if config.correction.proximal == "sampled_version" else 2
     shard = PolicyShard(ranks, Keys(config.name), call, learner.published_parts, num_kept)
     learner.follow_versions(shard.policy)
     return shard

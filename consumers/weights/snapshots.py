@@ -21,7 +21,7 @@ class Snapshots:
     """
 
     def __init__(self, collect: Callable[[], Callable[[], list[PublishedPart]]], num_kept: int = 2) -> None:
-        self._num_kept = num_kept
+        self.num_kept = num_kept
         self._collect = collect
         self._buffers: dict[int, list[Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -39,7 +39,7 @@ class Snapshots:
         newest of the versions before it, `num_kept` in all."""
         parts = self._collect()
         spare: list[Tensor] = []
-        if len(self._buffers) >= self._num_kept:
+        if len(self._buffers) >= self.num_kept:
             oldest = min(self._buffers)
             del self._taken[oldest]
             spare = self._buffers.pop(oldest)

@@ -100,13 +100,13 @@ def reward_parts(telemetry: RunTelemetry, ax: Axes) -> bool:
 
 @figure(
     "Tokens by lag",
-    "Most tokens should lie at or below the lag bound; red is beyond it and was masked.",
+    "Most tokens should lie at or below max_lag; red is beyond what is trained on and was masked.",
 )
 def lag_histogram(telemetry: RunTelemetry, ax: Axes) -> bool:
     totals = lag_totals(telemetry.updates)
     if not totals.total():
         return False
-    bound = telemetry.config.lag_bound if telemetry.config else None
+    bound = telemetry.config.oldest_lag if telemetry.config else None
     lags = np.arange(max(totals) + 1) if max(totals) <= 40 else np.array(sorted(totals))
     shares = np.array([totals[lag] / totals.total() for lag in lags])
     masked = lags > bound if bound is not None else np.zeros(len(lags), dtype=bool)
@@ -151,7 +151,7 @@ def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
     stacked = np.array([running_mean(row) for row in rows])
     shares = stacked / np.maximum(stacked.sum(axis=0), 1)
     used = [lag for lag in range(top + 1) if shares[lag].any()]
-    bound = telemetry.config.lag_bound if telemetry.config else top
+    bound = telemetry.config.oldest_lag if telemetry.config else top
     ax.stackplot(
         x,
         shares[used],

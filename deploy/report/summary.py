@@ -57,7 +57,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "name": telemetry.name,
         "seed": config.seed if config else None,
         "mode": config.mode if config else None,
-        "lag_bound": config.lag_bound if config else None,
+        "oldest_lag": config.oldest_lag if config else None,
         "finished": telemetry.is_over,
         "as_of_s": None if telemetry.is_over else telemetry.read_s,
         "last_update_s": end_s,

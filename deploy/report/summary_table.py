@@ -101,7 +101,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("groups", f"{shown(s['num_groups_released'])} released: " + ", ".join(groups)),
         *([("rollouts", _rollouts(s["attrition"]["outcomes"]))] if s["attrition"] else []),
         ("tokens trained", f"{shown(s['num_tokens_trained'])}, {shown(s['trainer_tokens_per_s'])}/s"),
-        ("tokens by lag", f"{lag_shares(s['lag_histogram'], s['lag_bound'])}; mean {shown(s['mean_lag'], '.2f')}"),
+        ("tokens by lag", f"{lag_shares(s['lag_histogram'], s['oldest_lag'])}; mean {shown(s['mean_lag'], '.2f')}"),
         (
             "tokens masked",
             f"{shown(s[MASKED], '.1%')}: {shown(s['num_tokens_masked_lag'])} for their lag, "

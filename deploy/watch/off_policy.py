@@ -24,7 +24,7 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
         [
             Text("lag of tokens", style="bold"),
             f"last {len(recent)} batches",
-            f"bound {seen.config.lag_bound}",
+            f"bound {seen.config.oldest_lag}",
             f"{count(masked)} tokens ({percent(masked_lag_frac(recent))}) masked beyond it",
         ]
     )

@@ -79,10 +79,10 @@ def train(
     return found if ranks.is_lead else None
 
 
-def older_policies(learner: Learner) -> Callable[[int], list[torch.Tensor] | None]:
-    """Returns stand-ins for the policies that versions 4 to 6 published; version 3 is gone."""
+def older_policies(learner: Learner) -> Callable[[int], list[torch.Tensor]]:
+    """Returns stand-ins for the policies that versions 3 to 6 published."""
     first = [part.values.to(part.dtype, copy=True) for part in learner.published_parts()()]
-    return lambda version: None if version == 3 else [values * (0.8 + version / 50) for values in first]
+    return lambda version: [values * (0.8 + version / 50) for values in first]
 
 
 def step(learner: Learner, groups: list[RolloutGroup]) -> tuple[StepReport, dict[Place, SegmentFindings]]:

@@ -26,7 +26,7 @@ class MicroBatch:
     predicting: [M] int64, the packed token whose hidden state predicts the sampled token `targets` [M] int64.
     behavior_logprobs, advantages, temperature, rollout_tokens: [M] float32 (see `LossInputs`).
     lag: [M] int64 optimizer steps.
-    loss_mask: [M] bool, the tokens that are trained on: within the lag bound, and not of a rollout that is left out
+    loss_mask: [M] bool, the tokens that are trained on: not too old, and not of a rollout that is left out
         because it is truncated. The correction may mask more of them.
     row_ids: [M] int64, ascending.
     versions: [M] int64, the older policy under which a token's proximal logprob is recomputed, -1 for none.
@@ -205,7 +205,7 @@ class Batch:
     num_tokens_trained: int
     """Unmasked tokens of the rows that are trained on."""
     num_rows: int
-    lag_bound: int
+    oldest_lag: int
     """Tokens of a larger lag are masked."""
     lag_histograms: dict[str, Counter[int]]
     """By environment, the tokens of every group by lag, masked ones included."""
@@ -243,17 +243,17 @@ class Batch:
 
     @property
     def masked_by_lag(self) -> Tensor:
-        """[E, 6] int64: tokens of every group beyond the lag bound, by environment and place in `LAG_LABELS`."""
+        """[E, 6] int64: tokens of every group beyond `oldest_lag`, by environment and place in `LAG_LABELS`."""
         masked = torch.zeros(len(self.lag_histograms), len(LAG_LABELS), dtype=torch.int64)
         for place, histogram in enumerate(self.lag_histograms.values()):
             for lag, num_tokens in histogram.items():
-                if lag > self.lag_bound:
+                if lag > self.oldest_lag:
                     masked[place, LAG_LABELS.index(lag_label(lag))] += num_tokens
         return masked
 
     @property
     def num_tokens_masked_lag(self) -> int:
-        """Tokens of every group that are older than the lag bound."""
+        """Tokens of every group that are masked for their lag."""
         return int(self.masked_by_lag.sum())
 
     def with_advantages(self, advantages: np.ndarray) -> "Batch":

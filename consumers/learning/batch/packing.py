@@ -91,8 +91,8 @@ def pack(
     (`MiniBatch.skipped`), a sibling that depends on the group's index.
 
     The loss mask is made here (`_rows`), and correction, loss and metrics read it from the micro-batches: tokens older
-    than the lag bound are masked, as are truncated rollouts with `advantage.truncated = "mask"`, which are not in the
-    denominators either. A row without an unmasked token is left out, unless KL in the reward needs its tokens.
+    than `RunConfig.oldest_lag` are masked, as are truncated rollouts with `advantage.truncated = "mask"`, which are not
+    in the denominators either. A row without an unmasked token is left out, unless KL in the reward needs its tokens.
 
     With a teacher no group is left out; the advantages are those of the rewards, all 0 if the teacher is alone.
 
@@ -127,7 +127,7 @@ def pack(
         minibatches=tuple(_pack_part(part, config, sharing) for part in parts),
         num_tokens_trained=_num_unmasked(rows),
         num_rows=sum(row.num_unmasked > 0 for row in rows),
-        lag_bound=config.lag_bound,
+        oldest_lag=config.oldest_lag,
         lag_histograms=histograms,
         environments=torch.tensor([names.index(group.environment) for group in groups for _ in group.rollouts]),
         outcome=outcome(groups),
@@ -269,7 +269,7 @@ def _rows(
 def _spans(segment: Segment, lag: KnownLags, config: RunConfig, *, is_left_out: bool) -> Iterator[_Span]:
     recomputes = config.correction.proximal == "sampled_version"
     for d, span in zip(span_lags(segment, lag, config.lag_bound), segment.version_spans, strict=True):
-        is_trained = not is_left_out and d <= config.lag_bound
+        is_trained = not is_left_out and d <= config.oldest_lag
         is_older = recomputes and is_trained and d > 0 and lag(span.version) is not None
         yield _Span(span.end - span.start, d, is_trained, span.version if is_older else UNKNOWN_VERSION)
 

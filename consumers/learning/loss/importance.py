@@ -21,8 +21,8 @@ lower bound of a truncation is the same at every lag: raised, it would give olde
 
 Other masks than the mode's, of what is too far off-policy to be trained on: verl's rejections (`rejected`) and
 off-policy sequence masking (`off_policy_rows_kept`). Each keeps a NaN: a value that cannot be judged reaches the loss,
-and the step is skipped and counted. The loss mask that comes in is that of packing, without tokens beyond the lag
-bound; statistics of rows read every token of it.
+and the step is skipped and counted. The loss mask that comes in is that of packing, without tokens that are
+too old; statistics of rows read every token of it.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def correct_packed(
     weights, by_mode, bounded = _weigh(log_ratios, lag, rows, config)
     keep = loss_mask & ~by_mode
     for rejection in config.rejection:
-        keep = keep & ~rejected(log_ratios, rows, rejection)
+        keep = keep & ~rejected(log_ratios, lag, rows, rejection)
     if config.off_policy_delta is not None:
         assert advantages is not None and current_logprobs is not None
         keep = keep & off_policy_rows_kept(
@@ -144,16 +144,18 @@ def _bounds(lag: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
     return lower, upper
 
 
-def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
+def rejected(log_ratios: Tensor, lag: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
     """Returns [M] bool: True where the rejection masks a token.
 
     verl's rollout rejection (rollout_rs), with l = proximal - behavior, c its clamped value, and Schulman's estimators
     of a KL divergence ("Approximating KL Divergence", 2020) k1 = -c, k2 = c^2 / 2, k3 = e^c - c - 1. A token is judged
     by its own value, or by its row's sum, mean or maximum. `upper` bounds k2 and k3 themselves; for k1 the exponential
-    has to lie in [lower, upper], where `lower` None means 1 / upper, or no bound for seq_max_k1.
+    has to lie in [lower, upper], where `lower` None means 1 / upper, or no bound for seq_max_k1. `token_lag`, ours,
+    judges a token by its lag.
 
     Args:
         log_ratios: [M] float64, unclamped, 0 where masked.
+        lag: [M] integer, optimizer steps.
 
     Returns:
         [M] bool; False in a row without an unmasked token, unless its every token is masked anyway.
@@ -167,6 +169,8 @@ def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
         else:
             lower = 0.0 if rejection.mode == "seq_max_k1" else 1.0 / rejection.upper
         return (values > rejection.upper) | (values < lower)
+    if estimator == "lag":
+        return lag > rejection.upper
     bounded = clamped(log_ratios)
     values = bounded.square() / 2 if estimator == "k2" else torch.expm1(bounded) - bounded
     return _over(scope, values, rows) > rejection.upper

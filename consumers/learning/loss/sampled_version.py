@@ -16,12 +16,11 @@ with keys and values of older weights for the tokens before it (unless the engin
 computes the whole row. Such a token's p / b holds that difference, so that the engine's gap is read from rows of one
 version only (`MicroBatch.is_pure`).
 
-Not recomputed, and left to the policy before the first step: tokens outside the loss mask, and those of a version that
-is unknown or no longer kept, which one line names.
+Not recomputed, and left to the policy before the first step: tokens outside the loss mask, and those of an unknown
+version.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,11 +30,13 @@ from penstock.consumers.learning.batch.batch import MicroBatch, idle_microbatch
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 
-log = logging.getLogger(__name__)
-
 Policies = Callable[[int], Sequence[Tensor] | None]
 """Returns this rank's elements of each published tensor of a version, [count] each, in the order of
 `PackedModel.published_parts`; None if the version is no longer kept."""
+
+
+class PolicyGoneError(LookupError):
+    """A policy that sampled tokens of the batch is no longer kept on every rank."""
 
 
 class Recomputed(NamedTuple):
@@ -65,11 +66,14 @@ class SampledVersions:
         """Called before the masters change."""
         model.check_replaceable()
         self._model, self._ranks, self._device, self._logprobs = model, ranks, device, logprobs
-        self._missing: set[int] = set()
 
     @torch.no_grad()
     def recompute(self, microbatches: Sequence[MicroBatch]) -> list[Recomputed | None]:
-        """Returns the results for each micro-batch, of which every rank has the same number; None for an idle one."""
+        """Returns the results for each micro-batch, of which every rank has the same number; None for an idle one.
+
+        Raises:
+            PolicyGoneError: names the version.
+        """
         needed = self._ranks.gather([frozenset(each.older) for each in microbatches])
         by_pass = [frozenset().union(*of_ranks) for of_ranks in zip(*needed, strict=True)]
         found = [None if each.is_idle else _none_of(each, self._device) for each in microbatches]
@@ -78,30 +82,18 @@ class SampledVersions:
             return found
         self.before_change()
         with self._model.replaced() as replace:
-            for version in self._kept(versions, replace):
+            for version in versions:
+                replace(self._policy(version))
                 for number, microbatch in enumerate(microbatches):
                     if version in by_pass[number]:
                         self._recompute(version, microbatch, found[number])
         return found
 
-    def _kept(self, versions: list[int], replace: Callable[[Sequence[Tensor]], None]) -> Iterator[int]:
-        """Yields those versions whose policy every rank has, each while the model computes with it."""
-        missing = []
-        for version in versions:
-            policy = self.policies(version)
-            if all(self._ranks.gather(policy is not None)):
-                assert policy is not None
-                replace(policy)
-                yield version
-            elif version not in self._missing:
-                missing.append(version)
-        self._missing.update(missing)
-        if missing and self._ranks.is_lead:
-            log.warning(
-                "the policies of versions %s are no longer kept: the proximal policy of their tokens is the one before "
-                "the step",
-                ", ".join(map(str, missing)),
-            )
+    def _policy(self, version: int) -> Sequence[Tensor]:
+        policy = self.policies(version)
+        if not all(self._ranks.gather(policy is not None)) or policy is None:
+            raise PolicyGoneError(f"policy {version}, which sampled tokens of this batch, is not kept on every rank")
+        return policy
 
     def _recompute(self, version: int, microbatch: MicroBatch, found: Recomputed | None) -> None:
         rows = microbatch.older.get(version)

@@ -85,9 +85,10 @@ def _lag_with_unknown(version: int) -> int:
     return 7 - version
 
 
-def test_tokens_past_the_lag_bound_are_masked_and_counted_and_an_unknown_version_is_the_rows_oldest() -> None:
+def test_tokens_past_twice_max_lag_are_masked_and_counted_and_an_unknown_version_is_the_rows_oldest() -> None:
     for versions, changes, lags, num_masked in (
-        ((3, 4, 5, 6), {}, [4, 3, 2, 1, 0], 2),
+        ((2, 3, 4, 5), {}, [5, 4, 3, 2, 0], 1),
+        ((3, 4, 5, 6), {"max_lag": 1}, [4, 3, 2, 1, 0], 2),
         ((6, 7), {"mode": "synchronous"}, [1, 0, 0], 1),
         ((-1, 5, 6), {}, [2, 2, 1, 0], 0),
         ((-1, -1), {}, [2, 2, 0], 0),  # none is known: the lag bound
@@ -97,7 +98,7 @@ def test_tokens_past_the_lag_bound_are_masked_and_counted_and_an_unknown_version
         batch = pack([_one_row(*versions)], _lag_with_unknown, config)
         ((microbatch,), (minibatch,)) = batch.microbatches, batch.minibatches
         assert microbatch.lag.tolist() == lags, versions
-        assert microbatch.loss_mask.tolist() == [lag <= config.lag_bound for lag in lags], versions
+        assert microbatch.loss_mask.tolist() == [lag <= config.oldest_lag for lag in lags], versions
         counts = minibatch.num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag
         assert counts == (len(lags), len(lags) - num_masked, num_masked), versions
         assert batch.lag_histogram == {lag: lags.count(lag) for lag in lags}, versions
@@ -129,10 +130,10 @@ def test_a_rollout_of_each_group_without_variance_is_kept_for_the_metrics() -> N
         siblings = [segment([1, 2, 3, 4][: 2 + n], [(1, 2 + n)], [2] + [7] * n) for n in range(3)]
         return group_of(index, [[sibling] for sibling in siblings], [0.1] * 3)
 
-    config = configuration("none", max_lag=4)
+    config = configuration("none", max_lag=2)
     (minibatch,) = pack([_one_row(7), flat(3), flat(4), flat(5)], lag_from(7), config).minibatches
     (sample,) = minibatch.skipped
-    # Of 1, 2 and 3 tokens, the first of each past the lag bound: nothing is left of sibling 0, so 1 and 2 take turns.
+    # Of 1, 2 and 3 tokens, the first of each too old: nothing is left of sibling 0, so 1 and 2 take turns.
     assert sorted(sample.row_ids.bincount().tolist()) == [2, 3, 3]
     assert int(sample.loss_mask.sum()) * minibatch.skipped_scale == pytest.approx(3 * (1 + 2))
     assert not sample.advantages.any()

@@ -18,12 +18,14 @@ LN2 = math.log(2.0)
 NAN = float("nan")
 
 
-def _correct(log_ratios: list[list[float]], config: CorrectionConfig, lag: int = 0, **more: torch.Tensor) -> Correction:
+def _correct(
+    log_ratios: list[list[float]], config: CorrectionConfig, lag: int | list[int] = 0, **more: torch.Tensor
+) -> Correction:
     """Behavior logprobs of -1, every token valid."""
     behavior = torch.full((len(log_ratios), len(log_ratios[0])), -1.0, dtype=torch.float64)
     proximal = behavior + torch.tensor(log_ratios, dtype=torch.float64)
     mask = torch.ones(behavior.shape, dtype=torch.bool)
-    return correct(proximal, behavior, mask, torch.full(behavior.shape, lag), config, **more)
+    return correct(proximal, behavior, mask, torch.tensor(lag).expand(behavior.shape), config, **more)
 
 
 def test_a_ratio_equal_to_the_threshold_is_kept() -> None:
@@ -38,6 +40,11 @@ def test_corrected_tokens_are_the_truncated_and_the_masked_ones() -> None:
     correction = _correct(row, config)
     assert correction.keep_mask.tolist() == [[True, True, True, False]]
     assert correction.corrected_mask.tolist() == [[True, False, False, True]]
+
+
+def test_a_run_may_mask_what_is_older_than_it_wants() -> None:
+    config = CorrectionConfig("none", rejection=(Rejection("token_lag", 2),))
+    assert _correct([[0.0] * 4], config, lag=[0, 2, 3, 4]).keep_mask.tolist() == [[True, True, False, False]]
 
 
 def test_a_nan_that_is_not_masked_is_never_masked_away() -> None:

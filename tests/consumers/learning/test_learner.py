@@ -45,12 +45,12 @@ def test_loss_and_gradient_in_one_or_many_micro_batches_equal_those_of_rows_one_
 ) -> None:
     oracle = tiny_model(tmp_path, tied=tied).double()
     groups = [*random_groups(temperature=temperature), random_group(9, 0, rewards=[1.0] * 4)]
-    loss = grpo_loss(oracle, groups, lag_from(7), lag_bound=3, threshold=2.0)
+    loss = grpo_loss(oracle, groups, lag_from(7), lag_bound=2, threshold=2.0)
     loss.backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in oracle.parameters()))
     reports = []
     for trainer in (UNCLIPPED, SMALL):
-        learner = Learner(configuration(tmp_path, max_lag=3, trainer=trainer))
+        learner = Learner(configuration(tmp_path, max_lag=1, trainer=trainer))
         gradients, batch = gradients_of(learner), learner.pack(groups, lag_from(7))
         assert (len(batch.microbatches) > 3) == (trainer is SMALL)
         reports.append(learner.step(batch))
@@ -83,7 +83,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, monkeypatch, dtype
 
 
 def test_a_report_has_finite_numbers_and_counts_what_the_lag_bound_masks(folder) -> None:
-    learner = Learner(configuration(folder, max_lag=2))
+    learner = Learner(configuration(folder, max_lag=1))
     batch = learner.pack(random_groups(), lag_from(7))
     report = learner.step(batch)
     names = {"reward", "loss", "entropy", "chi2", "ess_fraction", "rollout_correction/kl", "grad_norm", "learning_rate"}

@@ -332,7 +332,7 @@ def test_each_environment_has_the_bias_of_its_own_tokens(folder) -> None:
         rho = (proximal - behavior).double().exp().numpy()
         spans = [s for g in of_name for r in g.rollouts for part in r.segments for s in part.version_spans]
         lags = [7 - span.version for span in spans for _ in range(span.start, span.end)]
-        num_masked = sum(lag > 1 for lag in lags)
+        num_masked = sum(lag > 2 for lag in lags)
         assert num_masked and num_masked == len(lags) - len(rho)
         expected[name] = {
             "num_tokens": len(rho),

@@ -121,11 +121,11 @@ def _rollouts(group: RolloutGroup, *cut_off: int) -> RolloutGroup:
 
 @pytest.mark.parametrize(
     ("kl", "truncated", "max_lag", "mode"),
-    [(0.0, "mask", 2, "none"), (1e-9, "mask", 9, "none"), (BETA, "mask", 2, "sequence_truncate"),
-     (0.0, "train", 2, "sequence_truncate"), (BETA, "train", 9, "none")],
+    [(0.0, "mask", 1, "none"), (1e-9, "mask", 9, "none"), (BETA, "mask", 1, "sequence_truncate"),
+     (0.0, "train", 1, "sequence_truncate"), (BETA, "train", 9, "none")],
 )  # fmt: skip
 def test_the_gradient_is_the_sum_over_the_tokens_that_the_loss_mask_keeps(models, kl, truncated, max_lag, mode) -> None:
-    """Truncated rollouts, tokens beyond the lag bound, and both; with and without KL in the reward."""
+    """Truncated rollouts, tokens that are too old, and both; with and without KL in the reward."""
     trainer = TrainerConfig(device="cpu", max_grad_norm=1e9, tokens_per_microbatch=60)
     correction = CorrectionConfig(mode=mode, threshold=1e8)
     config = _config(models, kl=kl, truncated=truncated, correction=correction, trainer=trainer, max_lag=max_lag)
@@ -142,7 +142,7 @@ def test_the_gradient_is_the_sum_over_the_tokens_that_the_loss_mask_keeps(models
             (part,) = rollout.segments
             denominator += part.num_sampled_tokens
             lag = [7 - span.version for span in part.version_spans for _ in range(span.end - span.start)]
-            kept = torch.tensor(lag) <= max_lag
+            kept = torch.tensor(lag) <= 2 * max_lag
             logprobs = expected.logprobs[group.index][place][kept]
             behavior = torch.tensor(unpack_floats(part.behavior_logprobs), dtype=torch.float64)[kept]
             ratio = (logprobs.detach() - behavior).mean().exp() if mode != "none" else 1.0
@@ -164,7 +164,7 @@ def test_truncated_rollouts_alone_take_no_step_where_they_are_masked(models, kl)
 
 def test_a_stale_segment_counts_for_the_penalty_of_its_rollout_and_is_not_trained(models) -> None:
     rows = [[segment([1, 2, 3, 4], [(1, 4)], [version] * 3)] for version in (7, 2, 7)]
-    learner = Learner(_config(models, max_lag=4))
+    learner = Learner(_config(models, max_lag=2))
     batch = learner.pack([group_of(1, rows, [1.0, 0.0, 0.5])], lag_from(7))
     assert (len(batch.microbatches[0].rollouts), batch.num_tokens_trained, batch.num_rows) == (3, 6, 2)
     report = learner.step(batch)

@@ -1,7 +1,5 @@
 """The proximal policy recomputed under the version that sampled each token: engine and lag are two factors."""
 
-import logging
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, check_objective
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.loss.sampled_version import PolicyGoneError
 from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
 from penstock.consumers.parity.producers import ProducerGaps
 from penstock.schemas.config import ConfigError, CorrectionConfig, LoraConfig, ModelConfig, RunConfig, TrainerConfig
@@ -169,20 +168,13 @@ def test_a_bfloat16_policy_of_an_older_version_is_the_one_that_was_published(fol
     assert not torch.equal(torch.cat(walk.by_sibling("current_logprobs")), torch.cat(walk.sampled))
 
 
-def test_a_version_that_is_no_longer_kept_is_named_once_and_its_tokens_have_the_policy_before_the_step(
-    folder, caplog
-) -> None:
+def test_a_policy_that_is_no_longer_kept_is_an_error_that_names_it_and_the_masters_stay(folder) -> None:
     walk = _walk(_config(folder))
     del walk.policies[1]
-    with caplog.at_level(logging.WARNING):
-        report = walk.step(walk.sampled)
+    before = [p.detach().clone() for p in walk.learner.model.parameters()]
+    with pytest.raises(PolicyGoneError, match="policy 1, which sampled tokens of this batch, is not kept"):
         walk.step(walk.sampled)
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [
-        "the policies of versions 1 are no longer kept: the proximal policy of their tokens is the one before the step"
-    ]
-    assert report.gaps[50].num_tokens == sum(len(ROWS[r]) for r in PURE if ROWS[r][0] != 1)
-    assert math.isfinite(report.metrics["loss"])
+    assert all(map(torch.equal, before, walk.learner.model.parameters()))
 
 
 def test_a_producer_of_noisy_weights_is_named_within_five_groups_of_any_lag_and_a_sound_one_never(folder) -> None:

@@ -50,7 +50,7 @@ def test_every_token_is_recorded_with_the_trainers_own_numbers(folder, budget, m
             (part,), (scores,) = rollout.segments, findings
             tokens = sampled_tokens(part, scores)
             assert [token.lag for token in tokens] == [CURRENT - token.version for token in tokens]
-            if group.index == 7 or min(token.lag for token in tokens) > 3:
+            if group.index == 7 or min(token.lag for token in tokens) > config.oldest_lag:
                 assert all(token.proximal_logprob is None and token.is_kept is None for token in tokens)
                 continue
             ((microbatch, _),) = pack_segments([(0, part, 1.0)], 8192)
@@ -60,7 +60,7 @@ def test_every_token_is_recorded_with_the_trainers_own_numbers(folder, budget, m
             assert [token.proximal_logprob for token in tokens] == pytest.approx(expected, abs=2e-5)
             for token in tokens:
                 ratio = math.exp(token.proximal_logprob - token.behavior_logprob)
-                is_kept = token.lag <= 3 and ratio <= THRESHOLD
+                is_kept = token.lag <= config.oldest_lag and ratio <= THRESHOLD
                 assert token.is_kept == is_kept
                 assert token.importance_weight == pytest.approx(ratio if is_kept else 0.0, rel=1e-5)
                 num_kept += is_kept

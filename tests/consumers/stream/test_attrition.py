@@ -46,7 +46,7 @@ def test_every_rollout_is_counted_once_through_a_kill_and_a_resume(bench, redis_
     def answer(index: int, version: int) -> dict:
         if index == 7:
             return dead_fields(7, "deadline: not finished after 1 s")
-        if index in (21, 29) and index not in stale_once:
+        if index in (25, 33) and index not in stale_once:
             stale_once.add(index)
             return fields_of(index, 0, 40, 3)  # as old as policy 0: sampled again
         return fields_of(index, version, 40, 3, tries_lost=int(index == 5))
@@ -91,7 +91,7 @@ def test_a_stale_group_that_is_read_again_is_counted_once(bench, redis_client):
     released = bench.trainer()
     released.intake.reconcile()
     entry_id = redis_client.xadd(bench.keys.rollouts, fields_of(1, 0, 9, 9))
-    released.intake.lag_of.advance(3)
+    released.intake.lag_of.advance(5)
     intake = released.intake
     for is_new in (True, False):
         intake.reader.read_to_end(intake.lag_of)
@@ -100,7 +100,7 @@ def test_a_stale_group_that_is_read_again_is_counted_once(bench, redis_client):
         resume(bench, intake)
     assert totals(intake.ledger.attrition) == {"stale": {"16": (2, 18)}}
     assert intake.ledger.stale == {1: entry_id.decode()}
-    redis_client.xadd(bench.keys.rollouts, fields_of(1, 3, 9, 9))
+    redis_client.xadd(bench.keys.rollouts, fields_of(1, 5, 9, 9))
     intake.reader.rewind()
     intake.reader.read_to_end(intake.lag_of)
     assert 1 in intake.reader.ready, "the group that was sampled in its place"

@@ -450,6 +450,7 @@ def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_clie
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_streams_whose_entry_ids_are_used_up_are_made_anew(bench, redis_client, monkeypatch, caplog, is_seen):
     monkeypatch.setattr(trainer_module, "WAITING_LOG_S", 0.1)
+    bench.overrides = ["num_updates=13"]  # the second trainer releases prompts too
     keys, client = bench.keys, redis_client
     streams = [
         keys.prompts, keys.rollouts, keys.evaluation_results, keys.evaluations, keys.policy, keys.dead,
@@ -478,7 +479,7 @@ def test_streams_whose_entry_ids_are_used_up_are_made_anew(bench, redis_client, 
     use_up(keys.prompts)  # while no trainer runs
     assert bench.trainer(resume=True).run()
     assert_settled_once(bench, redis_client, dead={1, 40})
-    assert {line["update"] for line in bench.lines("evaluations.jsonl")} == {0, 5, 8, 10, 12}
+    assert {line["update"] for line in bench.lines("evaluations.jsonl")} == {0, 5, 8, 10, 13}
     said = [text.partition(":")[2].partition(": its entry ids")[0] for text in caplog.messages if "are used up" in text]
     assert {f"{{test}}:{name}" for name in said} >= set(streams) - {keys.dead_rollouts}
     client.xadd(keys.prompts, {"index": 1})  # it takes entries again
