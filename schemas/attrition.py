@@ -14,7 +14,7 @@ from penstock.schemas.metrics import LENGTH_BUCKETS
 from penstock.schemas.rollout import MAX_REWARD, RolloutGroup, says_too_long
 
 OUTCOMES = ("trained", "skipped", "stale", "quarantined", "dead", "missing", "duplicate")
-"""Of a rollout: that of its group. `stale`: every token of the group was beyond the lag bound; `quarantined`: a
+"""Of a rollout: that of its group. `stale`: every token of the group was older than twice max_lag; `quarantined`: a
 quarantined producer sampled it; the index of either was sampled again. `duplicate`: another group of its index came
 first. `missing`: it ended without a reward, and its group continued without it. All but stale, quarantined and
 duplicate rollouts belong to a settled index."""
@@ -35,7 +35,7 @@ class Rollouts(msgspec.Struct):
     num_tokens: int = 0
     """Sampled."""
     num_tokens_masked: int = 0
-    """Sampled tokens beyond the lag bound when they were trained."""
+    """Sampled tokens older than twice max_lag when they were trained."""
     num_scored: int = 0
     reward_sum: float = 0.0
     finish_reasons: dict[str, int] = {}

@@ -515,7 +515,7 @@ class CorrectionConfig(Section, frozen=True):
 
 class BatchConfig(Section, frozen=True, kw_only=True):
     fill: Literal["any", "with_variance"] = "any"
-    """Which groups a batch waits for. `any`: those that arrive first. `with_variance`: those of rewards that differ
+    """Which groups a batch waits for. `any`: those released first. `with_variance`: those of rewards that differ
     (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2); others are settled as skipped and others are sampled in
     their place."""
     max_skipped: Positive | None = None

@@ -168,7 +168,7 @@ class TrainerMetric:
     )
     TOKENS_MASKED = Metric(
         "penstock_tokens_masked_total",
-        "Sampled tokens masked: beyond the lag bound, or by the correction",
+        "Sampled tokens masked: older than twice max_lag, or by the correction",
         ("reason",),
         values=("lag", "correction"),
         unit="tokens",
@@ -190,7 +190,7 @@ class TrainerMetric:
     )
     CREDIT = Metric("penstock_credit_groups", "The most groups that may be released and not settled")
     GROUPS_OPEN = Metric("penstock_groups_open", "Groups released and not settled", unit="groups")
-    LAG_BOUND = Metric("penstock_lag_bound_steps", "Tokens of a larger lag are masked")
+    LAG_BOUND = Metric("penstock_lag_bound_steps", "Lag for which prompts are released and started")
     DUPLICATES = Metric(
         "penstock_duplicates_dropped_total", "Groups dropped since another one of their index came first", unit="groups"
     )
@@ -293,7 +293,7 @@ class TrainerMetric:
     )
     ROLLOUT_TOKENS_MASKED = Metric(
         "penstock_rollout_tokens_masked_total",
-        "Sampled tokens of rollouts that were beyond the lag bound when they were trained",
+        "Sampled tokens of rollouts that were older than twice max_lag when they were trained",
         ("outcome", "environment"),
         unit="tokens",
     )
@@ -405,7 +405,7 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
     "weight_chunk_bytes": _M("Bytes of the last published update's chunks", title="bytes of an update"),
     "weight_chain": _M("Deltas since the newest anchor", "deltas"),
     "weight_redis_bytes": _M("Bytes of chunks of weights in Redis"),
-    "num_tokens": _M("Tokens within the lag bound", "tokens", (LAG,), "tokens"),
+    "num_tokens": _M("Tokens not older than twice max_lag", "tokens", (LAG,), "tokens"),
     "kl": _M("Mean of behavior minus proximal logprob, in nats", "nats", (LAG,), "mean log-ratio"),
     "k3_kl": _M(
         "k3 estimate of the KL divergence, in nats", "nats", (LAG,), "KL",
@@ -425,11 +425,11 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
     ),
     "weight_mean": _M("Mean importance weight applied", "none", (LAG,), "weight"),
     "corrected_frac": _M(
-        "Share of tokens within the lag bound that the correction rejected or bounded", "", BOTH, "corrected",
+        "Share of tokens not older than twice max_lag that the correction rejected or bounded", "", BOTH, "corrected",
         bad_above=0.5,
     ),
     "masked_frac": _M(
-        "Share of the sampled tokens that are masked: beyond the lag bound, or rejected by the correction",
+        "Share of the sampled tokens that are masked: older than twice max_lag, or rejected by the correction",
         "", BOTH, "masked", bad_above=limits.BEYOND_BOUND,
     ),
     "rejected_frac_positive": _M(

@@ -19,10 +19,10 @@ NOTHING_LEARNED = (
 
 
 def masked_advice(share: float) -> str:
-    """Says which setting helps where many tokens are masked for their lag. share: of the sampled tokens."""
+    """Says what helps where many tokens are masked for their lag. share: of the sampled tokens."""
     return (
-        f"{share:.0%} of the sampled tokens were masked for their lag: lower producers.groups_in_flight; a larger "
-        "max_lag helps only where single rollouts take longer than max_lag updates"
+        f"{share:.0%} of the sampled tokens were masked for their lag, older than twice max_lag: after a resume this "
+        "ends by itself; otherwise raise max_lag"
     )
 
 

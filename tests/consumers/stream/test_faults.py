@@ -482,7 +482,7 @@ def test_streams_whose_entry_ids_are_used_up_are_made_anew(bench, redis_client, 
     assert {line["update"] for line in bench.lines("evaluations.jsonl")} == {0, 5, 8, 10, 13}
     said = [text.partition(":")[2].partition(": its entry ids")[0] for text in caplog.messages if "are used up" in text]
     assert {f"{{test}}:{name}" for name in said} >= set(streams) - {keys.dead_rollouts}
-    client.xadd(keys.prompts, {"index": 1})  # it takes entries again
+    client.xadd(keys.prompts, {"index": 1, "version": 0})  # it takes entries again
 
 
 @pytest.mark.parametrize("fields", [{"foo": "bar"}, {"index": "x", "version": "0"}, {"index": "9" * 5000}])

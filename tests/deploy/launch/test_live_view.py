@@ -267,7 +267,7 @@ def test_many_tokens_masked_for_lag_are_warned_of_once_with_what_helps(plain, tm
         append_update(tmp_path / "r", number, lag_histogram=lags, num_tokens_masked_lag=lags.get("3", 0))
         plain.refresh({})
     (warning,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
-    assert "14% of the sampled tokens were masked for their lag: lower producers.groups_in_flight; a larger" in warning
+    assert "14% of the sampled tokens were masked for their lag, older than twice max_lag: after a resume" in warning
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -286,7 +286,7 @@ def test_what_must_not_be_overlooked_ends_the_run_as_a_warning() -> None:
     names = ("num_groups_trained", "num_groups_skipped", "num_groups_dead", "num_evaluation_failed")
     others = {"name": "r", "num_evaluation_prompts": 2, "attrition": None, "lag_histogram": {"0": 100}}
     for counts, num_masked, wanted in (
-        ((9, 1, 0, 0), 11, "11% of the sampled tokens were masked for their lag: lower producers.groups_in_flight"),
+        ((9, 1, 0, 0), 11, "11% of the sampled tokens were masked for their lag, older than twice max_lag"),
         ((9, 1, 0, 0), 10, ""),
         ((1274, 11526, 0, 0), 0, "11,526 of 12,800 groups trained nothing: the rewards within each group"),
         ((5, 5, 0, 0), 0, ""),
