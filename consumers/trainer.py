@@ -9,7 +9,7 @@ The stages of the pipeline, what each waits for and, in brackets, who unblocks i
                  producers/loop.py
     take         the groups that were released first, none stale; a    waits for `groups_per_batch` ready groups, and
                  group is passed by those of `max_lag` at most         for one that enough have passed [producers]
-                 stream/window.py
+                 stream/release.py
     gate         engine and trainer agree, or nothing is trained       -
                  parity/gate.py, on the first batch of new weights
     batch        lag, advantages, packed tensors                       -

@@ -9,11 +9,10 @@ from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.quarantine import Quarantine
 from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, group_versions, readable
-from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.release import Releaser, ReleaseWindow
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.settlement import Settlement
-from penstock.consumers.stream.window import Window
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.keys import entry_key
 from penstock.schemas.record import PASSED_OVER
@@ -60,7 +59,7 @@ class Intake:
             lambda group: chooses and not has_variance(group, config.advantage),
         )
         self._releaser = Releaser(scripts, ledger, self.reader, config, progress)
-        self._window = Window(config, ledger)
+        self._window = ReleaseWindow(config, ledger)
 
     @property
     def num_ready(self) -> int:
@@ -87,8 +86,9 @@ class Intake:
         return self._window.oldest_away(self.reader.ready)
 
     def batch(self, num_groups: int) -> list[RolloutGroup] | None:
-        """Returns the groups whose turn it is (`Window`), sorted by index, none of them stale; None while there are too
-        few. They stay ready until they are settled. Also settles refused records and releases as the credit allows.
+        """Returns the groups whose turn it is (`ReleaseWindow`), sorted by index, none of them stale; None while there
+        are too few. They stay ready until they are settled. Also settles refused records and releases as the credit
+        allows.
 
         Raises:
             RunFailedError: see `Settlement.settle_refused`.

@@ -1,8 +1,8 @@
-"""Releases task indexes while the lag credit lasts, and releases lost ones again."""
+"""Releases task indexes while the lag credit lasts, releases lost ones again, and says whose turn it is to be taken."""
 
 import logging
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby, islice
 from operator import itemgetter
 
 from penstock.consumers.checkpoints.state import ReleasedTask, RequeuedIndex
@@ -21,8 +21,9 @@ class Releaser:
     """Keeps the number of released, unsettled indexes at the credit, but never above what the run still needs.
 
     The credit bounds lag: a finished group waits behind at most `max_lag` batches. Each index is released with the
-    policy version that the trainer will have when it takes the group in its turn (`Window`): a producer waits until its
-    own is within the lag bound of that one. A group that is passed by others is taken at most that many steps later.
+    policy version that the trainer will have when it takes the group in its turn (`ReleaseWindow`): a producer waits
+    until its own is within the lag bound of that one. A group that is passed by others is taken at most that many steps
+    later.
     """
 
     def __init__(
@@ -173,3 +174,37 @@ class Releaser:
 
     def num_open_prompts(self) -> int:
         return self._scripts.connection.call(lambda client: client.xlen(self._scripts.keys.prompts))
+
+
+class ReleaseWindow:
+    """A batch takes the ready groups that were released first. A group that is still being sampled is passed by at most
+    `RunConfig.num_passing` of those released after it (a windowed FIFO: MiniMax, arXiv 2605.26494, section 6.2.4); then
+    batches wait for it.
+
+    So what takes long is never overtaken until it is stale, and what was sampled is trained whatever its length. The
+    group that batches wait for arrives, dies (of its deadline, for example), or is found lost and released again behind
+    the others, as one that is sampled again is: none is waited for forever.
+    """
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self._num_passing = config.num_passing
+        self._ledger = ledger
+        # A group that is skipped while a batch is filled takes none of its places.
+        self._taken = ("trained",) if config.max_skipped else ("trained", "skipped")
+
+    def oldest_away(self, ready: Collection[int]) -> int | None:
+        """Returns the index that was released first of those that are being sampled."""
+        ledger = self._ledger
+        away = (index for index in ledger.open_indexes() if index not in ready and index not in ledger.postponed)
+        return min(away, key=ledger.turn, default=None)
+
+    def in_turn(self, ready: Collection[int]) -> list[int]:
+        """Returns the ready indexes that may be taken now, in the order of their release."""
+        order = sorted(ready, key=self._ledger.turn)
+        oldest = self.oldest_away(ready)
+        if oldest is None:
+            return order
+        turn = self._ledger.turn(oldest)
+        before = [index for index in order if self._ledger.turn(index) < turn]
+        num_passed = sum(self._ledger.by_outcome[outcome].num_above(turn[0]) for outcome in self._taken)
+        return [*before, *islice(order, len(before), len(before) + max(0, self._num_passing - num_passed))]

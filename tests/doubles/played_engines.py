@@ -29,7 +29,7 @@ MEAN, MOST = 98, 512
 
 
 @dataclass
-class Played:
+class PlayedRun:
     """What came of a run. wait_s: of the trainer. sampled, trained: lengths by index. lags: tokens by lag."""
 
     ledger: Ledger
@@ -58,7 +58,7 @@ def play(
     in_flight: int = 10**6,
     lengths: Callable[[int, random.Random], Sequence[int]] | None = None,
     is_kept: Callable[[int], bool] | None = None,
-) -> Played:
+) -> PlayedRun:
     """Plays a run to its end. token_s: of every engine, whatever its load. in_flight: groups that are sampled at once.
     lengths: of an index's siblings; by default geometric with mean `MEAN`, up to `MOST`. is_kept: see `Intake`."""
     player = _Player(config, token_s, random.Random(seed), in_flight, lengths, is_kept)
@@ -104,7 +104,7 @@ class _Player:
             release_again=lambda version, tasks: self._prompts.extend((index, version) for index, _ in tasks),
         )
         self.progress = RunProgress(0, CheckpointState(policy_version=-1))
-        self.played = Played(Ledger())
+        self.played = PlayedRun(Ledger())
         self._lag_of = LagTable(0, {}, {})
         self.intake = Intake(
             config, scripts, self.played.ledger, self._lag_of, self.progress, lambda group: None, is_kept

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.stream.ledger import IndexRanges, Ledger
-from penstock.consumers.stream.window import Window
+from penstock.consumers.stream.release import ReleaseWindow
 from penstock.schemas.config import BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
 from played_engines import MEAN, MOST, play
 
@@ -33,7 +33,7 @@ def settle(ledger: Ledger, *indexes: int, outcome: str = "trained") -> None:
 
 def test_a_group_is_passed_by_two_batches_and_then_waited_for_until_it_comes_dies_or_is_lost():
     ledger = ledger_of(24)
-    window, ready = Window(configuration(groups_per_batch=4), ledger), set(range(2, 14))
+    window, ready = ReleaseWindow(configuration(groups_per_batch=4), ledger), set(range(2, 14))
     assert window.in_turn(ready) == [*range(2, 10)]
     settle(ledger, 2, 3, 4, 5)
     assert window.in_turn(ready - {2, 3, 4, 5}) == [6, 7, 8, 9]
@@ -57,7 +57,7 @@ def test_a_group_that_is_skipped_while_a_batch_is_filled_passes_nobody():
         ledger = ledger_of(24)
         settle(ledger, 2, 3, 4, outcome="skipped")
         settle(ledger, 5, outcome="dead")
-        window = Window(configuration(groups_per_batch=4, batch=BatchConfig(fill=fill)), ledger)
+        window = ReleaseWindow(configuration(groups_per_batch=4, batch=BatchConfig(fill=fill)), ledger)
         assert len(window.in_turn(range(6, 24))) == num_left, fill
 
 
