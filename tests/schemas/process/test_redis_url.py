@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RedisConfig, RunConfig, load_config
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RedisConfig, RunConfig
 from penstock.schemas.process.redis_url import configured_url, redis_url, server_of
 
 
@@ -102,15 +102,3 @@ def test_a_certificate_that_is_not_there_is_named_before_anything_connects(tmp_p
         configured_url(config(f"rediss://host?ssl_ca_certs={file}"))
     file.touch()
     assert configured_url(config(f"rediss://host?ssl_ca_certs={file}"))
-
-
-def test_a_run_file_holds_no_password(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    head = 'name = "r"\n[model]\npath = "m"\n[environment]\npath = "a:B"\n[redis]\n'
-    for url in ("redis://user@host:1/2", "unix:///run/redis.sock", "redis://host"):
-        file.write_text(f'{head}url = "{url}"\n')
-        assert load_config(file).redis.url == url
-    file.write_text(f'{head}url = "redis://user:marker@host"\n')
-    with pytest.raises(ConfigError, match=r"redis\.url holds a password; expected it in the environment") as caught:
-        load_config(file)
-    assert "marker" not in str(caught.value)
