@@ -146,20 +146,3 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-@pytest.mark.slow
-def test_a_frozen_server_and_a_signal_meanwhile_still_end_with_status_0(begin) -> None:
-    run = begin(2)
-    process = run.start(token_s=60)
-
-    def in_flight() -> int:
-        # By its own account: what the server has delivered may not have reached the producer yet.
-        heartbeat = run.server.client.get(run.trainer.keys.producer("producer-0"))
-        return len(decode_heartbeat(heartbeat).in_flight) if heartbeat else 0
-
-    wait_for(lambda: in_flight() == 2)
-    run.server.freeze()
-    run.stop(process)
-    assert "stopped without Redis: 2 claims are free for others in 30 s" in run.log()
-    run.server.thaw()

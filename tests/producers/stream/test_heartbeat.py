@@ -23,11 +23,6 @@ def described(**changes) -> Heartbeat:
     return heartbeat("a", **{"host": "elsewhere", "pid": 17, "policy_version": 3, "sent_s": time.time(), **changes})
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
-
-
 async def test_a_heartbeat_expires_and_carries_what_is_described(streams) -> None:
     sender = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
     await sender.claim_id()
