@@ -21,19 +21,14 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_stop_that_a_library_swallows_is_carried_out_before_training():
-    stop_signals = StopSignals()
+def test_a_swallowed_stop_is_carried_out_before_training_and_later_ones_go_where_they_are_handed_to():
+    stop_signals, calls = StopSignals(), []
     with pytest.raises(StoppedError):
         os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)  # the second one leaves in peace what the first is ending
-    calls = []
     with pytest.raises(StoppedError):
         stop_signals.hand_to(lambda: calls.append("stop"))
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_a_signal_goes_where_the_signals_were_handed_to_and_is_ignored_at_the_end():
-    stop_signals, calls = StopSignals(), []
+    stop_signals = StopSignals()
     stop_signals.hand_to(lambda: calls.append("stop"))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(os.getpid(), number)
@@ -47,32 +42,32 @@ def test_a_signal_goes_where_the_signals_were_handed_to_and_is_ignored_at_the_en
 
 
 class Finalized:
+    def __init__(self, end) -> None:
+        self.end = end
+
     def __del__(self) -> None:
+        self.end()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_stop_in_a_finalizer_comes_again_and_nothing_is_printed_but_other_exceptions(monkeypatch):
+    def stop() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0)  # the handler runs
 
-
-@pytest.mark.usefixtures("in_this_process")
-def test_a_stop_in_a_finalizer_comes_again_and_nothing_is_printed(monkeypatch):
-    printed = []
-    monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    StopSignals()
-    with pytest.raises(StoppedError):
-        finalized = Finalized()
-        del finalized
-        time.sleep(20)
-    assert not printed
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_other_exceptions_in_a_finalizer_are_printed(monkeypatch):
-    class Broken:
-        def __del__(self) -> None:
-            raise ValueError("broken")
+    def fail() -> None:
+        raise ValueError("broken")
 
     printed = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda args: printed.append(args.exc_value))
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: printed.append(str(args.exc_value)))
     StopSignals()
-    broken = Broken()
-    del broken
-    assert [str(error) for error in printed] == ["broken"]
+    for end in (stop, fail):
+        finalized = Finalized(end)
+        if end is fail:
+            del finalized
+            continue
+        with pytest.raises(StoppedError):
+            del finalized
+            time.sleep(20)
+        assert not printed
+    assert printed == ["broken"]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fp64_oracle import grpo_loss
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN
+from penstock.consumers.learning.model import learner_state
 from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.schemas.config import CorrectionConfig, ModelConfig, TrainerConfig
 from training_groups import (
@@ -178,14 +180,21 @@ def _moments(learner: Learner) -> list[dict[str, list]]:
     return [{name: state[name].tolist() for name in sorted(state)} for state in states]
 
 
-def test_a_resumed_learner_continues_with_equal_bits_or_with_new_settings_of_its_optimizer(folder, tmp_path) -> None:
+def test_a_resumed_learner_continues_with_equal_bits_or_with_new_settings_of_its_optimizer(
+    folder, tmp_path, monkeypatch
+) -> None:
+    """From what the learner was when its checkpoint was begun, which is written beside the next step."""
+    stepped, write = threading.Event(), learner_state.write_tensors
+    monkeypatch.setattr(learner_state, "write_tensors", lambda *args: stepped.wait(60) and write(*args))
     trainer = TrainerConfig(device="cpu", learning_rate=1e-2, warmup_steps=10)
     learner = Learner(configuration(folder, trainer=trainer))
     for seed in range(3):
         _step(learner, random_groups(seed=seed))
-    learner.begin_checkpoint(tmp_path / "saved").result()
+    writing = learner.begin_checkpoint(tmp_path / "saved")
     saved, state = _moments(learner), learner.state()
     expected = _step(learner, random_groups(seed=3)).metrics
+    stepped.set()
+    writing.result()
     for changes in ({}, {"betas": (0.5, 0.6)}, {"weight_decay": 0.5}):
         resumed = Learner(configuration(folder, trainer=replace(trainer, **changes)))
         resumed.load_checkpoint(tmp_path / "saved", state)

@@ -59,6 +59,7 @@ def test_dithering_equals_a_fixed_threshold_for_each_weight() -> None:
     module = _module(w=base.clone())
     dither(module, BFLOAT16, 0)
     threshold = 0.5 - (module.w.detach() - base) / unit
+    assert threshold.min() < 0.01 and threshold.max() > 0.99
     for moved in torch.linspace(-3 * unit, 3 * unit, 41):
         steps = ((base + moved) / unit).double()
         fraction = steps - steps.floor()

@@ -97,15 +97,20 @@ def test_every_number_of_the_diagnostics_has_its_gauge_and_reaches_it(metrics: T
 
 
 def test_a_number_that_a_batch_has_not_is_not_that_of_the_batch_before(metrics: TrainerMetrics) -> None:
-    """A bucket without a token has no sample, a number of the whole batch is NaN, a part of the reward is gone."""
+    """A bucket without a token has no sample, a number of the whole batch is NaN, a part of the reward is gone, and so
+    is what only the objective reports."""
     value = metrics.registry.get_sample_value
     assert math.isnan(value("penstock_ess_fraction"))
-    metrics.record(line(**diagnostics([0, 5]), **{"reward/exact": 0.25, "reward/form": 0.75}))
+    parts = {"reward/exact": 0.25, "reward/form": 0.75}
+    metrics.record(line(**diagnostics([0, 5]), **parts, dual_clipped_frac=0.125, policy_clipped_frac=0.5))
     assert value("penstock_ess_fraction") < 1
+    assert value("penstock_objective", {"name": "dual_clipped_frac"}) == 0.125
+    assert generate_latest(metrics.registry).decode().count("penstock_objective{") == 1
     metrics.record(line(**diagnostics([1, 5]), **{"reward/exact": 0.5}))
     for name in TRAINER_GAUGES_BY_LAG.keys() - {"rejected_frac_negative"}:
         gauge = f"{prometheus_name(name)}_by_lag"
         assert value(gauge, {"lag": "0"}) is None and value(gauge, {"lag": "1"}) is not None, name
+    assert value("penstock_objective", {"name": "dual_clipped_frac"}) is None
     assert value("penstock_reward_part", {"part": "exact"}) == 0.5
     assert value("penstock_reward_part", {"part": "form"}) is None
     metrics.record(line(loss=None))
@@ -114,7 +119,9 @@ def test_a_number_that_a_batch_has_not_is_not_that_of_the_batch_before(metrics: 
     assert value("penstock_reward") == 0.5
 
 
-def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -> None:
+def test_figures_of_batches_and_evaluations_are_served_by_environment_and_those_before_are_gone(
+    metrics: TrainerMetrics,
+) -> None:
     value = metrics.registry.get_sample_value
     own = {"reward": 0.25, "completion_tokens": 7.0, "num_groups_trained": 3, "num_groups_skipped": 1}
     own |= {"lag_mean": 1.5, "ess_fraction": 0.9, "chi2": 0.1}
@@ -125,33 +132,18 @@ def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -
         assert value(f"penstock_environment_{key}", {"environment": "words"}) is None, "not that of a batch before"
     assert value("penstock_environment_groups_total", {"environment": "sums", "outcome": "trained"}) == 6
     assert value("penstock_environment_groups_total", {"environment": "words", "outcome": "skipped"}) == 1
-
-
-def test_an_evaluation_is_served_and_the_one_before_is_gone(metrics: TrainerMetrics) -> None:
-    value = metrics.registry.get_sample_value
-    own = {"reward": 0.5, "reward/exact": 0.25, "pass@8": 0.75, "reward_se": 0.0625}
-    metrics.evaluate(own, {"sums": own})
-    assert value("penstock_evaluation_reward") == 0.5
+    evaluated = {"reward": 0.5, "reward/exact": 0.25, "pass@8": 0.75, "reward_se": 0.0625}
+    metrics.evaluate(evaluated, {"sums": evaluated})
+    assert value("penstock_evaluation_reward") == value(
+        "penstock_environment_evaluation_reward", {"environment": "sums"}
+    )
     assert value("penstock_evaluation_reward_part", {"part": "exact"}) == 0.25
-    assert value("penstock_environment_evaluation_reward", {"environment": "sums"}) == 0.5
     figures = {"pass@8": 0.75, "reward_se": 0.0625, "reward": None, "reward/exact": None}  # those have their own
     for figure, expected in figures.items():
         labels = {"environment": "sums", "figure": figure}
         assert value("penstock_evaluation_figure", labels) == expected, figure
     metrics.evaluate({"reward": 0.0}, {"sums": {"reward": 0.0}})
     assert value("penstock_evaluation_figure", {"environment": "sums", "figure": "pass@8"}) is None
-
-
-def test_what_only_the_objective_reports_is_served_under_its_name_while_it_is_reported(
-    metrics: TrainerMetrics,
-) -> None:
-    value = metrics.registry.get_sample_value
-    metrics.record(line(**diagnostics([0, 5]), dual_clipped_frac=0.125, policy_clipped_frac=0.5))
-    assert value("penstock_objective", {"name": "dual_clipped_frac"}) == 0.125
-    served = generate_latest(metrics.registry).decode()
-    assert served.count("penstock_objective{") == 1
-    metrics.record(line())
-    assert value("penstock_objective", {"name": "dual_clipped_frac"}) is None
 
 
 def test_counters_add_up_over_batches_and_are_there_from_the_start(metrics: TrainerMetrics) -> None:
@@ -231,19 +223,15 @@ def config_of(model_folder: Path) -> RunConfig:
     )
 
 
-def test_the_time_of_the_last_update_is_at_first_that_of_the_start(metrics: TrainerMetrics, model_folder: Path) -> None:
-    value = metrics.registry.get_sample_value
-    before_s = time.time()
+def test_a_trainer_serves_from_its_start_and_takes_its_address_away_and_leaves_its_successors(
+    metrics: TrainerMetrics, model_folder: Path, tmp_path: Path
+) -> None:
+    value, before_s = metrics.registry.get_sample_value, time.time()
     metrics.begin(config_of(model_folder), Ledger())
     assert before_s <= value("penstock_last_update_timestamp_seconds") <= time.time()
     assert (value("penstock_lag_bound_steps"), value("penstock_credit_groups")) == (1, 8)
     metrics.record(line(time_s=1e9))
     assert value("penstock_last_update_timestamp_seconds") == 1e9
-
-
-def test_a_trainer_that_ends_takes_its_address_away_and_leaves_its_successors(
-    metrics: TrainerMetrics, tmp_path: Path
-) -> None:
     port, file = metrics.serve(MetricsConfig(port=0), tmp_path), tmp_path / "metrics" / "trainer.json"
     assert json.loads(file.read_text())[0]["targets"] == [f"127.0.0.1:{port}"]
     metrics.close()

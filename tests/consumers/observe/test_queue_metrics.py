@@ -35,17 +35,7 @@ def test_a_queue_at_its_bound_is_seen_before_the_batch_makes_room(bench: Trainer
     assert value("penstock_lag_bound_steps") == 2
 
 
-def test_a_trainer_that_waits_in_vain_shows_where_the_groups_are(bench: TrainerBench) -> None:
-    trainer = bench.trainer()
-    value = bench.metrics.registry.get_sample_value
-    thread = TrainerThread(trainer)
-    wait_for(lambda: (value("penstock_groups_open"), value("penstock_prompts_open")) == (CREDIT, CREDIT))
-    trainer.stop()
-    thread.join(60)
-    assert thread.outcome is False
-
-
-def test_a_trainer_that_waits_for_agents_shows_how_many_groups_they_have_abandoned(bench: TrainerBench) -> None:
+def test_a_trainer_that_waits_in_vain_shows_where_the_groups_are_and_how_many_agents_have_abandoned(bench) -> None:
     trainer, over = bench.trainer(), threading.Event()
     value = bench.metrics.registry.get_sample_value
 
@@ -54,7 +44,9 @@ def test_a_trainer_that_waits_for_agents_shows_how_many_groups_they_have_abandon
             over.wait(60)
         return dead_fields(index, "abandoned: nothing was heard of the agents")
 
-    producer, thread = bench.producer(abandon), TrainerThread(trainer)
+    thread = TrainerThread(trainer)
+    wait_for(lambda: (value("penstock_groups_open"), value("penstock_prompts_open")) == (CREDIT, CREDIT))
+    producer = bench.producer(abandon)
     wait_for(lambda: value("penstock_abandoned_groups") == CREDIT)
     trainer.stop()
     thread.join(60)

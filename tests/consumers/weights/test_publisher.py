@@ -317,7 +317,7 @@ def test_the_optimizer_waits_for_the_snapshot_and_for_nothing_else(start, monkey
     assert one.publisher.take_blocked_s() == 0.0
 
 
-def test_a_snapshot_that_fails_is_told_to_the_optimizer_and_to_whoever_waits(start, monkeypatch):
+def test_a_snapshot_that_fails_and_a_store_that_nothing_installed_knows_are_told(start, monkeypatch):
     one = start()
 
     def fail():
@@ -328,10 +328,7 @@ def test_a_snapshot_that_fails_is_told_to_the_optimizer_and_to_whoever_waits(sta
     for wait in (one.publisher.wait_for_snapshot, one.publisher.wait):
         with pytest.raises(RuntimeError, match="no memory to pin"):
             wait()
-
-
-def test_a_store_whose_scheme_nothing_installed_knows_is_refused_by_the_field(start):
-    for epoch, field in enumerate(("deltas", "anchors")):
+    for epoch, field in enumerate(("deltas", "anchors"), 1):
         with pytest.raises(ConfigError, match=rf"weights\.{field} = 'nowhere://bucket': no file system .* installed"):
             start(epoch=epoch, **{field: "nowhere://bucket"})
 
