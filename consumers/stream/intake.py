@@ -202,24 +202,22 @@ class Intake:
         """Postpones groups whose tokens would all be masked for their lag, and those with tokens whose policy is needed
         and gone: a resume may leave some."""
         ready = self.reader.ready
-        stale = [
-            index
-            for index, each in ready.items()
-            if is_stale(each.group, self.lag_of, self._oldest_lag) or self._has_lost_policy(each.group)
-        ]
+        stale = [index for index, each in ready.items() if is_stale(each.group, self.lag_of, self._oldest_lag)]
+        if self._is_kept is not None and (gone := self._gone_policies()):
+            lost = [index for index, each in ready.items() if gone & group_versions(each.group)]
+            log.warning(
+                "%d groups are sampled again: policies %s, which sampled them, are gone", len(lost), sorted(gone)
+            )
+            stale = [*{*stale, *lost}]
         for index in stale:
             self._count_again(ready.pop(index), "stale")
         self._releaser.postpone(stale, "stale")
 
-    def _has_lost_policy(self, group: RolloutGroup) -> bool:
-        if self._is_kept is None:
-            return False
-        lag = known_lags(self.lag_of)
-        for version in sorted(group_versions(group)):
-            if 0 < (lag(version) or 0) <= self._oldest_lag and not self._is_kept(version):
-                log.warning("group %d is sampled again: policy %d, which sampled it, is gone", group.index, version)
-                return True
-        return False
+    def _gone_policies(self) -> set[int]:
+        """Returns the older policies of tokens to train on in ready groups that are not kept."""
+        lag, is_kept = known_lags(self.lag_of), self._is_kept
+        versions = {version for each in self.reader.ready.values() for version in group_versions(each.group)}
+        return {v for v in versions if 0 < (lag(v) or 0) <= self._oldest_lag and is_kept is not None and not is_kept(v)}
 
     def _count(self, outcome: str, *groups: RolloutGroup) -> None:
         lag = known_lags(self.lag_of)
