@@ -101,7 +101,6 @@ class Reader:
         """Refused entries that name no released index, while they are on the stream."""
         self.num_received = 0
         """Good groups read so far."""
-        """Those sampled by one instance alone, by instance."""
 
     def read(self, lag_of: LagOf, *, block: bool) -> int:
         """Reads new entries: each becomes ready, is refused, or is dropped as a duplicate. Returns their number.

@@ -4,13 +4,12 @@ nor thrown away."""
 import math
 import random
 from bisect import bisect_right
-
-import pytest
+from itertools import cycle
 
 from penstock.consumers.checkpoints.state import ReleasedTask
 from penstock.consumers.stream.ledger import IndexRanges, Ledger
 from penstock.consumers.stream.release import ReleaseWindow
-from penstock.schemas.config import BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
+from penstock.schemas.config import BatchConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from played_engines import MEAN, MOST, play
 
 
@@ -67,11 +66,10 @@ def test_members_above_an_index_are_counted():
         assert members.num_above(index) == sum(member > index for member in members), index
 
 
-@pytest.mark.parametrize("token_s", [0.003, 0.006, 0.01])
-def test_all_of_a_long_tail_is_trained_once_and_unmasked_however_slow_the_engines_are(token_s):
+def test_all_of_a_long_tail_is_trained_once_and_unmasked_however_slow_the_engines_are():
     """Geometric lengths, 20 seeds: what is trained is what was sampled, exactly, and distributed as what was drawn."""
     lengths: list[int] = []
-    for seed in range(20):
+    for seed, token_s in zip(range(20), cycle((0.003, 0.006, 0.01)), strict=False):
         config = configuration()
         played = play(config, token_s=token_s, seed=seed)
         assert played.trained == played.sampled and len(played.trained) == 30 * 16, seed
@@ -86,6 +84,24 @@ def test_all_of_a_long_tail_is_trained_once_and_unmasked_however_slow_the_engine
         abs(bisect_right(lengths, length) / len(lengths) - (1 - (1 - 1 / MEAN) ** length)) for length in range(1, MOST)
     ]
     assert max(distances) < 1.63 / math.sqrt(len(lengths)), "Kolmogorov and Smirnov, at 1%"
+
+
+def test_no_token_is_older_than_what_is_trained_on_whatever_the_run_and_its_engines():
+    two_steps = TrainerConfig(num_minibatches=2)
+    for changes, oldest in (
+        ({"max_lag": 4, "trainer": two_steps}, 8),
+        ({"max_lag": 5, "trainer": two_steps}, 9),
+        ({"max_lag": 1, "groups_per_batch": 1}, 2),
+        ({"max_lag": 8}, 16),
+        ({"max_lag": 0}, 0),
+        ({"mode": "synchronous"}, 0),
+    ):
+        config = configuration(num_updates=12, **changes)
+        assert config.oldest_lag == oldest, changes
+        for in_flight, token_s in ((8, 0.006), (40, 0.02), (1000, 0.02)):
+            played = play(config, token_s=token_s, in_flight=in_flight)
+            assert max(played.lags) <= oldest and not played.num_masked, (changes, in_flight)
+            assert played.trained == played.sampled and not played.ledger.released_again, (changes, in_flight)
 
 
 def test_a_straggler_of_fifty_times_the_median_delays_its_window_and_nothing_more():
