@@ -11,6 +11,7 @@ from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.parity.gate import Gate
 from penstock.consumers.parity.tolerance import Tolerance
 from penstock.schemas.keys import Commit
+from penstock.schemas.policy import make_version
 from trainer_bench import TrainerBench
 from training_groups import tiny_model
 
@@ -37,22 +38,19 @@ def train(bench: TrainerBench, gate: str, *, resume: bool = False) -> int:
         producer.stop.set()
 
 
-def test_a_mismatch_ends_the_trainer_with_status_1_and_nothing_trained(invented, redis_client, caplog):
-    assert train(invented, "refuse") == 1
-    assert "the parity gate refuses to train" in caplog.records[-1].getMessage()
-    report = json.loads((invented.folder / "parity.json").read_text())
-    assert (report["verdict"]["status"], report["gate"]) == ("mismatch", "refuse")
-    assert invented.lines("updates.jsonl") == []
-    commit = redis_client.hgetall(invented.keys.commit)
-    assert Commit.CHECKPOINT not in commit and Commit.FINISHED not in commit and int(commit[Commit.VERSION]) == 0
-
-
-def test_a_refused_run_that_is_resumed_is_refused_again(invented):
-    """The engine's rollouts are still on the stream, sampled by weights that equal the trainer's."""
-    assert train(invented, "refuse") == 1
-    (invented.folder / "parity.json").unlink()
-    assert train(invented, "refuse", resume=True) == 1
-    assert (invented.folder / "parity.json").exists() and invented.lines("updates.jsonl") == []
+def test_a_mismatch_ends_the_trainer_with_status_1_and_nothing_trained_also_when_it_is_resumed(
+    invented, redis_client, caplog
+):
+    for resume in (False, True):  # the engine's rollouts are still on the stream, sampled by the trainer's weights
+        assert train(invented, "refuse", resume=resume) == 1
+        assert "the parity gate refuses to train" in caplog.records[-1].getMessage()
+        report = json.loads((invented.folder / "parity.json").read_text())
+        assert (report["verdict"]["status"], report["gate"]) == ("mismatch", "refuse")
+        assert invented.lines("updates.jsonl") == []
+        commit = redis_client.hgetall(invented.keys.commit)
+        assert Commit.CHECKPOINT not in commit and Commit.FINISHED not in commit
+        assert int(commit[Commit.VERSION]) == make_version(int(resume), 0)
+        (invented.folder / "parity.json").unlink()
 
 
 def test_a_warning_trains_and_raises_the_alert(invented, caplog, monkeypatch):

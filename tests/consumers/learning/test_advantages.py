@@ -65,57 +65,34 @@ def _assert_close(got: np.ndarray, expected: list[Tensor] | Tensor) -> None:
     np.testing.assert_allclose(got, torch.cat(list(expected)), rtol=1e-6, atol=1e-9)
 
 
-@given(groups=batches)
-@settings(deadline=None, derandomize=True)
-def test_the_default_is_trls_formula(groups) -> None:
-    rewards = _rewards(groups)
-    own = _by_group(rewards, rewards.values)
-    _assert_close(group_relative(rewards), [(r - r.mean()) / (_std(r) + 1e-4) for r in own])
-    _assert_close(group_relative(rewards, normalize_std=False), [r - r.mean() for r in own])
-
-
-@given(groups=batches)
-@settings(deadline=None, derandomize=True)
-def test_leave_one_out_subtracts_the_mean_of_the_others(groups) -> None:
-    rewards = _rewards(groups)
-    own = [r.numpy() for r in _by_group(rewards, rewards.values)]
-    expected = [r[i] - np.delete(r, i).mean() if len(r) > 1 else 0.0 for r in own for i in range(len(r))]
-    np.testing.assert_allclose(leave_one_out(rewards), expected, rtol=1e-9, atol=1e-9)
-
-
-@given(groups=batches)
-@settings(deadline=None, derandomize=True)
-def test_batch_normalized_is_trls_scale_by_the_batch(groups) -> None:
-    rewards = _rewards(groups)
-    scale = _std(torch.from_numpy(rewards.values)) + 1e-4
-    _assert_close(batch_normalized(rewards), [(r - r.mean()) / scale for r in _by_group(rewards, rewards.values)])
-
-
 @given(groups=batches, group_baseline=st.booleans())
 @settings(deadline=None, derandomize=True)
-def test_reinforce_plus_plus_whitens_over_the_tokens_as_verl_does(groups, group_baseline) -> None:
+def test_each_function_is_the_formula_of_its_source(groups, group_baseline) -> None:
     rewards = _rewards(groups)
-    own = [r - r.mean() if group_baseline else r for r in _by_group(rewards, rewards.values)]
-    by_rollout = torch.cat(own)
+    own = _by_group(rewards, rewards.values)
+    centered_values = [r - r.mean() for r in own]
+    _assert_close(group_relative(rewards), [(r - r.mean()) / (_std(r) + 1e-4) for r in own])  # TRL's default
+    _assert_close(group_relative(rewards, normalize_std=False), centered_values)
+    left_out = [
+        r[i] - np.delete(r, i).mean() if len(r) > 1 else 0.0 for r in map(np.asarray, own) for i in range(len(r))
+    ]
+    np.testing.assert_allclose(leave_one_out(rewards), left_out, rtol=1e-9, atol=1e-9)
+    scale = _std(torch.from_numpy(rewards.values)) + 1e-4  # TRL's scale by the batch
+    _assert_close(batch_normalized(rewards), [r / scale for r in centered_values])
+    expected: Any = 0
+    for name, weight in (("exact", 1.0), ("brief", -0.5)):
+        parts = _by_group(rewards, rewards.parts[name])
+        expected = expected + weight * torch.cat([(r - r.mean()) / (_std(r) + 1e-4) for r in parts])
+    _assert_close(per_component(rewards, weights={"exact": 1.0, "brief": -0.5}), expected[None])
+    # verl whitens over the tokens.
+    by_rollout = torch.cat(centered_values if group_baseline else own)
     by_token = by_rollout.repeat_interleave(torch.from_numpy(rewards.num_tokens))
-    expected = (by_rollout - by_token.mean()) * torch.rsqrt(_std(by_token) ** 2 + 1e-8)
     got = reinforce_plus_plus(rewards, group_baseline=group_baseline)
     if _std(by_token) > 1e-6:  # below it rounding is all there is
-        _assert_close(got, expected[None])
+        _assert_close(got, ((by_rollout - by_token.mean()) * torch.rsqrt(_std(by_token) ** 2 + 1e-8))[None])
         of_tokens = got.repeat(rewards.num_tokens)
         assert of_tokens.mean() == pytest.approx(0, abs=1e-6)
         assert of_tokens.std(ddof=1) <= 1 + 1e-9
-
-
-@given(groups=batches)
-@settings(deadline=None, derandomize=True)
-def test_each_component_is_normalized_on_its_own_before_they_are_added(groups) -> None:
-    rewards = _rewards(groups)
-    expected: Any = 0
-    for name, weight in (("exact", 1.0), ("brief", -0.5)):
-        own = _by_group(rewards, rewards.parts[name])
-        expected = expected + weight * torch.cat([(r - r.mean()) / (_std(r) + 1e-4) for r in own])
-    _assert_close(per_component(rewards, weights={"exact": 1.0, "brief": -0.5}), expected[None])
 
 
 def test_components_that_cancel_in_the_sum_still_teach() -> None:

@@ -15,90 +15,74 @@ from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.consumers.learning.model.model_check import ModelCheckError, check_model
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, TrainerConfig
-from training_groups import VOCABULARY, configuration, lag_from, random_group, tiny_model
+from training_groups import VOCABULARY, configuration, lag_from, random_groups, tiny_model
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def changed(tmp_path: Path) -> Path:
+    """The folder of a tiny model whose files a test changes."""
     tiny_model(tmp_path / "tiny")
     return tmp_path / "tiny"
 
 
+def _save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _batch(config):
-    return pack([random_group(i, 0) for i in range(1, 6)], lag_from(7), config)
+    return pack(random_groups(), lag_from(7), config)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_published_weights_are_what_save_pretrained_would_write(tmp_path, tied, dtype) -> None:
-    tiny_model(tmp_path / "tiny", tied=tied)
-    learner = Learner(configuration(tmp_path / "tiny", model=ModelConfig(path=str(tmp_path / "tiny"), dtype=dtype)))
+@pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("bfloat16", False)])
+def test_published_weights_are_what_save_pretrained_would_write_and_do_not_move_with_a_step(
+    tmp_path, tied, dtype
+) -> None:
+    tiny_model(tmp_path, tied=tied)
+    learner = Learner(configuration(tmp_path, model=ModelConfig(path=str(tmp_path), dtype=dtype)))
     published = learner.published_weights()
-    written = load_file(tmp_path / "tiny" / "model.safetensors")
+    learner.step(_batch(learner.config))
+    written = load_file(tmp_path / "model.safetensors")
     assert published.keys() == written.keys()
     assert ("lm_head.weight" in published) != tied
     for name, tensor in published.items():
         assert tensor.dtype == getattr(torch, dtype)
         assert torch.equal(tensor, written[name].to(tensor.dtype))
     assert len({tensor.data_ptr() for tensor in published.values()}) == len(published)
+    assert any(not torch.equal(learner.published_weights()[name], tensor) for name, tensor in published.items())
 
 
-def test_published_weights_do_not_move_with_the_next_step(folder) -> None:
-    config = configuration(folder)
-    learner = Learner(config)
-    published = learner.published_weights()
-    kept = {name: tensor.clone() for name, tensor in published.items()}
-    learner.step(_batch(config))
-    assert all(torch.equal(published[name], kept[name]) for name in kept)
-    assert any(not torch.equal(learner.published_weights()[name], kept[name]) for name in kept)
-
-
-def test_a_model_folder_that_is_not_there_is_refused_by_name(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"model.path = '.*nowhere': expected a folder"):
-        Learner(configuration(tmp_path / "nowhere"))
-
-
-def test_a_model_with_weights_missing_is_refused(folder) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks the weights \['model.norm.weight'\]"):
-        Learner(configuration(folder))
+def test_what_a_run_cannot_train_with_is_refused_by_its_field(folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    grpo = "penstock.consumers.learning.objectives.grpo:Grpo"
+    for name, path, changes, message in (
+        ("folder", tmp_path / "nowhere", {}, r"model.path = '.*nowhere': expected a folder"),
+        ("device", folder, {"trainer": TrainerConfig(device="cuda")}, r"trainer\.device = 'cuda'"),
+        (
+            "shape",
+            folder,
+            {"objective": Plug(path="penstock.schemas.keys:Kind")},
+            r"expected Objective.__call__\(self, in",
+        ),
+        ("argument", folder, {"objective": Plug(path=grpo, kwargs={"clip_low": 7})}, "clip_low is 7"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pytest.fail(f"{name}: {Learner(configuration(path, **changes))}")
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_what_differs(folder, tmp_path) -> None:
     tiny_model(tmp_path / "smaller", hidden_size=8)
     tiny_model(tmp_path / "deeper", num_hidden_layers=3)
-    models = {name: Learner(configuration(tmp_path / name)) for name in ("smaller", "deeper")}
-    for name, other in models.items():
-        other.begin_checkpoint(tmp_path / f"saved-{name}").result()
-    learner = Learner(configuration(folder))
-    with pytest.raises(
-        ConfigError, match=r"another model: masters/\S+ is \[\d+, 8\], in the model \[\d+, \d+\]; .*more"
+    paths = {"tiny": folder, "smaller": tmp_path / "smaller", "deeper": tmp_path / "deeper"}
+    learners = {name: Learner(configuration(path)) for name, path in paths.items()}
+    for name, learner in learners.items():
+        learner.begin_checkpoint(tmp_path / f"saved-{name}").result()
+    for saved, loading, difference in (
+        ("smaller", "tiny", r"masters/\S+ is \[\d+, 8\], in the model \[\d+, \d+\]; .*more"),
+        ("deeper", "tiny", r"has masters/model.layers.2.\S+, which the model has not"),
+        ("tiny", "deeper", r"lacks masters/model.layers.2.\S+"),
     ):
-        learner.load_checkpoint(tmp_path / "saved-smaller", learner.state())
-    with pytest.raises(ConfigError, match=r"another model: has masters/model.layers.2.\S+, which the model has not"):
-        learner.load_checkpoint(tmp_path / "saved-deeper", learner.state())
-    learner.begin_checkpoint(tmp_path / "saved").result()
-    with pytest.raises(ConfigError, match=r"another model: lacks masters/model.layers.2.\S+"):
-        models["deeper"].load_checkpoint(tmp_path / "saved", learner.state())
-
-
-def test_cuda_without_a_device_is_refused(folder, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"trainer\.device = 'cuda'"):
-        Learner(configuration(folder, trainer=TrainerConfig(device="cuda")))
-
-
-def test_an_objective_of_the_wrong_shape_is_refused_with_the_expected_signature(folder) -> None:
-    with pytest.raises(ConfigError, match=r"expected Objective.__call__\(self, inputs"):
-        Learner(configuration(folder, objective=Plug(path="penstock.schemas.keys:Kind")))
-    with pytest.raises(ConfigError, match="clip_low is 7"):
-        Learner(
-            configuration(
-                folder, objective=Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs={"clip_low": 7})
-            )
-        )
+        with pytest.raises(ConfigError, match=f"another model: {difference}"):
+            learners[loading].load_checkpoint(tmp_path / f"saved-{saved}", learners[saved].state())
 
 
 def test_a_frozen_model_is_held_as_published_and_computes_the_same_bits(folder) -> None:
@@ -111,8 +95,7 @@ def test_a_frozen_model_is_held_as_published_and_computes_the_same_bits(folder) 
         assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("scale", [0.0625, 0.3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 0.0625), ("bfloat16", 0.3)])
 def test_a_logit_scale_is_applied_without_rounding(tmp_path, dtype, scale) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -123,11 +106,9 @@ def test_a_logit_scale_is_applied_without_rounding(tmp_path, dtype, scale) -> No
     with torch.no_grad():
         hidden, head = model.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
         assert hidden.dtype == getattr(torch, dtype)
-        logits = (
-            hidden[microbatch.predicting].double() @ head.weight.double().t() * scale / microbatch.temperature[:, None]
-        )
+        logits = hidden[microbatch.predicting].double() @ head.weight.double().t() * scale
         found, _ = head_logprobs(*model.forward(microbatch), microbatch)
-    expected = logits.log_softmax(1).gather(1, microbatch.targets[:, None])[:, 0]
+    expected = (logits / microbatch.temperature[:, None]).log_softmax(1).gather(1, microbatch.targets[:, None])[:, 0]
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
 
 
@@ -195,22 +176,20 @@ def test_rotary_frequencies_are_the_engine_s_whatever_is_packed_together(tmp_pat
     torch.testing.assert_close(beside[-len(alone) :], alone, rtol=0, atol=1e-5)
 
 
-def test_a_head_that_the_configuration_contradicts_is_refused(folder, tmp_path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    for head, refused in ((embedding.clone(), False), (embedding + 1, True)):
-        save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
-        if refused:
-            with pytest.raises(ConfigError, match=r"tie_word_embeddings = true in its config\.json, and"):
-                PackedModel(str(folder), "float32", torch.device("cpu"))
-        else:
-            PackedModel(str(folder), "float32", torch.device("cpu"))
+def test_weights_that_are_missing_and_a_head_that_the_configuration_contradicts_are_refused(changed, tmp_path) -> None:
     tiny_model(tmp_path / "untied", tied=False)
-    weights = load_file(tmp_path / "untied" / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, tmp_path / "untied" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks the weights .*lm_head\.weight"):
-        PackedModel(str(tmp_path / "untied"), "float32", torch.device("cpu"))
+    tied, untied = (load_file(path / "model.safetensors") for path in (changed, tmp_path / "untied"))
+    embedding = tied["model.embed_tokens.weight"]
+    _save(changed, tied | {"lm_head.weight": embedding.clone()})
+    PackedModel(str(changed), "float32", torch.device("cpu"))
+    for path, weights, missing, message in (
+        (changed, tied | {"lm_head.weight": embedding + 1}, "", r"tie_word_embeddings = true in its config\.json, and"),
+        (changed, tied, "model.norm.weight", r"lacks the weights \['model.norm.weight'\]"),
+        (tmp_path / "untied", untied, "lm_head.weight", r"lacks the weights .*lm_head\.weight"),
+    ):
+        _save(path, {name: tensor for name, tensor in weights.items() if name != missing})
+        with pytest.raises(ConfigError, match=message):
+            PackedModel(str(path), "float32", torch.device("cpu"))
 
 
 def test_the_check_runs_the_attention_that_training_runs(folder, monkeypatch, caplog) -> None:

@@ -72,7 +72,7 @@ def grid():
     """A few cells, and all of them where everything is tested."""
     for model in MODELS:
         for num_tokens in LENGTHS:
-            is_corner = num_tokens in (2, 125) and model.name != "10M"
+            is_corner = num_tokens == 2 and model.name != "10M"
             yield pytest.param(
                 model,
                 num_tokens,
@@ -91,6 +91,7 @@ def test_a_sound_engine_is_not_refused_and_a_wrong_one_is(model, num_tokens):
     assert None not in found and np.mean(found) < 1.5
 
 
+@pytest.mark.exhaustive
 def test_the_lower_end_covers_what_it_claims():
     """Over batches of heavy-tailed gaps, the true mean and p99 are below the lower ends in 2.5% of the draws or so."""
     model, random = MODELS[4], np.random.default_rng(1)

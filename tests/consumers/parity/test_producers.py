@@ -37,20 +37,16 @@ def quarantined_after(own: ProducerGaps, *means: float, num_tokens: int = NUM_TO
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_producer_is_quarantined_once_when_its_last_groups_all_lie_outside_the_band(tmp_path, dtype):
+def test_a_producer_is_quarantined_once_when_its_last_groups_all_lie_outside_the_band_and_else_never(tmp_path, dtype):
+    """Not with a sound group now and then, nor if a group in ten is off by ten nats, drawn at random."""
     own = gaps_by(tmp_path, dtype)
     assert quarantined_after(own, *[SOUND[dtype]] * 20, *[BEYOND[dtype]] * (NUM_JUDGED + 5)) == 20 + NUM_JUDGED
     assert quarantined_after(own, *[BEYOND[dtype]] * 20) is None
     assert own.table()["i1"].gap == pytest.approx(BEYOND[dtype])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_producer_with_a_sound_group_now_and_then_is_never_quarantined(tmp_path, dtype):
-    """Also if a group in ten is off by ten nats, drawn at random."""
     rows = [BEYOND[dtype]] * (NUM_JUDGED - 1) + [SOUND[dtype]]
-    assert quarantined_after(gaps_by(tmp_path, dtype), *rows * 20) is None
     drawn = random.Random(0).choices([10.0, SOUND[dtype]], weights=[1, 9], k=5000)
-    assert quarantined_after(gaps_by(tmp_path, dtype), *drawn) is None
+    for means in (rows * 20, drawn):
+        assert quarantined_after(gaps_by(tmp_path, dtype), *means) is None
 
 
 def test_the_reason_names_the_figure_and_the_bound(tmp_path):
