@@ -249,15 +249,15 @@ def _without_rounding(values: np.ndarray) -> np.ndarray:
 
 
 def _scale(values: np.ndarray) -> float:
-    """Returns what values are divided by before they are squared: the square of one beyond 1e154 would be infinite."""
+    """Returns what values are divided by before they are squared or added: the square of one beyond 1e154 would be
+    infinite."""
     return max(1.0, float(np.abs(values).max()))
 
 
 def _normalized(values: np.ndarray, *, by_std: bool) -> np.ndarray:
     if len(values) < 2 or (values == values[0]).all():  # exact, whatever the rounding of the mean
         return np.zeros(len(values))
-    if not by_std:
-        return values - values.mean()
     scale = _scale(values)
     values = values / scale
-    return (values - values.mean()) / (values.std(ddof=1) + STD_EPSILON / scale)
+    centered = values - values.mean()  # of the scaled ones: a sum of large rewards would be infinite
+    return centered / (values.std(ddof=1) + STD_EPSILON / scale) if by_std else centered * scale

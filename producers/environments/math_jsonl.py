@@ -10,7 +10,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from penstock.producers.environments.dataset import Dataset, task_of, unlike
-from penstock.producers.environments.quantities import as_latex, bare, quantities, same, words
+from penstock.producers.environments.quantities import as_latex, bare, of_a_letter, quantities, same, visible, words
 from penstock.producers.environments.rows import Row
 from penstock.schemas.prompt import Prompt, Reward
 
@@ -139,7 +139,7 @@ def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed:
     if require_boxed and not box:
         return 0.0
     guess = (box or completion).rpartition("####")[2].strip()
-    if bare(guess) == bare(gold):
+    if bare(guess) == bare(gold) or of_a_letter(gold, guess):
         return 1.0
     text = _boxed(as_latex(guess)) if box else as_latex(guess)
     # `x = 5` is an answer to a question of 5, not of `x = 5`.
@@ -164,7 +164,7 @@ def _box(text: str) -> str:
     for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0 and brace[0] == "}":
-            inside = rest[rest.index("{") + 1 : brace.start()].strip()
+            inside = visible(rest[rest.index("{") + 1 : brace.start()]).strip()
             return inside if _EMPTY.sub("", inside) or any(sign in inside for sign in _SIGNS) else ""
     return ""
 

@@ -7,6 +7,7 @@ module can read is decided here; the rest (roots, sets, intervals, algebra) is m
 
 import re
 import unicodedata
+from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -48,8 +49,13 @@ _UNIT = re.compile(
     r"|(?<=[a-z]),(?=\s+\d)|[%/$\u20ac\u00a3\u00a5\u20b9\u00a2-])*"
 )
 """Matches what may follow a number as its unit: text, words, powers of these, and signs."""
-_MATHEMATICS = frozenset("pi sqrt ln log sin cos tan exp mod or to inf infinity is are".split())  # noqa: SIM905
+_MATHEMATICS = frozenset("pi sqrt ln log sin cos tan exp mod or to inf infinity is are am pm".split())  # noqa: SIM905
 """Words that are no unit."""
+_LETTER = re.compile(r"(?P<space>\s*)\u27e8?\s*(?P<letter>[A-Za-z])\s*\u27e9?")
+_UNITS_OF_A_LETTER = frozenset("ACFJKLNTVWghms")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,3})(?![\d.])")
+_INVISIBLE = re.compile(r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}|\\rule\s*\{[^{}]*\}\s*\{[^{}]*\}")
+_HALF_OF_THE_DAY = re.compile(r"(?<=[\d \u27e8])([ap])\.?\s?m(?![A-Za-z])\.?", re.IGNORECASE)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 
 
@@ -92,16 +98,48 @@ def same(gold: tuple[Quantity, ...], guess: tuple[Quantity, ...]) -> bool | None
     return None if is_open else False
 
 
+def of_a_letter(gold: str, guess: str) -> bool:
+    """Returns whether two answers are one number, at least one of them with a letter behind it, `5e-05 m`, that is the
+    other's too, or a unit where the other is the number alone. A letter may be a variable: `5 x` is not 5."""
+    one, other = (_lettered(_plain(text)) for text in (gold, guess))
+    if one is None or other is None or not _equal(one[0], other[0]):
+        return False
+    return one[1] == other[1] or (not (one[1] and other[1]) and one[2] and other[2])
+
+
+def _lettered(plain: str) -> tuple[Fraction, str, bool] | None:
+    """Returns number, letter (or none) and whether the letter can be a unit; None if the text is anything else."""
+    number = _NUMBER.match(plain)
+    value = None if number is None else _value(number)
+    if number is None or value is None:
+        return None
+    rest = plain[number.end() :]
+    letter = _LETTER.fullmatch(rest)
+    if letter is None:
+        return None if rest.strip() else (value, "", True)
+    return value, letter["letter"], bool(letter["space"]) and letter["letter"] in _UNITS_OF_A_LETTER
+
+
+def visible(text: str) -> str:
+    """Returns a text without the LaTeX that takes room and shows nothing."""
+    return _INVISIBLE.sub(" ", text)
+
+
 def as_latex(text: str) -> str:
-    """Returns a single quantity as a number that math-verify reads, any other text as it is."""
+    """Returns a single quantity as a number that math-verify reads, any other text with its numbers as in `5e-05`
+    written out."""
     found = quantities(text)
     if len(found) != 1:
         infinity = re.fullmatch(r"\s*([+-]?)\s*(?:inf|infinity|\u221e)\s*", text.replace("\u2212", "-"), re.IGNORECASE)
-        return text if infinity is None else f"{infinity[1]}\\infty"
+        return _SCIENTIFIC.sub(_written_out, text) if infinity is None else f"{infinity[1]}\\infty"
     value, _, is_percent = found[0]
     sign, size = "-" if value < 0 else "", abs(value)
     number = str(size) if size.denominator == 1 else f"\\frac{{{size.numerator}}}{{{size.denominator}}}"
     return f"{sign}{number}" + ("\\%" if is_percent else "")
+
+
+def _written_out(number: re.Match[str]) -> str:
+    return format(Decimal(number[1]).scaleb(int(number[2])), "f")
 
 
 def bare(text: str) -> str:
@@ -119,7 +157,7 @@ def words(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Returns a text without the marks of LaTeX and Unicode that change nothing; its `\\text{}` in angle brackets."""
-    text = "".join(map(_character, text))
+    text = "".join(map(_character, visible(text)))
     text = _SUPERSCRIPTS.sub(
         lambda power: "^{" + unicodedata.normalize("NFKC", power[0]).replace("\u2212", "-") + "}", text
     )
@@ -127,7 +165,8 @@ def _plain(text: str) -> str:
     text = _DEGREES.sub(" degrees ", _SPACES.sub(" ", _DROPPED.sub("", text)))
     for _ in range(4):  # one in another
         text = _TEXT.sub(_unwrapped, text)
-    text = text.strip()
+    text = _HALF_OF_THE_DAY.sub(lambda half: half[1].lower() + "m", text)
+    text = re.sub(r"(?<=\d)_(?=\d{3}(?!\d))", "", text).strip()
     for begin, end in _MATH * 2:
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) + len(end):
             inside = text[len(begin) : -len(end)].strip()

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,8 @@ def _check_tied(module: Any, named: str) -> None:
 def fix_rope(module: nn.Module, max_model_len: int | None) -> None:
     """Makes rotary frequencies that transformers chooses by the longest position of a pass those of the engine.
 
-    vLLM chooses longrope's factors once, by its longest sequence, and does not scale `dynamic` by length. In a packed
-    pass transformers would choose by the longest row, for all rows.
+    vLLM chooses longrope's factors once, by its longest sequence, and scales `dynamic` once, by `_dynamic_growth`. In a
+    packed pass transformers would choose by the longest row, for all rows.
 
     max_model_len: the engine's longest sequence in tokens; None for vLLM's default.
     """
@@ -110,12 +111,29 @@ def fix_rope(module: nn.Module, max_model_len: int | None) -> None:
                 device = getattr(rope, name).device
                 frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length, layer_type=layer)
                 setattr(rope, name, frequencies)
+            elif kind == "dynamic":
+                name = "inv_freq" if layer is None else f"{layer}_inv_freq"
+                table = rope.config.rope_parameters if layer is None else rope.config.rope_parameters[layer]
+                like = getattr(rope, name)
+                dim = 2 * len(like)
+                growth = _dynamic_growth(table, rope.config.max_position_embeddings)
+                base = table["rope_theta"] * growth ** (dim / (dim - 2))
+                frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=like.device) / dim)
+                setattr(rope, name, frequencies)
         fixed = {
             layer: "fixed" if kind == "longrope" or "dynamic" in (kind or "") else kind
             for layer, kind in by_layer.items()
         }
         if fixed != by_layer:
             rope.rope_type = fixed if isinstance(kinds, dict) else fixed[None]
+
+
+def _dynamic_growth(table: Mapping[str, Any], longest: int) -> float:
+    """Returns what the base of vLLM's `dynamic` frequencies is multiplied by, to the power dim / (dim - 2): `alpha`, or
+    the growth of the context from `max_trained_positions` to the configuration's longest sequence."""
+    if "alpha" in table:
+        return float(table["alpha"])
+    return float(table["factor"] * longest / table.get("max_trained_positions", longest) - (table["factor"] - 1))
 
 
 def kept_in_float32(module: nn.Module) -> frozenset[str]:

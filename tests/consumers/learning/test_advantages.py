@@ -152,6 +152,11 @@ def test_a_reward_or_part_of_any_finite_size_has_its_exact_advantage(size) -> No
     for group_baseline in (False, True):  # the variance over 9 tokens is 6 / 8 of size**2
         got = reinforce_plus_plus(whole, group_baseline=group_baseline)
         np.testing.assert_allclose(got, np.array([1.0, -1.0, 0.0]) / np.sqrt(0.75), rtol=1e-12)
+    same_sign = _rewards([[(size / 2, 3, 0.0, 0.0), (size, 3, 0.0, 0.0), (size, 3, 0.0, 0.0), (size, 3, 0.0, 0.0)]])
+    apart = np.array([-3.0, 1.0, 1.0, 1.0])
+    np.testing.assert_allclose(group_relative(same_sign, normalize_std=False), apart / 8 * size, rtol=1e-12)
+    np.testing.assert_allclose(leave_one_out(same_sign), apart / 6 * size, rtol=1e-12)
+    np.testing.assert_allclose(reinforce_plus_plus(same_sign, group_baseline=True), apart / np.sqrt(36 / 11), rtol=1e-9)
     parts = [(0.0, 3, size, 0.0), (0.0, 3, -size, 0.0), (0.0, 3, 0.0, 1.0)]
     got = per_component(_rewards([parts]), weights={"exact": 1.0, "brief": 0.0})
     np.testing.assert_allclose(got, [1.0, -1.0, 0.0], rtol=1e-12)  # mean 0, std = size

@@ -160,9 +160,14 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
-@pytest.mark.parametrize(("rope", "longest"), [(LONGROPE, 16), (LONGROPE, 64), (DYNAMIC, 64)])
-def test_rotary_frequencies_are_the_engine_s_whatever_is_packed_together(tmp_path, rope, longest) -> None:
-    tiny_model(tmp_path, head_dim=8, max_position_embeddings=16 if rope is DYNAMIC else 64, rope_parameters=rope)
+@pytest.mark.parametrize(
+    ("rope", "longest", "growth"),
+    [(LONGROPE, 16, 1), (LONGROPE, 64, 1), (DYNAMIC, 64, 1), (DYNAMIC | {"alpha": 3.0}, 64, 3),
+     (DYNAMIC | {"max_trained_positions": 8}, 64, 4 * 16 / 8 - 3)],
+)  # fmt: skip
+def test_rotary_frequencies_are_the_engine_s_whatever_is_packed_together(tmp_path, rope, longest, growth) -> None:
+    positions = 64 if rope is LONGROPE else 16
+    tiny_model(tmp_path, head_dim=8, max_position_embeddings=positions, rope_parameters=rope)
     model = PackedModel(str(tmp_path), "float32", torch.device("cpu"), max_model_len=longest)
     generator = torch.Generator().manual_seed(0)
     short, long = (torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (10, 40))
@@ -172,7 +177,8 @@ def test_rotary_frequencies_are_the_engine_s_whatever_is_packed_together(tmp_pat
         )
     exponents = torch.arange(0, 8, 2) / 8
     factor = 4.0 if rope is LONGROPE and longest > 16 else 1.0
-    torch.testing.assert_close(model.module.model.rotary_emb.inv_freq, 1 / (factor * 10000.0**exponents))
+    base = 10000.0 * growth ** (8 / 6)
+    torch.testing.assert_close(model.module.model.rotary_emb.inv_freq, 1 / (factor * base**exponents))
     torch.testing.assert_close(beside[-len(alone) :], alone, rtol=0, atol=1e-5)
 
 
