@@ -30,6 +30,8 @@ from penstock.schemas.rollout import RolloutGroup
 log = logging.getLogger(__name__)
 
 NUM_JUDGED = 5
+WARNED_AT = 64
+"""Groups without a row that can be judged."""
 MIN_TOKENS = {"float32": 16, "bfloat16": 64}
 """By `model.dtype`. In bfloat16 one token in a thousand of a sound engine is off by several tenths of a nat, too much
 for the mean of a few tokens."""
@@ -62,6 +64,8 @@ class ProducerGaps:
         self.band = TOLERANCES[config.model.dtype].mean
         self._min_tokens = MIN_TOKENS[config.model.dtype]
         self._instances: dict[str, _Instance] = {}
+        self._num_without = 0
+        """Groups so far, as long as none of them had a row that can be judged."""
 
     def judge_by(self, tolerance: Tolerance) -> None:
         self.band = tolerance.mean
@@ -71,6 +75,14 @@ class ProducerGaps:
         several instances is evidence against none."""
         bad = {}
         for group in groups:
+            if not self._instances and self._judges and group.index not in gaps:
+                self._num_without += 1
+                if self._num_without == WARNED_AT:
+                    log.warning(
+                        "no producer is judged by its logprobs: none of %d groups had a row of lag 0; correction.proximal"
+                        " = 'sampled_version' judges rows of any lag",
+                        WARNED_AT,
+                    )
             if group.index in gaps and len(group.samplers) == 1:
                 (name,) = group.samplers
                 instance = self._instances.setdefault(name, _Instance(group.producer_id))

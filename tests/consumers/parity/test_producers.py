@@ -10,7 +10,7 @@ import torch
 from mini_producer import make_group
 from penstock.consumers.learning.learner.batch_tally import gap_sums
 from penstock.consumers.learning.learner.step_report import RowGap
-from penstock.consumers.parity.producers import NUM_JUDGED, ProducerGaps
+from penstock.consumers.parity.producers import NUM_JUDGED, WARNED_AT, ProducerGaps
 from penstock.schemas.config import ModelConfig, ParityConfig
 from penstock.schemas.rollout import RolloutGroup
 from training_groups import configuration
@@ -97,3 +97,13 @@ def test_a_group_s_gap_is_that_of_its_rows_of_lag_0_alone():
         rows = [row for row in range(num_rows) if row % num_groups == n and fresh[row]]
         difference = torch.cat([(trainer[row].double() - engine[row].double())[mask[row]].abs() for row in rows])
         assert sums[n].tolist() == pytest.approx([len(difference), float(difference.sum())])
+
+
+def test_a_run_in_which_nobody_can_be_judged_says_so_once(tmp_path, caplog):
+    own = gaps_by(tmp_path)
+    own.observe([group_of(n, "i1") for n in range(3 * WARNED_AT)], {})
+    assert caplog.text.count("no producer is judged by its logprobs") == 1
+    caplog.clear()
+    own = gaps_by(tmp_path)
+    own.observe([group_of(n, "i1") for n in range(3 * WARNED_AT)], {WARNED_AT - 1: RowGap(1, 0.0)})
+    assert not caplog.text
