@@ -79,8 +79,8 @@ class ProducerGaps:
                 self._num_without += 1
                 if self._num_without == WARNED_AT:
                     log.warning(
-                        "no producer is judged by its logprobs: none of %d groups had a row of lag 0; correction.proximal"
-                        " = 'sampled_version' judges rows of any lag",
+                        "no producer is judged by its logprobs: none of %d groups had a row of lag 0; "
+                        "correction.proximal = 'sampled_version' judges rows of any lag",
                         WARNED_AT,
                     )
             if group.index in gaps and len(group.samplers) == 1:
