@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
-import pytest
 import redis
 
 import penstock.consumers.__main__ as entry
@@ -21,7 +20,7 @@ from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
 from resilient_producer import ResilientProducer
-from scripted_learner import FILE, KilledError
+from scripted_learner import FILE
 
 RUN_FILE = """
 name = "test"
@@ -141,21 +140,6 @@ def tasks_taken(trainer) -> dict[int, ReleasedTask]:
 
     trainer.learner.pack = note_and_pack
     return taken
-
-
-def killed_and_resumed(bench: TrainerBench) -> tuple[dict[int, ReleasedTask], dict[int, ReleasedTask], Trainer]:
-    """Kills a run's trainer in its optimizer step number 7 and resumes the run to its end; returns the tasks taken
-    before and after, and the second trainer."""
-    first = bench.trainer()
-    before = tasks_taken(first)
-    first.learner.fail_at[7] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    second = bench.trainer(resume=True)
-    after = tasks_taken(second)
-    assert second.run()
-    assert_balanced(bench, second)
-    return before, after, second
 
 
 def assert_settled_once(bench: TrainerBench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:

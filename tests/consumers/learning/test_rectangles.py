@@ -9,22 +9,9 @@ from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.model import packed_model
 from penstock.consumers.learning.model.attention import IMPLEMENTATION
 from penstock.schemas.config import LoraConfig, TrainerConfig
-from training_groups import configuration, lag_from, random_group, tiny_model
+from training_groups import configuration, gradients_of, lag_from, random_group, tiny_model
 
 GROUPS = [random_group(index, 1, siblings=3) for index in range(1, 5)]
-
-
-def _gradients(learner: Learner) -> dict[str, torch.Tensor]:
-    """Returns those of the first optimizer step on `GROUPS`."""
-    gradients: dict[str, torch.Tensor] = {}
-
-    def note() -> None:
-        named = learner.model.module.named_parameters()
-        gradients.update({name: p.grad.clone() for name, p in named if p.grad is not None})
-
-    learner.optimizer.step = note
-    learner.step(learner.pack(GROUPS, lag_from(7)))
-    return gradients
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -40,7 +27,9 @@ def test_rectangles_have_the_gradients_of_packed_rows(tmp_path, monkeypatch, lor
         monkeypatch.setattr(packed_model, "_PASSES", passes)
         learner = Learner(config)
         assert learner.model.in_rectangles == (len(passes) > 1)
-        found[learner.model.in_rectangles] = _gradients(learner)
+        gradients = gradients_of(learner)
+        learner.step(learner.pack(GROUPS, lag_from(7)))
+        (found[learner.model.in_rectangles],) = gradients
     assert found[False].keys() == found[True].keys() and found[False]
     for name, gradient in found[False].items():
         torch.testing.assert_close(found[True][name], gradient, rtol=1e-4, atol=1e-6, msg=name)

@@ -19,7 +19,6 @@ from recorded_training import RecordedTraining, settings
 from training_groups import configuration, group_of, random_group, random_groups, segment
 
 CURRENT = 7
-LAG_BOUND = 2
 THRESHOLD = 1.5
 
 
