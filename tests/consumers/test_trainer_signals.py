@@ -72,7 +72,7 @@ def everything(bench: TrainerBench, client: redis.Redis) -> dict[str, object]:
 def a_stopped_run(bench: TrainerBench) -> None:
     """Its trainer leaves no answer of an evaluation unread, which the next one would remove and ask for anew."""
     bench.overrides.append("evaluation.num_prompts=0")
-    bench.resilient_producer()
+    bench.producer()
     bench.stopped_at(6)
     for producer in bench.producers:
         producer.stop.set()
@@ -104,7 +104,7 @@ def test_a_new_trainer_stopped_while_it_boots_leaves_no_run_behind(
     process = processes.start("booting", program=program, fresh=program is IMPORTING)
     assert_stops(processes, process, number, marker.exists, "booting")
     assert everything(bench, redis_client) == {"redis": {}, "disk": {}}
-    bench.resilient_producer()
+    bench.producer()
     assert bench.trainer().run(), "the name is free: it needs no --resume"
     assert_settled_once(bench, redis_client)
 
@@ -118,7 +118,7 @@ def test_a_trainer_stopped_while_it_boots_to_resume_leaves_the_run_as_it_was(ben
 
 
 def test_a_trainer_that_an_objective_ends_leaves_a_status_and_a_line(bench, processes):
-    bench.resilient_producer()
+    bench.producer()
     assert processes.start("ended", program=ENDED_BY_AN_OBJECTIVE).wait(60) == 1, processes.log("ended")
     assert "the trainer ends: the user's code called sys.exit(0)" in processes.log("ended")
 
@@ -140,7 +140,7 @@ def test_a_trainer_stopped_while_it_loads_its_checkpoint_changes_only_the_epoch(
     assert Path(epoch_file).name == "epoch-1"
     del after["disk"][epoch_file]
     assert after == before
-    bench.resilient_producer()
+    bench.producer()
     second = bench.trainer(resume=True)
     assert (second.leadership.scripts.epoch, second.learner.num_steps) == (2, 7)
     assert second.run()

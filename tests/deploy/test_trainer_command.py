@@ -61,7 +61,7 @@ def test_a_standby_for_a_name_that_no_run_has_says_so_now_and_then_and_leaves_no
 @pytest.mark.slow
 def test_a_standby_names_who_holds_the_run_and_saves_its_own_settings_once_it_has_it(bench, processes, redis_client):
     bench.overrides.append("num_updates=4000")
-    bench.resilient_producer()
+    bench.producer()
     first = processes.start("first")
     wait_for(lambda: redis_client.exists(bench.keys.lease))
     file = bench.folder / "run.toml"

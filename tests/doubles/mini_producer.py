@@ -1,16 +1,21 @@
-"""A producer without an engine, in a thread: claims prompts and appends groups at once."""
+"""A producer without an engine, in a thread: claims prompts and appends groups at once, and survives every fault of
+Redis."""
 
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 import wire_examples
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
 from penstock.schemas.policy import WeightManifest, steps_behind
+from penstock.schemas.process.outage import takes_no_more
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
 
@@ -37,13 +42,17 @@ def make_group(index: int, version: int, *, rewards=(0.0, 1.0), evaluation_id: s
     )
 
 
+_TEMPORARY = ("NOGROUP", "UNBLOCKED", "MISCONF")
+
+
 class MiniProducer(threading.Thread):
     """Answers every prompt and evaluation until `stop` is set or the run is finished.
 
-    Samples with any policy within `lag_bound` of the one that the prompt names, as producers do.
+    Samples with any policy within `lag_bound` of the one that the prompt names, as producers do, and continues after
+    outages, after the server was emptied, and when it is full.
     `answer(index, version)` returns the fields of the rollout entry; the default is a group of rewards 0 and 1.
     `held_out(version)` is the reward of each held-out prompt of an evaluation; with `evaluated_by` the instance that
-    answered it.
+    answered it. `answers` counts by index, `num_pauses` counts refusals at the memory limit.
     """
 
     def __init__(
@@ -51,35 +60,57 @@ class MiniProducer(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.lag_bound = lag_bound
-        self.client = redis.Redis.from_url(url, protocol=2)
+        self.client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=10.0)
         self.keys = Keys(run)
         self.stop = threading.Event()
         self.answer = answer or group_fields
         self.held_out: Callable[[int], float] = lambda version: 1.0
         self.evaluated_by: tuple[str, ...] = ()
         self.num_answered = 0
+        self.answers: Counter[int] = Counter()
+        self.num_pauses = 0
+        self.epoch = -1
         self.problem: Exception | None = None
 
     def run(self) -> None:
-        try:
-            self._wait_until_ready()
-            for stream in (self.keys.prompts, self.keys.evaluations):
-                self._create_group(stream)
-                # Takes over what an earlier producer claimed and never answered; answering twice is harmless.
-                self._serve(stream, self.client.xautoclaim(stream, PRODUCERS_GROUP, "mini", min_idle_time=0)[1])
-            while not self.stop.is_set() and not self.client.hget(self.keys.commit, "finished"):
-                self._serve_once()
-        except redis.RedisError as error:
-            self.problem = error
-
-    def _wait_until_ready(self) -> None:
         while not self.stop.is_set():
             try:
-                if self.client.exists(self.keys.policy):
+                if not self.client.exists(self.keys.policy):
+                    time.sleep(0.01)
+                    continue
+                for stream in (self.keys.prompts, self.keys.evaluations):
+                    self._create_group(stream)
+                    self._serve(stream, self.client.xautoclaim(stream, PRODUCERS_GROUP, "mini", min_idle_time=0)[1])
+                while not self.stop.is_set() and self.client.exists(self.keys.policy):
+                    if self._is_finished():
+                        return
+                    self._serve_once()
+            except (redis.ConnectionError, redis.TimeoutError):
+                time.sleep(0.01)
+            except IndexError:
+                continue  # the policy stream was emptied between two commands
+            except redis.ResponseError as error:
+                if not self._is_temporary(error):
+                    self.problem = error
                     return
-            except redis.ConnectionError:
-                pass
-            time.sleep(0.01)
+                time.sleep(0.01)
+
+    def _is_finished(self) -> bool:
+        """Returns whether the newest epoch has finished the run, as a producer decides it: a run that an older epoch
+        finished was resumed since."""
+        finished, epoch = self.client.hmget(self.keys.commit, "finished", "epoch")
+        is_newest, self.epoch = int(epoch or -1) >= self.epoch, max(int(epoch or -1), self.epoch)
+        return finished == b"1" and is_newest
+
+    def _is_temporary(self, error: redis.ResponseError) -> bool:
+        if isinstance(error, redis.ReadOnlyError):
+            self.client.connection_pool.disconnect()  # a demoted server: the address may lead to another one now
+            return True
+        # The limit may be reached at EXEC, after every command was queued: the reply is an EXECABORT then.
+        if isinstance(error, redis.exceptions.OutOfMemoryError) or "because of: OOM " in str(error):
+            self.num_pauses += 1
+            return True
+        return str(error).startswith(_TEMPORARY) or takes_no_more(error)
 
     def _create_group(self, stream: str) -> None:
         try:
@@ -106,7 +137,9 @@ class MiniProducer(threading.Thread):
                 version = self._newest_policy()
             pipeline = self.client.pipeline(transaction=True)
             if is_prompt:
-                pipeline.xadd(self.keys.rollouts, self.answer(int(fields[Field.INDEX]), version))
+                index = int(fields[Field.INDEX])
+                self.answers[index] += 1
+                pipeline.xadd(self.keys.rollouts, self.answer(index, version))
                 self.num_answered += 1
             else:
                 group = make_group(0, version, rewards=(self.held_out(wanted),), evaluation_id=entry_id.decode())

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from penstock.consumers.stream.scripts import SCRIPTS
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
-from resilient_producer import ResilientProducer
 from scripted_learner import FILE
 
 RUN_FILE = """
@@ -70,7 +69,15 @@ class TrainerBench:
     def folder(self) -> Path:
         return self.runs / "test"
 
-    def trainer(self, *, resume: bool = False, standby: bool = False, url: str | None = None) -> Trainer:
+    def trainer(
+        self,
+        *,
+        resume: bool = False,
+        standby: bool = False,
+        url: str | None = None,
+        fail_at: Mapping[int, BaseException] | None = None,
+    ) -> Trainer:
+        """Opens a trainer. fail_at: see ScriptedLearner."""
         connection = TrainerConnection(url or self.url, outage_s=90)
         self.connections.append(connection)
         self.metrics = TrainerMetrics()
@@ -78,6 +85,8 @@ class TrainerBench:
         assert trainer is not None
         if not self.commits_later:
             commit_at_once(trainer)
+        if fail_at is not None:
+            trainer.learner.fail_at.update(fail_at)
         self.trainers.append(trainer)
         return trainer
 
@@ -88,11 +97,12 @@ class TrainerBench:
         assert trainer.run() is False
         return trainer
 
-    def producer(self, answer=None) -> MiniProducer:
-        return self._start(MiniProducer(self.url, "test", answer, self.config.lag_bound))
-
-    def resilient_producer(self, answer=None, url: str | None = None) -> ResilientProducer:
-        return self._start(ResilientProducer(url or self.url, "test", answer, self.config.lag_bound))
+    def producer(self, answer=None, url: str | None = None) -> MiniProducer:
+        """Starts a producer."""
+        producer = MiniProducer(url or self.url, "test", answer, self.config.lag_bound)
+        producer.start()
+        self.producers.append(producer)
+        return producer
 
     def proxy(self) -> CuttingProxy:
         """Returns a proxy in front of the server that knows the trainer's scripts by name."""
@@ -113,20 +123,19 @@ class TrainerBench:
         pointer = client.hget(self.keys.commit, "checkpoint").decode()
         return json.loads((self.folder / "checkpoints" / pointer / "tensors" / FILE).read_text())
 
-    def close(self) -> None:
+    def end_producers(self) -> None:
         for producer in self.producers:
             producer.stop.set()
             producer.join()
             producer.client.close()
+        self.producers.clear()
+
+    def close(self) -> None:
+        self.end_producers()
         for trainer in self.trainers:
             trainer.close()
         for connection in self.connections:
             connection.close()
-
-    def _start(self, producer):
-        producer.start()
-        self.producers.append(producer)
-        return producer
 
 
 def tasks_taken(trainer) -> dict[int, ReleasedTask]:

@@ -50,7 +50,7 @@ def two_ranks(bench, redis_client, processes, allowance):
         *(f"model.path='{bench.runs / 'model'}'", "trainer.device='cpu'", "trainer.num_processes=2"),
         *("trainer.rank_timeout_s=10", "trainer.lease_s=2.0", "checkpoint.every=10", f"num_updates={NUM_UPDATES}"),
     ]
-    bench.resilient_producer(allowance.answer)
+    bench.producer(allowance.answer)
 
     def start(log: str, *arguments: str, program: str = FORKED_RANKS):
         return processes.start(log, *arguments, program=program)
@@ -144,6 +144,6 @@ def test_another_models_checkpoint_and_half_a_checkpoint_are_refused_once_and_no
     for file, content in files.items():
         file.write_bytes(content)
     bench.overrides = own
-    bench.resilient_producer()
+    bench.producer()
     assert two_ranks("fourth", "--resume").wait(RUN_S) == 0
     assert_trained_once(bench, 12)

@@ -25,7 +25,7 @@ def test_waits_and_the_start_of_a_run_do_not_depend_on_the_producers_clock(bench
         group = msgspec.structs.replace(decode_group(fields[Field.PAYLOAD]), timings=timings)
         return fields | {Field.PAYLOAD: encode_group(group)}
 
-    bench.resilient_producer(answer)
+    bench.producer(answer)
     began_s = time.time()
     assert bench.trainer().run()
     assert_settled_once(bench, redis_client)
@@ -38,7 +38,7 @@ def test_waits_and_the_start_of_a_run_do_not_depend_on_the_producers_clock(bench
 
 def test_a_trainer_whose_clock_is_wrong_says_so(bench, monkeypatch, caplog):
     true_time = time.time
-    bench.resilient_producer()
+    bench.producer()
     monkeypatch.setattr(time, "time", lambda: true_time() - 420.0)
     assert bench.trainer().run()
     assert all(line["clock_ahead_s"] == pytest.approx(-420.0, abs=3.0) for line in bench.lines("updates.jsonl"))
@@ -52,7 +52,7 @@ def test_a_clock_that_is_set_back_while_it_trains_makes_no_time_below_zero(bench
         is_later = updates.is_file() and len(updates.read_bytes().splitlines()) > 3
         return true_time() - 172_784.0 * is_later
 
-    bench.resilient_producer()
+    bench.producer()
     began = time.monotonic()
     monkeypatch.setattr(time, "time", set_back)
     assert bench.trainer().run()

@@ -52,7 +52,7 @@ def assert_recorded_once(bench, client) -> Record:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, redis_client, monkeypatch, place):
     owner, method, when = PLACES[place]
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     original, calls = getattr(owner, method), []
     fatal = 6 if method == "append" else 2
@@ -84,7 +84,7 @@ def killed_at(trainer, step: int) -> None:
 
 
 def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     killed_at(first, 7)
     first.record.recorder.sync()
@@ -102,7 +102,7 @@ def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
 
 
 def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(bench, redis_client):
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     killed_at(first, 7)
     first.record.recorder.sync()
@@ -125,7 +125,7 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
         return group_fields(index, version, rewards=(1.0, 1.0) if index % 5 == 0 else (1.0, 0.0))
 
     bench.overrides = ["evaluation.num_prompts=0"]
-    bench.resilient_producer(answer)
+    bench.producer(answer)
     trainer = bench.trainer()
     trainer.learner.fail_at[3] = "gradient norm is not finite"
     trainer.learner.never_finite = {2}
@@ -147,7 +147,7 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
 
 
 def test_a_run_in_which_every_step_fails_stops_and_has_recorded_what_it_settled(bench, redis_client):
-    bench.resilient_producer()
+    bench.producer()
     trainer = bench.trainer()
     trainer.learner.fails_from = 3
     with pytest.raises(RunFailedError, match="8 optimizer steps in a row failed; the last one: loss is not finite"):
@@ -162,7 +162,7 @@ def test_a_run_in_which_every_step_fails_stops_and_has_recorded_what_it_settled(
 
 
 def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client, monkeypatch, caplog):
-    bench.resilient_producer()
+    bench.producer()
     trainer = bench.trainer()
     sync, left = RecordFiles.sync, [1]
 
@@ -186,7 +186,7 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
 ):
     import penstock.schemas.record
 
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     with monkeypatch.context() as patch:
 

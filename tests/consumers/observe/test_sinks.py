@@ -285,7 +285,7 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_i
 ):
     monkeypatch.setenv("WANDB_MODE", "offline")
     bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab"]
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
     with pytest.raises(KilledError):

@@ -143,7 +143,7 @@ def test_a_run_whose_folder_is_full_for_a_while_trains_on_and_has_every_line(
     bench.overrides = ["num_updates=40", "evaluation.every=10"]
     monkeypatch.setenv("RUN_FOLDER", str(bench.folder))
     monkeypatch.setenv("COPY", str(copy))
-    bench.resilient_producer()
+    bench.producer()
     process = processes.start("trainer", program=FULL_RUN_FOLDER)
     status = process.wait(120)
     log = processes.log("trainer")

@@ -51,7 +51,7 @@ def test_every_rollout_is_counted_once_through_a_kill_and_a_resume(bench, redis_
             return fields_of(index, 0, 40, 3)  # as old as policy 0: sampled again
         return fields_of(index, version, 40, 3, tries_lost=int(index == 5))
 
-    producer = bench.resilient_producer(answer)
+    producer = bench.producer(answer)
     first = bench.trainer()
     first.learner.fail_at[9] = KilledError()
     with pytest.raises(KilledError):
@@ -162,7 +162,7 @@ def test_long_rollouts_that_come_too_late_raise_the_alarm_and_losses_at_random_d
             return fields_of(index, 0, length, 3)
         return fields_of(index, version, length, 3)
 
-    bench.resilient_producer(answer)
+    bench.producer(answer)
     trainer = bench.trainer()
     with caplog.at_level(logging.WARNING):
         assert trainer.run()

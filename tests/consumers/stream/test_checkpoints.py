@@ -114,7 +114,7 @@ def test_no_two_trainers_get_one_epoch(tmp_path):
 
 @pytest.mark.redis
 def test_a_run_keeps_its_id_and_the_folder_of_another_is_refused(bench, redis_client):
-    bench.resilient_producer()
+    bench.producer()
     first = bench.stopped_at(5)
     redis_client.flushall()
     second = bench.trainer(resume=True)
@@ -130,7 +130,7 @@ def test_a_run_keeps_its_id_and_the_folder_of_another_is_refused(bench, redis_cl
 
 @pytest.mark.redis
 def test_redis_keeps_the_tasks_of_what_the_older_checkpoint_kept_has_not_released(bench, redis_client):
-    bench.resilient_producer()
+    bench.producer()
     bench.stopped_at(9)
     states = [read_state(folder) for folder in (bench.folder / "checkpoints").glob("*-*") if folder.is_dir()]
     before, _ = sorted(state.ledger.num_released for state in states)

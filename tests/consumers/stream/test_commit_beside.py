@@ -18,7 +18,7 @@ from waiting import wait_for
 def beside(bench: TrainerBench) -> TrainerBench:
     bench.commits_later = True
     bench.overrides = ["evaluation.num_prompts=0"]
-    bench.resilient_producer()
+    bench.producer()
     return bench
 
 
@@ -103,11 +103,23 @@ def test_a_trainer_that_ends_waits_for_the_checkpoint_under_way_and_commits_what
     assert_settled_once(beside, redis_client)
 
 
-def test_a_commit_missed_while_another_was_written_is_due_after_it_and_its_own_is_not() -> None:
-    schedule = CommitSchedule(lambda: 0.0, 4)
+def test_what_is_due_after_a_commit_and_after_a_checkpoint_that_could_not_be_written() -> None:
+    now_s = [100.0]
+    # Every fourth update; memory is never asked for: nothing was settled since the last commit.
+    schedule = CommitSchedule(lambda: 0.0, 4, lambda: now_s[0])
     schedule.committed(4, 0, took_s=1.0)
     assert not schedule.is_due(5, 0, busy=True)
-    assert schedule.is_due(9, 0, busy=True), "update 8 went by"
+    assert schedule.is_due(9, 0, busy=True), "update 8 went by while another was written"
     schedule.committed(9, 0, took_s=1.0)
-    assert not schedule.is_due(11, 0, busy=True)
-    assert schedule.is_due(12, 0, busy=True)
+    assert not schedule.is_due(11, 0, busy=True) and schedule.is_due(12, 0, busy=True)
+    for expected_s in (1, 2, 4, 8, 16, 30, 30):
+        delay_s = schedule.failed()
+        assert delay_s == expected_s
+        now_s[0] += 0.75 * delay_s
+        assert not schedule.is_due(16, 0, busy=True), "not even the checkpoint of a later update"
+        assert not schedule.is_due(16, 0, busy=False)
+        now_s[0] += 0.25 * delay_s
+        assert schedule.is_due(17, 0, busy=True) and schedule.is_due(17, 0, busy=False)
+    schedule.committed(17, 0, took_s=1.0)
+    assert not schedule.is_due(17, 0, busy=True) and schedule.is_due(20, 0, busy=True)
+    assert schedule.failed() == 1, "the tries begin anew"

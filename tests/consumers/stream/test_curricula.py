@@ -90,18 +90,15 @@ def waits_of(flat_until: int, *, after: int, count: int = 8) -> list[tuple[int, 
     return found[1:]
 
 
-@pytest.mark.parametrize("after", [1, 2])
-def test_what_is_always_or_never_solved_sits_out_one_pass_then_two_then_four_and_so_on(after):
-    waits = [0] * (after - 1) + [2**n for n in range(8 - after)]
-    for (fewest, most), wait in zip(waits_of(99, after=after), waits, strict=True):
-        assert wait <= fewest <= most <= wait + 2, "what is left of the pass before and the begin of the next"
-
-
-def test_a_task_that_is_solved_at_last_comes_in_every_pass_again_and_does_not_catch_up():
+def test_what_is_always_or_never_solved_sits_out_one_two_four_passes_and_comes_in_every_one_once_it_is_solved():
+    for after in (1, 2):
+        expected = [0] * (after - 1) + [2**n for n in range(8 - after)]
+        for (fewest, most), wait in zip(waits_of(99, after=after), expected, strict=True):
+            assert wait <= fewest <= most <= wait + 2, "what is left of the pass before and the begin of the next"
     waits = waits_of(4, after=2, count=24)
     assert waits[3][0] >= 4
     since = [most for _, most in waits[4:]]
-    assert max(since) <= 2 and sum(since) >= len(since), "once in each shuffled pass"
+    assert max(since) <= 2 and sum(since) >= len(since), "once in each shuffled pass, without catching up"
 
 
 def test_where_all_tasks_are_flat_those_of_the_fewest_groups_come_and_open_ones_last():
@@ -139,20 +136,17 @@ def test_the_same_history_gives_the_same_tasks_on_every_machine():
     assert drop_flat(history, 5, 2) != drop_flat(history, 5, 1)
 
 
-@pytest.mark.parametrize(
-    ("path", "kwargs", "message"),
-    [
+def test_a_choice_that_cannot_be_released_is_refused():
+    for path, kwargs, message in (
         (f"{CURRICULA}:drop_flat", {"after": 0}, "ValueError: after is 0, expected 1 or more"),
         (f"{CURRICULA}:by_solve_rate", {"floor": 0.0}, "ValueError: floor is 0.0, expected above 0"),
         (f"{__name__}:twice", {}, "asked for 3 tasks of environment 'e0': returned task 1 twice; expected each once"),
         (f"{__name__}:too_few", {}, "returned 2"),
         (f"{__name__}:beyond", {}, "returned task 6, expected 1 to 5"),
         (f"{__name__}:text", {}, "TypeError: 'str' object cannot be interpreted as an integer"),
-    ],
-)
-def test_a_choice_that_cannot_be_released_is_refused(path, kwargs, message):
-    with pytest.raises(RunFailedError, match=re.escape(message)):
-        TaskPlan(config(path, 5, **kwargs), Ledger()).next(3)
+    ):
+        with pytest.raises(RunFailedError, match=re.escape(message)):
+            TaskPlan(config(path, 5, **kwargs), Ledger()).next(3)
 
 
 def twice(history, budget, seed):
@@ -171,21 +165,15 @@ def text(history, budget, seed):
     return "abc"
 
 
-@pytest.mark.parametrize(
-    ("path", "kwargs", "message"),
-    [
-        (f"{CURRICULA}:harder", {}, "has no 'harder'; it defines"),
-        (
-            f"{CURRICULA}:drop_flat",
-            {"often": 3},
-            "got an unexpected keyword argument 'often'; expected a function (history",
-        ),
-        (f"{CURRICULA}:drop_flat", {}, "environments[1].num_tasks is not set: curriculum.path = "),
-    ],
-)
-def test_a_curriculum_that_does_not_fit_is_an_error_of_the_run_file(path, kwargs, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        TaskPlan(config(path, 5, None, **kwargs), Ledger())
+def test_a_curriculum_that_does_not_fit_is_an_error_of_the_run_file():
+    takes = "got an unexpected keyword argument 'often'; expected a function (history"
+    for name, kwargs, message in (
+        ("harder", {}, "has no 'harder'; it defines"),
+        ("drop_flat", {"often": 3}, takes),
+        ("drop_flat", {}, "environments[1].num_tasks is not set: curriculum.path = "),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            TaskPlan(config(f"{CURRICULA}:{name}", 5, None, **kwargs), Ledger())
 
 
 def test_no_environment_is_asked_for_more_tasks_than_it_has():
@@ -200,11 +188,6 @@ def test_no_environment_is_asked_for_more_tasks_than_it_has():
         assert len(set(tasks)) == len(tasks)
     first = Counter(task.number for tasks in rounds for task in tasks if task.environment == "e0")
     assert set(first) == {1, 2, 3} and max(first.values()) - min(first.values()) <= 1
-
-
-def answer(index: int, version: int) -> dict:
-    """Two groups of three have no reward variance."""
-    return group_fields(index, version, rewards=(0.0, float(index % 3 == 0)))
 
 
 @pytest.mark.redis
@@ -253,7 +236,7 @@ def test_a_group_that_came_before_its_lost_index_was_released_again_keeps_its_ta
 @pytest.mark.redis
 def test_a_run_whose_curriculum_fails_ends_with_its_work_saved_and_goes_on_with_another(bench, redis_client):
     bench.overrides = [f"curriculum.path={__name__}:failing", "environment.num_tasks=30"]
-    bench.resilient_producer()
+    bench.producer()
     with pytest.raises(RunFailedError, match="returned task 7 twice; expected each once"):
         bench.trainer().run()
     assert bench.ledger()["num_groups_trained"] > 0

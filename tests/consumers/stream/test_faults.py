@@ -69,7 +69,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_trainer_killed_around_a_commit_is_continued(bench, redis_client, monkeypatch, place):
     method, when, continued_from = PLACES[place]
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     owner = checkpoints if hasattr(checkpoints, method) else Checkpoints
     original, calls = getattr(owner, method), []
@@ -96,7 +96,7 @@ def test_a_trainer_killed_around_a_commit_is_continued(bench, redis_client, monk
 
 
 def test_a_resume_that_finds_no_checkpoint_where_one_was_committed_is_refused(bench, redis_client):
-    bench.resilient_producer()
+    bench.producer()
     killed_at(bench, 10)
     pointer = redis_client.hget(bench.keys.commit, "checkpoint").decode()
     folder = bench.folder / "checkpoints"
@@ -112,7 +112,7 @@ def test_a_resume_that_finds_no_checkpoint_where_one_was_committed_is_refused(be
 
 def test_everything_a_trainer_counts_survives_in_its_checkpoint(bench, redis_client):
     bench.overrides = ["evaluation.num_prompts=0"]
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     first.learner.fail_at[3] = "gradient norm is not finite"
     train = first.learner.step
@@ -154,7 +154,7 @@ def failed_report(batch, indexes) -> StepReport:
 
 
 def test_a_run_that_gives_up_has_settled_all_that_its_policy_was_trained_on(bench, redis_client):
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     train, calls = first.learner.step, []
 
@@ -180,7 +180,7 @@ def test_a_run_that_gives_up_has_settled_all_that_its_policy_was_trained_on(benc
 
 def test_groups_that_a_failed_batch_is_not_to_blame_for_stay_ready(bench, redis_client):
     bench.overrides = ["max_lag=0", "evaluation.num_prompts=0"]
-    bench.resilient_producer()
+    bench.producer()
     trainer = bench.trainer()
     train, failed = trainer.learner.step, []
 
@@ -210,7 +210,7 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
         monkeypatch.setattr(recovery_module, "SUSPICIOUS_S", 0.2)
     caplog.set_level("INFO")
     is_stuck, collect = threading.Event(), Evaluator.collect
-    producer = bench.resilient_producer() if when == "the last evaluation" else None
+    producer = bench.producer() if when == "the last evaluation" else None
     if when == "the last evaluation":
         monkeypatch.setattr(Evaluator, "collect", lambda self: [] if is_stuck.is_set() else collect(self))
     trainer = bench.trainer()
@@ -242,14 +242,14 @@ def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_t
     wait_for(can_be_read)
     is_stuck.clear()
     if producer is None:
-        bench.resilient_producer()
+        bench.producer()
     thread.join(60)
     assert thread.outcome is True
     assert caplog.text.count("producer late cannot read policy 0: its chunks are read back") == ("producer" in when)
 
 
 def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis_client, monkeypatch):
-    bench.resilient_producer()
+    bench.producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
     with pytest.raises(KilledError):
@@ -283,7 +283,7 @@ def test_a_redis_emptied_under_a_sleeping_trainer_does_not_give_it_the_run_back(
     redis_client.flushall()
     with pytest.raises(entry.FencedError, match="of epoch 0, and the checkpoint folder knows epoch 1"):
         first.run()
-    bench.resilient_producer()
+    bench.producer()
     assert second.run()
     assert_settled_once(bench, redis_client)
 
@@ -296,7 +296,7 @@ def test_a_promoted_replica_that_lacks_the_last_updates_is_reconciled(bench, sta
     bench.overrides = ["checkpoint.every=3"]
     with bench.proxy() as proxy:
         trainer = bench.trainer(url=proxy.url)
-        bench.resilient_producer(url=proxy.url)
+        bench.producer(url=proxy.url)
 
         def demote() -> None:
             proxy.point_to(replica.url)  # which still is one: it refuses every write
@@ -331,7 +331,7 @@ def test_a_redis_that_stays_away_ends_the_trainer_with_one_line_and_its_work_is_
 
     with bench.proxy() as proxy:
         monkeypatch.setenv("REDIS_URL", proxy.url)
-        bench.resilient_producer()
+        bench.producer()
         held = proxy.hold("announce", 6, "before")
         threading.Thread(target=lambda: (held.wait(), proxy.refuse(), held.release()), daemon=True).start()
         with monkeypatch.context() as patch:
@@ -348,7 +348,7 @@ def test_a_signal_ends_a_trainer_whose_redis_is_away(bench, redis_client, monkey
     bench.overrides = ["redis.outage_s=600.0"]
     with bench.proxy() as proxy:
         monkeypatch.setenv("REDIS_URL", proxy.url)
-        bench.resilient_producer()
+        bench.producer()
 
         def go_away_and_interrupt() -> None:
             fault.wait()
@@ -389,7 +389,7 @@ def test_producers_refused_for_want_of_memory_go_on_once_the_trainer_has_committ
     bench.url = server.url
     bench.overrides = ["num_updates=24", "checkpoint.every=1000", "evaluation.num_prompts=0"]
     payload = {"padding": b"x" * 100_000}
-    producer = bench.resilient_producer(lambda index, version: {**group_fields(index, version), **payload})
+    producer = bench.producer(lambda index, version: {**group_fields(index, version), **payload})
     monkeypatch.setattr(
         "penstock.consumers.checkpoints.schedule.MEMORY_HIGH", 1e9
     )  # as if the last commit had been just too early
@@ -423,7 +423,7 @@ def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(benc
     wait_for(lambda: "3 entries that no producer can get any more are removed" in caplog.text)
     wait_for(lambda: server.client.xlen(prompts) == 12)
     server.client.config_set("maxmemory", 0)
-    bench.resilient_producer()
+    bench.producer()
     thread.join(60)
     assert thread.outcome is True
     assert_settled_once(bench, server.client)
@@ -431,7 +431,7 @@ def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(benc
 
 
 def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_client):
-    producers = [bench.resilient_producer(), bench.resilient_producer()]
+    producers = [bench.producer(), bench.producer()]
     bench.stopped_at(5)
     wait_for(lambda: redis_client.xlen(bench.keys.prompts) == 0)
     answered = sum(producer.num_answered for producer in producers)
@@ -458,7 +458,7 @@ def test_streams_whose_entry_ids_are_used_up_are_made_anew(bench, redis_client, 
         keys.prompts, keys.rollouts, keys.evaluation_results, keys.evaluations, keys.policy, keys.dead,
         keys.dead_rollouts,
     ]  # fmt: skip
-    bench.resilient_producer(
+    bench.producer(
         lambda index, version: dead_fields(index, "reward: boom") if index in (1, 40) else group_fields(index, version)
     )
     first = bench.trainer()
@@ -494,7 +494,7 @@ def test_a_prompt_entry_that_names_no_task_does_not_stop_the_trainer(bench, redi
     thread = TrainerThread(trainer)
     wait_for(lambda: "an entry names no task" in caplog.text)
     redis_client.xdel(bench.keys.prompts, entry)  # what a producer does that claims it
-    bench.resilient_producer()
+    bench.producer()
     thread.join(60)
     assert thread.outcome is True
     assert_settled_once(bench, redis_client)

@@ -68,7 +68,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_while_training_goes_
     bench, redis_client, monkeypatch, caplog
 ):
     monkeypatch.setattr("penstock.consumers.checkpoints.schedule.FIRST_RETRY_S", 0.02)
-    bench.resilient_producer()
+    bench.producer()
     trainer = with_large_state(bench.trainer())
     seen = []
     with contextlib.ExitStack() as stack:
@@ -88,7 +88,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_stops_and_is_continued_from
     bench, redis_client, monkeypatch, caplog
 ):
     monkeypatch.setenv("REDIS_URL", bench.url)
-    bench.resilient_producer()
+    bench.producer()
     open_trainer = entry.open_trainer
     with contextlib.ExitStack() as stack:
 

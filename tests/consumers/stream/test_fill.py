@@ -85,7 +85,7 @@ def test_a_run_that_was_stopped_while_it_filled_a_batch_goes_on_with_that_batch(
             first.stop()
         return never(index, version)
 
-    bench.resilient_producer(stop_and_answer)
+    bench.producer(stop_and_answer)
     before = tasks_taken(first)
     assert not first.run()
     assert len(first.intake.ledger.by_outcome["trained"]) == 0 and len(before) == 8

@@ -18,7 +18,6 @@ from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.metrics import figures_of
 from penstock.schemas.policy import make_version
 from penstock.schemas.process.outage import RedisGoneError
-from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import encode_group
 
 pytestmark = pytest.mark.redis
@@ -114,31 +113,43 @@ def test_a_group_of_another_run_of_the_name_is_dropped_and_its_index_stays_open(
         ledger.postponed.clear()
 
 
-def test_a_restored_run_releases_nothing_again_that_redis_knows_of(scripts, redis_client):
-    scripts.release(0, tasks(1, 9), 0)
-    scripts.restore(4, {})
-    assert redis_client.hget(KEYS.commit, "released") == b"9"
-    scripts.restore(12, {})
-    assert redis_client.hget(KEYS.commit, "released") == b"12"
+def result(version: int, n: int, *rewards: float, by: str = "good-1", environment: str = "") -> dict:
+    group = make_group(0, version, rewards=rewards, evaluation_id=f"{version}-{n}")
+    group = msgspec.structs.replace(group, sampled_by=(by,), environment=environment)
+    return {Field.EVALUATION: f"{version}-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
+
+
+def failed(name: str) -> dict:
+    return {Field.EVALUATION: name, Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
+
+
+def answer(client, *results: dict) -> None:
+    """As a producer does: the entry is gone from the stream of what is asked."""
+    for fields in results:
+        client.xadd(KEYS.evaluation_results, fields)
+        client.xdel(KEYS.evaluations, fields[Field.EVALUATION])
+
+
+def asked(client) -> dict[bytes, int]:
+    """By entry the number of the held-out prompt."""
+    return {entry_id: int(fields[Field.TASK]) for entry_id, fields in client.xrange(KEYS.evaluations)}
 
 
 def test_answers_are_removed_as_they_are_read_and_a_new_trainer_asks_anew(connection, scripts, redis_client):
     evaluator = Evaluator(scripts, sets(main=3))
-    failed = {Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
 
-    def answer(*names: str, run_id: str = scripts.run_id) -> list[int]:
-        for name in names:
-            redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: name, Field.RUN_ID: run_id, **failed})
-        found = [result.policy_version for result in evaluator.collect()]
+    def done_after(*names: str, run_id: str = scripts.run_id) -> list[int]:
+        answer(redis_client, *({**failed(name), Field.RUN_ID: run_id} for name in names))
+        versions = [evaluation.policy_version for evaluation in evaluator.collect()]
         assert redis_client.xlen(KEYS.evaluation_results) == 0, "also while an evaluation is open"
-        return found
+        return versions
 
     evaluator.request(0, update=0)
     evaluator.request(1, update=1)
-    assert answer("0-1", "0-2", "1-1") == []
-    assert answer("0-3", run_id="other") == [], "answered by the weights of another run"
-    assert answer("0-3") == [0]
-    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "1-2", **failed})
+    assert done_after("0-1", "0-2", "1-1") == []
+    assert done_after("0-3", run_id="other") == [], "answered by the weights of another run"
+    assert done_after("0-3") == [0]
+    answer(redis_client, failed("1-2"))
     Scripts(connection, KEYS).open_epoch(1)
     assert redis_client.xlen(KEYS.evaluations) == redis_client.xlen(KEYS.evaluation_results) == 0
 
@@ -146,19 +157,14 @@ def test_answers_are_removed_as_they_are_read_and_a_new_trainer_asks_anew(connec
 def test_too_many_open_evaluations_drop_the_oldest_that_nobody_has_begun(scripts, redis_client):
     evaluator = Evaluator(scripts, sets(main=2))
     evaluator.request(0, update=0)
-    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "0-1", Field.KIND: Kind.DEAD})
+    answer(redis_client, failed("0-1"))
     assert evaluator.collect() == []
     for version in range(1, 20):
         evaluator.request(version, update=version)
     kept = [0, *range(20 - MOST_OPEN + 1, 20)]
     assert evaluator.pending == kept
-    asked = {entry_id.decode() for entry_id, _ in redis_client.xrange(KEYS.evaluations)}
-    assert asked == {f"{version}-{n}" for version in kept for n in (1, 2)}
-
-
-def test_opening_an_epoch_again_after_a_lost_reply_is_no_fence(scripts):
-    assert scripts.open_epoch(4)[b"epoch"] == b"4"
-    assert scripts.open_epoch(4)[b"epoch"] == b"4"
+    left = {f"{version}-{n}".encode(): n for version in kept for n in (1, 2)}
+    assert asked(redis_client) == {name: n for name, n in left.items() if name != b"0-1"}
 
 
 def test_a_write_outlives_a_server_that_is_emptied_again_once_its_epoch_is_restored(connection, redis_client):
@@ -175,21 +181,6 @@ def test_a_write_outlives_a_server_that_is_emptied_again_once_its_epoch_is_resto
     redis_client.flushall()
     assert scripts.release(0, tasks(1, 2), 0) == 2
     assert not losses and redis_client.xlen(KEYS.prompts) == 2
-
-
-def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, redis_client):
-    assert scripts.release(0, tasks(1, 5), 7) == 5
-    assert scripts.release(0, tasks(1, 5), 7) == 5
-    assert scripts.release(0, tasks(1, 2), 7) == 5, "the cursor does not go back"
-    entries = redis_client.xrange(KEYS.prompts)
-    assert [(fields[Field.INDEX], fields[Field.VERSION]) for _, fields in entries] == [
-        (str(index).encode(), b"7") for index in range(1, 6)
-    ]
-
-
-def test_the_release_cursor_never_falls_behind_what_the_trainer_knows(scripts, redis_client):
-    assert scripts.release(10, tasks(11, 12), 0) == 12
-    assert [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)] == [11, 12]
 
 
 def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts):
@@ -309,70 +300,40 @@ def test_an_anchor_alone_is_no_announcement_and_what_is_older_than_the_floor_goe
     assert redis_client.hget(KEYS.commit, "policy_version") == b"3"
 
 
-def result(version: int, n: int, reward: float, *, by: str = "good-1", **parts: float) -> dict:
-    group = make_group(0, version, rewards=(reward,), evaluation_id=f"{version}-{n}")
-    rollout = msgspec.structs.replace(group.rollouts[0], reward=Reward(value=reward, parts=parts))
-    group = msgspec.structs.replace(group, rollouts=(rollout,), sampled_by=(by,))
-    return {Field.EVALUATION: f"{version}-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
-
-
-def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection, scripts, redis_client):
+def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(scripts, redis_client):
     evaluator = Evaluator(scripts, sets(main=3))
     evaluator.request(5, update=5)
-    assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"5-3"]
-    redis_client.xadd(KEYS.evaluation_results, result(5, 1, 1.0))
-    redis_client.xadd(KEYS.evaluation_results, result(5, 1, 0.0))
-    redis_client.xadd(KEYS.evaluation_results, result(5, 2, 1.0))
-    redis_client.xadd(KEYS.evaluation_results, result(4, 3, 1.0))
+    evaluator.request(5, update=5)
+    assert asked(redis_client) == {b"5-1": 1, b"5-2": 2, b"5-3": 3}
+    answer(redis_client, result(5, 1, 1.0), result(5, 1, 0.0), result(5, 2, 1.0), result(4, 3, 1.0))
     assert evaluator.collect() == []
-    redis_client.xadd(
-        KEYS.evaluation_results, {Field.EVALUATION: "5-3", Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
-    )
+    answer(redis_client, failed("5-3"))
     (done,) = evaluator.collect()
-    assert done.policy_version == 5
+    assert (done.policy_version, done.num_prompts, done.num_failed) == (5, 3, 1)
     assert done.figures["reward"] == pytest.approx(2 / 3)
-    assert (done.num_prompts, done.num_failed) == (3, 1)
     assert evaluator.pending == []
 
 
-def test_an_evaluation_of_several_environments_has_the_rewards_of_each(connection, scripts, redis_client):
-    held_out = [ReleasedTask("sums", 1), ReleasedTask("sums", 2), ReleasedTask("words", 1)]
-    evaluator = Evaluator(scripts, sets(sums=2, words=1))
+def test_an_evaluation_of_several_environments_has_the_rewards_of_those_that_the_groups_name(scripts, redis_client):
+    evaluator = Evaluator(scripts, sets(sums=2, words=2))
     evaluator.request(5, update=5)
-    asked = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.evaluations)]
-    assert asked == [(task.environment.encode(), str(task.number).encode()) for task in held_out]
-    for n, reward in ((3, 0.5), (1, 1.0)):
-        redis_client.xadd(KEYS.evaluation_results, result(5, n, reward))
-    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-2", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
+    tasks = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.evaluations)]
+    assert tasks == [(b"sums", b"1"), (b"sums", b"2"), (b"words", b"1"), (b"words", b"2")]
+    answer(redis_client, result(5, 1, 0.25, environment="words"), failed("5-2"))
+    answer(redis_client, result(5, 3, 1.0, environment="sums"), result(5, 4, 0.75))
     (done,) = evaluator.collect()
-    assert {name: figures_of(own) for name, own in done.environments.items()} == {
-        "sums": {"reward": 0.5},
-        "words": {"reward": 0.5},
+    assert {name: figures_of(of_one) for name, of_one in done.environments.items()} == {
+        "sums": {"reward": 0.5},  # what has failed counts as 0
+        "words": {"reward": 0.5},  # one that names none is of the environment that was asked
     }
     assert (done.figures["reward"], done.num_failed) == (0.5, 1)
 
 
-def test_an_answer_is_of_the_environment_that_its_group_names(connection, scripts, redis_client):
-    evaluator = Evaluator(scripts, sets(sums=1, words=2))
-    evaluator.request(5, update=5)
-    for n, environment in ((1, "words"), (2, "sums"), (3, "")):
-        group = msgspec.structs.replace(make_group(0, 5, rewards=(n / 4,)), environment=environment)
-        group = msgspec.structs.replace(group, evaluation_id=f"5-{n}")
-        fields = {Field.EVALUATION: f"5-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
-        redis_client.xadd(KEYS.evaluation_results, fields)
-    (done,) = evaluator.collect()
-    assert done.environments["sums"]["reward"] == 0.5
-    assert done.environments["words"]["reward"] == (0.25 + 0.75) / 2
-
-
-def test_an_evaluation_of_several_answers_a_prompt_has_means_and_pass_at_k(connection, scripts, redis_client):
+def test_an_evaluation_of_several_answers_a_prompt_has_means_and_pass_at_k(scripts, redis_client):
     how = HeldOut(num_prompts=2, num_samples=4, pass_at=(1, 2), solved=SolvedConfig(value=0.5))
     evaluator = Evaluator(scripts, {"main": how})
     evaluator.request(5, update=5)
-    for n, rewards in enumerate([(1.0, 0.5, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)], start=1):
-        group = make_group(0, 5, rewards=rewards, evaluation_id=f"5-{n}")
-        fields = {Field.EVALUATION: f"5-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
-        redis_client.xadd(KEYS.evaluation_results, fields)
+    answer(redis_client, result(5, 1, 1.0, 0.5, 0.0, 0.0), result(5, 2, 0.0, 0.0, 0.0, 0.0))
     (done,) = evaluator.collect()
     assert done.figures == done.environments["main"]
     assert done.figures == pytest.approx(
@@ -396,87 +357,66 @@ def test_a_release_says_which_task_it_is_until_checkpoints_hold_it(scripts, redi
     assert redis_client.hgetall(KEYS.tasks) == {b"3": b"2 sums"}
 
 
-def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):
-    evaluator = Evaluator(scripts, sets(main=3))
-    evaluator.request(5, update=5)
-    evaluator.request(5, update=5)
-    evaluator.request_again()
-    assert redis_client.xlen(KEYS.evaluations) == 3
-    redis_client.delete(KEYS.evaluations)
-    evaluator.request_again()
-    assert redis_client.xlen(KEYS.evaluations) == 3, "what an emptied server lost is asked for anew"
-
-
-def answer(client, *results: dict) -> None:
-    """As a producer does: the entry is gone from the stream of what is asked."""
-    for fields in results:
-        client.xadd(KEYS.evaluation_results, fields)
-        client.xdel(KEYS.evaluations, fields[Field.EVALUATION])
-
-
-def asked(client) -> dict[bytes, int]:
-    """By entry the number of the held-out prompt."""
-    return {entry_id: int(fields[Field.TASK]) for entry_id, fields in client.xrange(KEYS.evaluations)}
-
-
 @pytest.fixture
-def held() -> set[str]:
-    """Instances that are quarantined."""
+def quarantined() -> set[str]:
     return set()
 
 
 @pytest.fixture
-def wary(connection, scripts, held) -> Evaluator:
-    return Evaluator(scripts, sets(main=3), lambda samplers: not held.isdisjoint(samplers))
+def evaluator(scripts, quarantined) -> Evaluator:
+    return Evaluator(scripts, sets(main=3), lambda samplers: not quarantined.isdisjoint(samplers))
 
 
-def test_what_a_quarantined_producer_has_answered_is_asked_again_and_does_not_count(wary, held, redis_client):
-    wary.request(5, update=5)
+def test_what_a_quarantined_producer_has_answered_is_asked_again_and_does_not_count(
+    evaluator, quarantined, redis_client
+):
+    evaluator.request(5, update=5)
     answer(redis_client, result(5, 1, 1.0, by="bad-1"), result(5, 2, 0.5))
-    assert wary.collect() == []
-    wary.request(7, update=7)
-    held.add("bad-1")
+    assert evaluator.collect() == []
+    evaluator.request(7, update=7)
+    quarantined.add("bad-1")
     answer(redis_client, result(5, 3, 1.0, by="bad-1"))
-    assert wary.collect() == [] and wary.pending == [5, 7]
-    assert asked(redis_client) == {b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-4": 1, b"7-5": 3}
-    assert wary.collect() == [] and redis_client.xlen(KEYS.evaluations) == 5, "once"
+    assert evaluator.collect() == [] and evaluator.pending == [5, 7]
+    before = {b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-4": 1, b"7-5": 3}
+    assert asked(redis_client) == before
+    assert evaluator.collect() == [] and asked(redis_client) == before, "once"
     answer(redis_client, result(7, 5, 0.0), result(7, 4, 0.25, by="bad-1"))
-    assert wary.collect() == []
+    assert evaluator.collect() == []
     assert asked(redis_client) == {b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-6": 1}
     answer(redis_client, result(7, 6, 0.1))
-    (done,) = wary.collect()
+    (done,) = evaluator.collect()
     assert (done.policy_version, done.update, done.num_failed) == (5, 5, 0)
     assert done.figures["reward"] == pytest.approx((0.1 + 0.5 + 0.0) / 3)
     answer(redis_client, *(result(7, n, 0.75) for n in (1, 2, 3)))
-    (done,) = wary.collect()
+    (done,) = evaluator.collect()
     assert (done.policy_version, done.figures["reward"]) == (7, 0.75)
-    assert wary.pending == [] and asked(redis_client) == {}
+    assert evaluator.pending == [] and asked(redis_client) == {}
 
 
-def test_an_emptied_server_is_asked_again_also_what_was_asked_twice(wary, held, redis_client):
-    wary.request(5, update=5)
+def test_an_emptied_server_is_asked_again_also_what_was_asked_twice(evaluator, quarantined, redis_client):
+    evaluator.request(5, update=5)
     answer(redis_client, result(5, 1, 1.0, by="bad-1"))
-    wary.collect()
-    held.add("bad-1")
-    wary.request(7, update=7)
-    wary.collect()
-    before = asked(redis_client)
-    assert before == {b"5-2": 2, b"5-3": 3, b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-4": 1}
-    redis_client.delete(KEYS.evaluations)
-    wary.request_again()
-    assert asked(redis_client) == before
-    assert wary.collect() == [] and asked(redis_client) == before, "the first answer is read again, and is of no entry"
+    evaluator.collect()
+    quarantined.add("bad-1")
+    evaluator.request(7, update=7)
+    evaluator.collect()
+    before = {b"5-2": 2, b"5-3": 3, b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-4": 1}
+    for has_lost in (False, True):
+        if has_lost:
+            redis_client.delete(KEYS.evaluations)
+        evaluator.request_again()
+        assert asked(redis_client) == before, "what is there is not asked twice"
+    assert evaluator.collect() == [] and asked(redis_client) == before, (
+        "the first answer is read again, and is of no entry"
+    )
 
 
-def test_a_redis_that_stays_away_is_an_error_that_says_for_how_long(tmp_path):
+def test_an_outage_is_an_error_that_says_for_how_long_and_a_refused_password_one_at_once(tmp_path, server_url):
     kinds = []
-    connection = TrainerConnection(f"unix://{tmp_path}/none.sock", outage_s=0.2, on_error=kinds.append)
+    away = TrainerConnection(f"unix://{tmp_path}/none.sock", outage_s=0.2, on_error=kinds.append)
     with pytest.raises(RedisGoneError, match="has been away for"):
-        connection.call(lambda client: client.ping())
+        away.call(lambda client: client.ping())
     assert set(kinds) == {"ConnectionError"}
-
-
-def test_a_refused_password_is_an_error_at_once(server_url):
-    connection = TrainerConnection(server_url.replace("unix://:", "unix://:not-"), outage_s=30)
+    refused = TrainerConnection(server_url.replace("unix://:", "unix://:not-"), outage_s=30)
     with pytest.raises(RedisGoneError, match="refuses the credentials"):
-        connection.call(lambda client: client.ping())
+        refused.call(lambda client: client.ping())

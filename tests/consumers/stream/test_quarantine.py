@@ -100,8 +100,7 @@ def test_of_a_bad_producer_nothing_is_trained_from_its_last_judged_group_on_and_
 def test_the_trainer_that_goes_on_keeps_the_quarantine_and_a_restart_of_the_producer_ends_it(gated, redis_client):
     own = ProducerInstances("good-1", "bad-1", "fine-1")
     gated.producer(own.answer)
-    first = own.watched(gated.trainer())
-    first.learner.fail_at[9] = KilledError()
+    first = own.watched(gated.trainer(fail_at={9: KilledError()}))
     with pytest.raises(KilledError):
         first.run()
     assert own.found_in is not None
@@ -157,38 +156,25 @@ def test_evaluations_go_by_what_others_answer_once_a_producer_is_quarantined(gat
     assert "held-out prompts are asked again: a quarantined producer answered them" in caplog.text
 
 
-@pytest.fixture
-def alone(bench, beat):
-    """A run whose only producer is beyond the band, whether its engine is sound or not."""
+def test_the_only_producer_is_trained_from_all_the_same_where_the_gate_warns_and_ends_the_run_where_it_refuses(
+    bench, beat, caplog
+):
     beat(bench.keys, "bad-1")
     own = ProducerInstances("bad-1")
     bench.producer(own.answer)
-    return bench, own
-
-
-def test_the_only_producer_is_trained_from_all_the_same_where_the_gate_warns(alone, redis_client, caplog):
-    bench, own = alone
-    bench.overrides = ["parity.gate=warn"]
-    trainer = own.watched(bench.trainer())
-    assert trainer.run()
-    assert_settled_once(bench, redis_client)
-    assert len(own.batches) == 12 and trainer.intake.ledger.released_again["quarantined"] == 0
-    warned = [line for line in caplog.messages if "trained from all the same" in line]
-    assert len(warned) == 1 and warned[0].startswith(
-        'bad is trained from all the same (parity.gate = "warn"): mean |eng'
-    )
-
-
-def test_a_run_ends_with_the_reason_where_the_gate_refuses_and_no_other_producer_is_alive(alone, redis_client):
-    bench, own = alone
     bench.overrides = ["parity.gate=refuse"]
-    trainer = own.watched(bench.trainer())
-    with pytest.raises(
-        RunFailedError, match=r"producer bad cannot be trained from .*, and no other is alive: mean \|engine"
-    ):
-        trainer.run()
+    reason = r"producer bad cannot be trained from .*, and no other is alive: mean \|engine"
+    with pytest.raises(RunFailedError, match=reason):
+        own.watched(bench.trainer()).run()
     assert len(own.batches) == 2 and 4 < NUM_JUDGED <= 8, "four groups each"
     assert bench.ledger()["num_groups_trained"] == 8, "what was trained is committed"
+    bench.overrides = ["parity.gate=warn"]
+    trainer = own.watched(bench.trainer(resume=True))
+    assert trainer.run()
+    assert_balanced(bench, trainer)
+    assert len(own.batches) == 12 and trainer.intake.ledger.released_again["quarantined"] == 0
+    (warned,) = [line for line in caplog.messages if "trained from all the same" in line]
+    assert warned.startswith('bad is trained from all the same (parity.gate = "warn"): mean |eng')
 
 
 def test_the_last_of_several_bad_producers_is_not_quarantined(gated, caplog):

@@ -55,7 +55,7 @@ def test_lag_is_counted_token_by_token_where_a_segment_was_in_flight_over_a_roll
         versions_of.setdefault(index, versions)
         return group_fields(index, version) | {Field.PAYLOAD: encode_group(replace(group, rollouts=rollouts))}
 
-    bench.resilient_producer(answer)
+    bench.producer(answer)
     first = bench.trainer()
     update = first.run_log.update
 
@@ -81,7 +81,7 @@ def test_lag_is_counted_token_by_token_where_a_segment_was_in_flight_over_a_roll
 
 def test_a_rollback_of_fifty_steps_samples_stale_indexes_again_and_masks_no_token(bench, redis_client):
     bench.overrides = ["num_updates=60", "checkpoint.every=1000", "evaluation.num_prompts=0"]
-    producer = bench.resilient_producer()
+    producer = bench.producer()
     first = bench.trainer()
     train = first.learner.step
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from penstock.schemas.config import RunConfig, config_of
+from penstock.schemas.config import config_of
 from penstock.schemas.description import RunDescription, decode_description
 from trainer_bench import at_step
 
@@ -14,33 +14,24 @@ def described(client, bench) -> RunDescription:
     return decode_description(client.hgetall(bench.keys.description))
 
 
-def config_in(run: RunDescription, bench) -> RunConfig:
-    return config_of(msgspec.json.decode(run.run_file), bench.file)
-
-
-def test_a_run_describes_itself_from_its_start_and_a_resume_with_what_has_changed(bench, redis_client) -> None:
+def test_a_run_describes_itself_anew_on_resume_and_to_a_redis_that_has_lost_it(bench, redis_client) -> None:
     assert not redis_client.exists(bench.keys.description)
     trainer = bench.trainer()
-    assert config_in(described(redis_client, bench), bench) == bench.config
+    before = described(redis_client, bench)
+    assert config_of(msgspec.json.decode(before.run_file), bench.file) == bench.config
     trainer.close()
     bench.overrides = ["num_updates=13"]
-    bench.trainer(resume=True)
-    assert config_in(described(redis_client, bench), bench).num_updates == 13
-
-
-@pytest.mark.parametrize("lost", ["everything", "the description"])
-def test_a_redis_that_has_lost_the_description_gets_it_again(bench, redis_client, lost: str) -> None:
-    bench.resilient_producer()
-    trainer = bench.trainer()
+    bench.producer()
+    trainer = bench.trainer(resume=True)
     before = described(redis_client, bench)
+    assert config_of(msgspec.json.decode(before.run_file), bench.file).num_updates == 13
 
-    def lose() -> None:
-        if lost == "everything":
-            redis_client.flushall()
-        else:  # a server that came back with an older state
-            redis_client.delete(bench.keys.description)
-            trainer.leadership.scripts.connection.restarted = lambda: True
+    def return_older_state() -> None:
+        redis_client.delete(bench.keys.description)
+        trainer.leadership.scripts.connection.restarted = lambda: True
 
-    at_step(trainer, 3, lose)
+    after_loss = []
+    at_step(trainer, 3, redis_client.flushall)
+    at_step(trainer, 8, lambda: (after_loss.append(described(redis_client, bench)), return_older_state()))
     assert trainer.run()
-    assert described(redis_client, bench) == before
+    assert [*after_loss, described(redis_client, bench)] == [before] * 2

@@ -115,7 +115,7 @@ class Learner(ScriptedLearner):
 @pytest.mark.slow
 def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends(bench, redis_client, processes):
     bench.overrides = ["num_updates=100", "checkpoint.every=10", "trainer.lease_s=2.0"]
-    bench.resilient_producer()
+    bench.producer()
     hold = bench.runs / "hold"
     first = processes.start("first", program=LONG_STEP.format(hold=hold))
     wait_for(lambda: epoch(redis_client, bench) == 0)
@@ -141,22 +141,6 @@ def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends
     assert "the run is finished" in processes.log("third")
 
 
-@pytest.mark.slow
-def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client, processes):
-    bench.overrides = ["num_updates=80", "checkpoint.every=1000", "trainer.lease_s=2.0"]
-    bench.resilient_producer()
-    first = processes.start("first")
-    wait_for(lambda: int(redis_client.hget(bench.keys.commit, "policy_version") or 0) >= 20)
-    second = processes.start("second", "--standby")
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 0
-    trained_by_first = bench.saved_training(redis_client)
-    assert len(trained_by_first) >= 80
-    assert second.wait(120) == 0
-    assert bench.saved_training(redis_client)[: len(trained_by_first)] == trained_by_first
-    assert_settled_once(bench, redis_client)
-
-
 # It reads its checkpoint as a real learner does, and there are no tensors in a folder that is gone.
 ASLEEP_WHILE_LOADING = with_learner("""
 from penstock.consumers.learning.model.tensor_files import specs_in
@@ -169,11 +153,9 @@ class Learner(ScriptedLearner):
 
 
 def test_a_trainer_replaced_while_it_loads_its_checkpoint_says_that_it_was(bench, redis_client, processes):
-    bench.resilient_producer()
-    first = bench.trainer()
-    first.learner.fail_at[5] = KilledError()
+    bench.producer()
     with pytest.raises(KilledError):
-        first.run()
+        bench.trainer(fail_at={5: KilledError()}).run()
     process = processes.start("second", "--resume", program=ASLEEP_WHILE_LOADING)
     wait_until_stopped(process)
     third = bench.trainer(resume=True)
