@@ -104,6 +104,7 @@ def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
     assert_trained_once(bench)
 
 
+@pytest.mark.exhaustive  # test_watch has the frozen rank, test_standby the process that takes over
 def test_a_standby_of_two_ranks_takes_over_from_one_whose_rank_0_is_frozen(
     bench, redis_client, processes, two_ranks, allowance
 ) -> None:
