@@ -10,20 +10,18 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.command_line import find_run_file
 from penstock.deploy.launch.machine import Machine
 from penstock.deploy.running import RunInterrupted
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.config import RunConfig
+from run_lines import ledger_line, update_line, write_lines
 from training_groups import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
-OUTCOMES = ("released", "trained", "skipped", "dead", "cancelled")
 DEMO = str(ROOT / "deploy" / "runs" / "demo.toml")
 
 
@@ -126,8 +124,8 @@ def test_a_complete_run_is_not_started_again(capsys, model_folder, tmp_path, num
     assert cli.main(["run", DEMO, "--dry-run", *started]) == 0
     (folder := tmp_path / "runs" / "demo").mkdir(parents=True)
     (folder / "run.toml").write_text(capsys.readouterr().out)
-    counts = ("num_updates", "num_tokens_trained", *(f"num_groups_{each}" for each in OUTCOMES))
-    (folder / "trainer.json").write_text(json.dumps(dict.fromkeys(counts, 7) | {"finished": finished}))
+    ledger = ledger_line(7, released=7, trained=7, skipped=0, dead=0, cancelled=0)
+    write_lines(folder / "trainer.json", ledger | {"finished": finished})
     model_folder.joinpath("config.json").unlink()  # the check after this one refuses it
     status = cli.main(["run", DEMO, "--resume"])
     shown = capsys.readouterr()
@@ -170,33 +168,17 @@ def test_a_redis_that_is_down_at_start_is_one_line_and_leaves_no_run_folder(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("part", ["trainer", "producer"])
-def test_a_part_without_a_redis_says_so(part, tmp_path, model_folder):
-    command = [sys.executable, "-m", "penstock.deploy.cli", part, DEMO, "--set", f"model.path={model_folder}"]
-    shown = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert shown.returncode == 2, shown.stderr
-    (line,) = shown.stderr.splitlines()
-    assert line.startswith("penstock: no Redis: REDIS_URL and redis.url are not set")
+def test_a_part_without_a_redis_says_so(capsys, model_folder):
+    for part in ("trainer", "producer"):
+        said = refused(capsys, part, DEMO, "--set", f"model.path={model_folder}")
+        assert said.startswith("penstock: no Redis: REDIS_URL and redis.url are not set"), part
 
 
 def test_report_is_written_again_for_a_run(capsys, tmp_path):
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(Path(DEMO).read_text())
-    update = {
-        "update": 1,
-        "policy_version": 1,
-        "time_s": 10.0,
-        "reward": 0.5,
-        "lag_histogram": {"0": 4},
-        "num_tokens_trained": 4,
-        "num_tokens_masked_lag": 0,
-        "num_groups_trained": 1,
-        "num_groups_skipped": 0,
-    }
-    (folder / "updates.jsonl").write_text(json.dumps(update) + "\n")
+    write_lines(folder / "updates.jsonl", update_line(1))
     assert cli.main(["report", "demo"]) == 0
     assert "\nmodel " not in capsys.readouterr().out, "the run has not come to its end"
     (folder / "model").mkdir()
@@ -265,18 +247,6 @@ def test_the_command_starts_without_what_only_some_commands_need_and_a_launcher_
     assert shown.stdout.splitlines() == ["[]", "[]"]
 
 
-def test_a_dry_run_imports_torch_for_an_objective_alone_and_transformers_never(model_folder, tmp_path):
-    program = (
-        "import sys, contextlib, io; from penstock.deploy import cli\n"
-        f"for more in [], ['--set', 'objective.path=\"penstock.consumers.learning.objectives.cispo:Cispo\"']:\n"
-        "    with contextlib.redirect_stdout(io.StringIO()):\n"
-        f"        assert cli.main(['run', 'demo', '--dry-run', '--set', 'model.path={model_folder}', *more]) == 0\n"
-        "    print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert shown.stdout.splitlines() == ["[]", "['torch']"]
-
-
 def test_make_model_says_what_a_folder_holds_without_torch_and_what_it_makes_before_it(tmp_path):
     made = {"recipe": {}, "num_parameters": 1}
     (tmp_path / "there").mkdir()
@@ -313,14 +283,6 @@ def test_variables_left_over_from_another_program_are_named(capsys, model_folder
                 assert f"{variable} = '{value}'" in said and "expected it to be unset" in said, (command, said)
 
 
-def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise ConfigError("engine.head_dtype = 'x': expected 'float32'")
-
-    monkeypatch.setattr(cli, "load_config", refuse)
-    assert "engine.head_dtype" in refused(capsys, "producer", DEMO)
-
-
 def test_a_run_file_is_found_by_its_path_or_by_the_name_of_one_that_is_shipped(capsys, tmp_path):
     for file in Path(DEMO).parent.glob("*.toml"):
         assert find_run_file(Path(file.stem)).read_text() == file.read_text(), file
@@ -345,21 +307,6 @@ def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(model_fol
         ["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, text=True, env=dict(os.environ)
     )
     assert (shown.returncode, shown.stderr) == (128 + signal.SIGPIPE, "")
-
-
-def test_a_dry_run_refuses_an_adapter_that_the_model_has_no_layers_for(capsys, model_folder):
-    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.norm.weight", "lm_head.weight")
-    save_file({name: np.zeros((2, 2), np.float32) for name in names}, model_folder / "model.safetensors")
-    adapter = ["run", "demo-lora", "--dry-run", "--set", f"model.path={model_folder}", "--set"]
-    line = refused(capsys, *adapter, "lora.targets=['wq']")
-    assert (
-        "lora.targets = ['wq']: the blocks of model.path = " in line
-        and "have no linear layer wq; expected some of norm, q_proj" in line
-    )
-    assert "lora.rank = 0: Expected `int` >= 1" in refused(capsys, *adapter, "lora.rank=0")
-    assert "lora.dropout: unknown field: the trainer has to reproduce the policy" in refused(
-        capsys, *adapter, "lora.dropout=0.5"
-    )
 
 
 def test_a_dry_run_compares_the_teachers_vocabulary_with_the_models(capsys, model_folder, tmp_path):

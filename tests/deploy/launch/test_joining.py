@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -123,36 +122,6 @@ def test_a_base_model_may_be_given_and_has_to_be_the_runs(run, join, model: Path
     status, error, started = join("--model", "copy")
     assert (status, started) == (2, [])
     assert f"--model copy: digest {model_digest(copy)}" in error and f"has {model_digest(model)}" in error
-
-
-HUB = """
-import sys
-from penstock.deploy import cli
-import penstock.producers.__main__ as produce
-produce.main = lambda config, **rest: print(config.model.path)
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def test_a_base_model_is_found_by_its_name_on_the_hub(run, redis_url: str, model: Path, on_another_host: Path) -> None:
-    """In the Hub's own cache, which is what there is without a network."""
-    run()
-    cache, commit = on_another_host / "hub" / "models--lab--tiny", "a" * 40
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text(commit)
-    snapshot = Path(shutil.copytree(model, cache / "snapshots" / commit))
-    environment = os.environ | {"HF_HUB_CACHE": str(cache.parent), "HF_HUB_OFFLINE": "1"}
-
-    def join(name: str) -> subprocess.CompletedProcess:
-        arguments = ["producer", "--join", redis_url, "--run", "far", "--model", name]
-        command = [sys.executable, "-c", HUB, *arguments]  # the Hub's client reads its settings when it is imported
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-    found = join("lab/tiny")
-    assert found.stdout.strip() == str(snapshot), found.stderr
-    absent = join("lab/none")
-    assert absent.returncode == 2
-    assert "--model lab/none: no such folder, and not from the Hugging Face Hub: " in absent.stderr
 
 
 def test_what_cannot_be_joined_is_refused_with_one_line(

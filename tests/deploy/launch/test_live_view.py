@@ -4,7 +4,6 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +18,7 @@ from penstock.schemas.config import EnvironmentConfig, EvaluationConfig, GoalCon
 from penstock.schemas.metrics import TrainerMetric
 from penstock.schemas.policy import make_version
 from penstock.schemas.process.prometheus import register_metrics_port
+from run_lines import update_line
 from wire_examples import heartbeat
 
 CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
@@ -31,20 +31,7 @@ def append(file, **line: object) -> None:
 
 
 def append_update(folder, number: int, **fields: object) -> None:
-    line = {
-        "update": number,
-        "policy_version": number,
-        "time_s": 0.0,
-        "reward": 0.625,
-        "ess_fraction": 0.987,
-        "lag_histogram": {"0": 10, "1": 30},
-        "num_tokens_trained": 40,
-        "num_tokens_masked_lag": 0,
-        "num_groups_trained": 4,
-        "num_groups_skipped": 0,
-        "queue_depth": 12,
-    }
-    append(folder / "updates.jsonl", **{**line, **fields})
+    append(folder / "updates.jsonl", **update_line(number, **{"reward": 0.625, "ess_fraction": 0.987, **fields}))
 
 
 def append_evaluation(folder, update: int, reward: float, num_failed: int = 0, **parts: float) -> None:
@@ -84,20 +71,8 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
             {"producer-0": heartbeat("producer-0", policy_version=make_version(2, 3)), "far-1": heartbeat("far-1")}
         )
     shown = console.file.getvalue()
-    for wanted in (
-        "4/10",
-        "0.625",
-        "0.375",
-        "0.75",
-        "27%",
-        "0.987",
-        "12",
-        "2,500+2,500",
-        "producer-0",
-        "2:3",
-        "23 ms",
-        "7",
-    ):
+    figures = ("4/10", "0.625", "0.375", "0.75", "27%", "0.987", "2", "2,500+2,500", "producer-0", "2:3", "23 ms", "7")
+    for wanted in figures:
         assert wanted in shown, wanted
     assert any("updates/s" in line and "held-out reward" in line for line in shown.splitlines()), (
         "the headings are cropped"
@@ -163,30 +138,6 @@ def test_dead_groups_are_counted_where_there_are_any(trainer_metrics, plain, tmp
         append_update(tmp_path / "r", index)
         plain.refresh({})
         assert ("  dead 1" in capsys.readouterr().out) == (outcome == "dead")
-
-
-def test_pauses_are_counted_beyond_those_that_are_kept_and_a_narrow_terminal_is_no_error(tmp_path):
-    console = terminal()
-    file = tmp_path / "r" / "producers" / "producer-0.jsonl"
-    file.parent.mkdir(parents=True)
-    pause = {"event": "weights", "time_s": 0, "policy_version": 3, "pause_s": 0.0234}
-    file.write_text((json.dumps(pause) + "\n") * 2001)
-    with open_view(CONFIG, tmp_path, console) as view:
-        view.refresh({"producer-0": heartbeat("producer-0")})
-    assert "2,001" in console.file.getvalue()
-    with open_view(CONFIG, tmp_path, terminal(width=30)) as view:
-        view.refresh({"producer-0": heartbeat("producer-0")})
-
-
-def test_live_view_draws_at_most_twice_a_second(tmp_path, monkeypatch):
-    now, drawn = [100.0], []
-    monkeypatch.setattr("penstock.deploy.launch.live_view.time", SimpleNamespace(monotonic=lambda: now[0]))
-    view = LiveView(CONFIG, tmp_path, terminal())
-    monkeypatch.setattr(view, "draw", lambda: drawn.append(now[0]))
-    for _ in range(100):
-        view.refresh({})
-        now[0] += 0.01
-    assert drawn == pytest.approx([100.0, 100.5])
 
 
 @pytest.fixture
@@ -270,16 +221,10 @@ def test_many_tokens_masked_for_lag_are_warned_of_once_with_what_helps(plain, tm
     assert "14% of the sampled tokens were masked for their lag, older than twice max_lag: after a resume" in warning
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_the_reason_is_repeated_until_the_run_goes_on(tmp_path, capsys, is_terminal):
-    console = terminal()
-    view = LiveView(CONFIG, tmp_path, console) if is_terminal else PlainView(CONFIG, tmp_path)
-    with view:
-        for repeat_s in (0.0, 0.0, 60.0, 60.0):
-            view.repeat_s = repeat_s
-            view.blocked("Redis is away")
-        view.draw()
-        view.blocked("")
-    shown = console.file.getvalue() if is_terminal else capsys.readouterr().out
-    assert shown.count("the run stands still: Redis is away") >= 3 and "the run goes on" in shown
-    assert is_terminal or shown.count("the run stands still") == 3
+def test_the_reason_is_repeated_until_the_run_goes_on(plain, capsys):
+    for repeat_s in (0.0, 0.0, 60.0, 60.0):
+        plain.repeat_s = repeat_s
+        plain.blocked("Redis is away")
+    plain.blocked("")
+    shown = capsys.readouterr().out
+    assert shown.count("the run stands still: Redis is away") == 3 and "the run goes on" in shown

@@ -170,39 +170,25 @@ def test_a_dry_run_shows_the_table_and_a_refusal_comes_before_anything_is_starte
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_reference_of_a_kl_term_counts():
-    (without, *_) = place(config(), machine(3), SHAPE).shares
+def test_a_reference_a_teacher_and_an_adapter_count(tmp_path):
+    def needs(**tables: dict[str, Any]) -> dict[str, float]:
+        return dict(place(config(**tables), machine(3), SHAPE).shares[0].needs)
+
     kl = {"kl_coefficient": 0.1}
+    without, base = needs(), 2 * SHAPE.parameters
     for tables in ({"model": {"reference": "other"}}, {"advantage": kl}, {"objective": {"kwargs": kl}}):
-        (trainer, *_) = place(config(**tables), machine(3), SHAPE).shares
-        held = trainer.needs["reference model"]
-        assert trainer.num_bytes - without.num_bytes == held == 2 * SHAPE.parameters, tables
-
-
-def test_a_teacher_in_the_trainer_counts_by_its_own_shape(tmp_path):
+        assert needs(**tables) == without | {"reference model": base}, tables
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 16}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 151936}))
-    taught = config(teacher={"model": str(tmp_path)})
-    (trainer, *_), (without, *_) = (place(each, machine(3), SHAPE).shares for each in (taught, config()))
     teacher = read_shape(tmp_path)
     assert teacher is not None and teacher.parameters > 300e6
-    assert trainer.num_bytes - without.num_bytes == trainer.needs["teacher"] == 2 * teacher.parameters
-    asked = config(teacher={"url": "http://127.0.0.1:1/v1"})
-    assert "teacher" not in place(asked, machine(3), SHAPE).shares[0].needs
-
-
-def test_an_adapter_s_trainer_holds_the_base_once_and_no_gradients_of_it():
-    kl = {"objective": {"kwargs": {"kl_coefficient": 0.1}}}
-    (trainer, *_) = place(config(lora={"rank": 8, "targets": ["q_proj", "down_proj"]}, **kl), machine(3), SHAPE).shares
-    (whole, *_) = place(config(**kl), machine(3), SHAPE).shares
+    assert needs(teacher={"model": str(tmp_path)}) == without | {"teacher": 2 * teacher.parameters}
+    assert needs(teacher={"url": "http://127.0.0.1:1/v1"}) == without
+    trained = needs(lora={"rank": 8, "targets": ["q_proj", "down_proj"]}, objective={"kwargs": kl})
     adapter = SHAPE.layers * 8 * (SHAPE.hidden + SHAPE.query_width + SHAPE.hidden + SHAPE.intermediate)
-    assert trainer.needs["base model"] == 2 * SHAPE.parameters and "reference model" not in trainer.needs
-    assert trainer.needs["masters, gradients, moments"] == 16 * adapter
-    assert "gathered all the while" not in trainer.needs
-    assert trainer.needs["activations"] == whole.needs["activations"]
-    assert trainer.needs["a block, or the head"] < whole.needs["a block, or the head"]
-    (other, *_) = place(config(lora={"targets": ["qkv_proj"]}), machine(3), SHAPE).shares
-    assert "masters, gradients, moments" not in other.needs and other.needs["base model"] == 2 * SHAPE.parameters
+    assert (trained["base model"], trained["masters, gradients, moments"]) == (base, 16 * adapter)
+    assert not {"reference model", "gathered all the while"} & trained.keys(), "the base is held once"
+    assert trained["a block, or the head"] < without["a block, or the head"], "it has no gradients"
 
 
 def test_the_run_file_for_gpus_that_ships_fits_the_gpus_it_names():

@@ -8,33 +8,13 @@ import redis
 from penstock.deploy.launch import standstill
 from penstock.deploy.launch.standstill import Standstill
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
-from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
+from penstock.schemas.heartbeat import encode_heartbeat
 from penstock.schemas.keys import Keys
 from penstock.schemas.producer_parity import ProducerParity, encode_parity
-from wire_examples import FINGERPRINT
+from wire_examples import heartbeat
 
 CONFIG = RunConfig(name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
 FULL_DISK = "MISCONF Errors writing to the AOF file: No space left on device"
-
-
-def heartbeat(producer_id: str) -> bytes:
-    counts = dict.fromkeys(
-        ("num_tokens_generated", "num_groups_appended", "num_weight_loads_failed", "metrics_port"), 0
-    )
-    return encode_heartbeat(
-        Heartbeat(
-            producer_id=producer_id,
-            host="h",
-            pid=1,
-            policy_version=3,
-            in_flight=(),
-            tokens_per_s=1.0,
-            sent_s=0.0,
-            fingerprint=FINGERPRINT,
-            instance=f"of-{producer_id}",
-            **counts,
-        )
-    )
 
 
 class Server:
@@ -78,7 +58,9 @@ def test_each_reason_is_told_once_it_has_held_and_is_forgotten_once_it_is_over(t
         return seen.reason
 
     assert reason_after(10) == "", "no producer has served yet"
-    server.values = {name: heartbeat(name) for name in ("producer-0", "producer-1")}
+    server.values = {
+        name: encode_heartbeat(heartbeat(name, instance=f"of-{name}")) for name in ("producer-0", "producer-1")
+    }
     assert reason_after(4) == "" and seen.heartbeats.keys() == {"producer-0", "producer-1"}
 
     finding = ProducerParity(producer_id="producer-1", quarantined_s=1.0, reason="0.3 nats, 0.03 are allowed")

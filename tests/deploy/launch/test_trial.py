@@ -176,12 +176,9 @@ def test_a_reward_of_siblings_and_facts_is_tried_with_a_model(capsys, model) -> 
     status, out = tried(capsys, f"{__name__}:Compared", "-n", "1", *arguments)
     assert status == 0 and "as a completion 1  (of 1, tokens 2, cut 0)" in out
     sampled = re.findall(r"^reward       1  \(of 3, tokens (\d), cut (\d)\)", out, re.M)
+    untried = tried(capsys, f"{__name__}:Compared", "-n", "1")
+    assert untried[0] == 0 and "not scored: the reward takes `facts`, which need a model" in untried[1]
     assert len(sampled) == 2 * 3 and {n for n, cut in sampled if cut == "1"} <= {"5"} and ("5", "1") in sampled
-
-
-def test_a_reward_of_facts_is_not_tried_without_a_model(capsys) -> None:
-    status, out = tried(capsys, f"{__name__}:Compared", "-n", "1")
-    assert status == 0 and "not scored: the reward takes `facts`, which need a model" in out and "\nreward" not in out
 
 
 def test_a_model_that_is_not_there_yet_hides_no_prompt(capsys, tmp_path) -> None:
@@ -189,10 +186,3 @@ def test_a_model_that_is_not_there_yet_hides_no_prompt(capsys, tmp_path) -> None
     file.write_text(f'name = "t"\n[model]\npath = "no/model"\n[environment]\npath = "{__name__}:Sums"\n')
     status, out = tried(capsys, str(file), "-n", "1")
     assert status == 0 and "no folder 'no/model' yet" in out and "prompt       12+34=" in out
-
-
-@pytest.mark.parametrize("given", ["no_such_lab:Sums", "nothing.toml", "nothing"])
-def test_what_is_no_environment_and_no_run_file_is_refused_in_one_line(capsys, given: str) -> None:
-    assert cli.main(["try", given]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1 and given.partition(":")[0] in shown.err and shown.out == ""

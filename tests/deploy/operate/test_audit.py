@@ -18,7 +18,7 @@ from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.operate import audit as audit_module
 from penstock.deploy.operate import run_access
-from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger, name_indexes
+from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger
 from penstock.deploy.operate.saved_ledger import NOTHING_SAVED
 from penstock.deploy.report.attrition import AttritionWindow
 from penstock.schemas.attrition import Rollouts
@@ -117,11 +117,6 @@ def test_a_stale_group_counts_once_although_its_entry_is_still_on_the_stream():
     assert (ledger.claimed, ledger.on_stream) == (1, 0) and problems(ledger) == []
     ledger = check_ledger(Reading(NOTHING_SAVED, 1, [OpenPrompt("4-9", 1, 5, True)], [entry], {}, set(), False))
     assert (ledger.claimed, ledger.on_stream) == (0, 1)
-
-
-def test_many_indexes_are_named_as_ranges():
-    assert name_indexes([12, 3, 7, 8, 9]) == "3, 7-9, 12"
-    assert name_indexes(range(2, 100, 2)).endswith("38, 40, … (49 in all)")
 
 
 @pytest.fixture

@@ -224,15 +224,6 @@ def test_a_letter_is_shown_with_prompt_and_rewards_or_with_its_first_bytes(run, 
     assert content["siblings"] is None and content["hex_preview"] is None
 
 
-def test_nothing_that_a_producer_wrote_can_steer_the_terminal(run, half, redis_client, capsys):
-    redis_client.xadd(run.keys.rollouts, dead_fields(11, "reward: \x1b[2J[red]gone\nPROBLEM none"))
-    half.heal()
-    for command in (["list", "test"], ["show", "test", "11"]):
-        out = run.command(capsys, "dead", *command)[1]
-        assert "\x1b" not in out and "\\x1b[2J[red]" in out.replace("\n", "")
-        assert "\nPROBLEM" not in out
-
-
 def refused(run, capsys, *argv: str) -> str:
     status, out, err = run.command(capsys, "dead", *argv)
     assert (status, out) == (2, "") and err.count("\n") == 1

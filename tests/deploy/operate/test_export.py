@@ -108,6 +108,9 @@ def test_what_cannot_be_exported_is_refused_with_what_there_is(export, written, 
     status, _, err = export(folder=tmp_path / "full")
     assert (status, err) == (2, f"penstock: {tmp_path / 'full'}: exists already; expected a new or an empty folder\n")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes"] and not (tmp_path / "out").exists()
+    save_run_file(configuration(written / "base", name="new"), written / "runs" / "new")
+    status, _, err = export(of="new")
+    assert status == 2 and "run new has no checkpoint yet" in err
 
 
 def best(**fields: Any) -> BestModel:
@@ -147,12 +150,6 @@ def test_a_checkpoint_that_is_not_whole_is_refused(export, written, tmp_path) ->
         tensors.write_bytes(content)
     assert status == 2 and "no whole checkpoint: tensors/rank-0.safetensors: checksum differs; expected another" in err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_has_no_checkpoint_yet_says_so(export, written) -> None:
-    save_run_file(configuration(written / "base", name="new"), written / "runs" / "new")
-    status, _, err = export(of="new")
-    assert status == 2 and "run new has no checkpoint yet" in err
 
 
 def test_an_adapter_is_exported_as_peft_s_folder_or_merged_into_its_base(export, written, tmp_path) -> None:
