@@ -90,7 +90,9 @@ def test_producers_are_listed_with_what_they_hold_and_cannot_steer_the_terminal(
     assert (ten["num_in_flight"], ten["num_claims"], ten["num_weight_loads_failed"], ten["lag"]) == (2, 2, 2, 2)
     assert 31.5 <= ten["oldest_in_flight_s"] < 31.5 + HEARTBEAT_TTL_S and 6 <= two["last_seen_s"] < HEARTBEAT_TTL_S
     assert (alive["bad"]["mismatch"], alive["bad"]["quarantine"], alive["torn"]["mismatch"]) == (0.31, SAYS, None)
-    assert found["unreadable"] == ["new"] and [each["consumer"] for each in found["orphaned"]] == ["free", "gone"]
+    free, gone = found["orphaned"]
+    assert (found["unreadable"], free["consumer"], gone["consumer"]) == (["new"], "free", "gone")
+    assert 0 <= gone["shortest_idle_s"] <= gone["longest_idle_s"] < 60 and 1e6 <= free["longest_idle_s"] < 2e6
     out = run.command(capsys, "producers", "test")[1]
     lines = (" ".join(line.split()) for line in re.sub(r"\d+\.\d(?= s| to)", "N", out).splitlines())
     assert [line for line in lines if line.strip("─")] == SHOWN.strip().splitlines()

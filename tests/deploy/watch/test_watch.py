@@ -118,7 +118,7 @@ def test_the_bottleneck_is_named():
 
 
 def test_the_views_fit_the_width_they_have():
-    words = ("waited for", "busy", "updates/s", "producer-0", "2,500", "27 ms", "5,000 tokens/s", "credit", "24",
+    words = ("waited for", "busy", "1.00 updates/s", "producer-0", "2,500", "27 ms", "5,000 tokens/s", "credit", "24",
              "8.0% changed by an update", "118 kB each", "9 deltas", "3.2 MB in Redis",
              "reward", "entropy", "KL to behavior", "clip fraction", "gradient norm", "learning rate", "0.3000",
              "lag of tokens", "bound 4", "200 tokens (2.2%) masked beyond it",
