@@ -1,7 +1,5 @@
 """The end of a trainer with a rank that was hit: which ends the fault suite accepts."""
 
-import pytest
-
 from tests.chaos.aim import Aim
 from tests.chaos.hits import ENDED_WITHIN_S, complaint, endings_in
 
@@ -16,39 +14,30 @@ BACKWARD = Aim(launcher=7, rank=1, place="backward", fate="killed", nth=1)
 CHECKPOINT = Aim(launcher=7, rank=0, place="checkpoint", fate="killed", nth=1)
 
 
-def test_the_error_that_ends_a_trainer_is_found_among_others():
+def test_status_1_and_one_line_that_names_rank_phase_and_cause_are_as_they_must_be():
     assert endings_in(LOG) == [LINE]
+    for aim, doing in (
+        (BACKWARD, "1 (backward)"),
+        (BACKWARD, "1 (backward, checkpoint beside)"),
+        (BACKWARD, "1 (backward, checkpoint, publish beside)"),
+        (CHECKPOINT, "0 (step, checkpoint beside)"),
+        (CHECKPOINT, "0 (between steps, checkpoint, publish beside)"),
+        (CHECKPOINT, "0 (checkpoint)"),
+    ):
+        assert complaint(aim, 1, [f"rank {doing} {SILENT}"], 4.0) is None, doing
 
 
-@pytest.mark.parametrize(
-    ("aim", "line"),
-    [
-        (BACKWARD, LINE),
-        (BACKWARD, f"rank 1 (backward, checkpoint beside) {SILENT}"),
-        (BACKWARD, f"rank 1 (backward, checkpoint, publish beside) {SILENT}"),
-        (CHECKPOINT, f"rank 0 (step, checkpoint beside) {SILENT}"),
-        (CHECKPOINT, f"rank 0 (between steps, checkpoint, publish beside) {SILENT}"),
-        (CHECKPOINT, f"rank 0 (checkpoint) {SILENT}"),
-    ],
-)
-def test_status_1_and_one_line_that_names_rank_phase_and_cause_are_as_they_must_be(aim, line):
-    assert complaint(aim, 1, [line], 4.0) is None
-
-
-@pytest.mark.parametrize(
-    ("aim", "status", "lines", "ended_s"),
-    [
-        pytest.param(BACKWARD, 0, [LINE], 4.0, id="status 0"),
-        pytest.param(BACKWARD, -9, [LINE], 4.0, id="killed"),
-        pytest.param(BACKWARD, 1, [], 4.0, id="nothing said"),
-        pytest.param(BACKWARD, 1, [LINE, LINE], 4.0, id="said by both"),
-        pytest.param(BACKWARD, 1, [f"rank 0 (backward) {SILENT}"], 4.0, id="another rank"),
-        pytest.param(BACKWARD, 1, [f"rank 1 (forward) {SILENT}"], 4.0, id="another phase"),
-        pytest.param(BACKWARD, 1, ["the ranks have lost their connections to each other"], 4.0, id="no rank"),
-        pytest.param(CHECKPOINT, 1, [f"rank 0 (step) {SILENT}"], 4.0, id="no checkpoint"),
-        pytest.param(CHECKPOINT, 1, [f"rank 0 (step, publish beside) {SILENT}"], 4.0, id="another phase beside"),
-        pytest.param(BACKWARD, 1, [LINE], ENDED_WITHIN_S + 0.1, id="late"),
-    ],
-)
-def test_any_other_end_is_complained_of(aim, status, lines, ended_s):
-    assert "expected" in (complaint(aim, status, lines, ended_s) or "")
+def test_any_other_end_is_complained_of():
+    for what, aim, status, lines, ended_s in (
+        ("status 0", BACKWARD, 0, [LINE], 4.0),
+        ("killed", BACKWARD, -9, [LINE], 4.0),
+        ("nothing said", BACKWARD, 1, [], 4.0),
+        ("said by both", BACKWARD, 1, [LINE, LINE], 4.0),
+        ("another rank", BACKWARD, 1, [f"rank 0 (backward) {SILENT}"], 4.0),
+        ("another phase", BACKWARD, 1, [f"rank 1 (forward) {SILENT}"], 4.0),
+        ("no rank", BACKWARD, 1, ["the ranks have lost their connections to each other"], 4.0),
+        ("no checkpoint", CHECKPOINT, 1, [f"rank 0 (step) {SILENT}"], 4.0),
+        ("another phase beside", CHECKPOINT, 1, [f"rank 0 (step, publish beside) {SILENT}"], 4.0),
+        ("late", BACKWARD, 1, [LINE], ENDED_WITHIN_S + 0.1),
+    ):
+        assert "expected" in (complaint(aim, status, lines, ended_s) or ""), what

@@ -46,17 +46,14 @@ def test_the_history_of_a_policy_is_every_step_from_the_base_model_to_it(chain):
     assert chain("0 a 1\n0 a 1\n").history(A) == [(1,)], "the same step of two trainers is one"
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_what_is_no_chain_of_steps_is_refused(chain):
+    for text, problem in (
         ("a b 1\n", "1 steps back are weights a that no step has made"),
         ("0 a 1,2\na b", "torn"),
         ("0 b 1\na b 2\n", "made from"),
-    ],
-)
-def test_what_is_no_chain_of_steps_is_refused(chain, text, problem):
-    with pytest.raises(ChainError, match=problem):
-        chain(text).history(B)
+    ):
+        with pytest.raises(ChainError, match=problem):
+            chain(text).history(B)
 
 
 def test_a_digest_tells_weights_and_moments_of_one_another():
@@ -94,18 +91,15 @@ def save_parts(folder, starts: tuple[int, ...], parts=PARTS) -> None:
         save_file(part, folder / "tensors" / f"rank-{rank}.safetensors", {"DCP_SHARDING_INFO": json.dumps(places)})
 
 
-def test_a_checkpoint_of_two_ranks_is_digested_as_the_whole_it_is_of(tmp_path):
+def test_a_checkpoint_of_two_ranks_is_digested_as_the_whole_it_is_of_and_no_whole_is_refused(tmp_path):
     whole = digest({"w": torch.arange(5.0), "step": torch.tensor(1.0)})
     save_parts(tmp_path / "two", (0, 3))
     save_parts(tmp_path / "swapped", (2, 0), (*PARTS[:1], {"w": torch.arange(3.0, 5.0)}))
     assert digest_of_checkpoint(tmp_path / "two") == whole != digest_of_checkpoint(tmp_path / "swapped")
-
-
-@pytest.mark.parametrize("starts", [(0, 2), (0, 4), (1, 4), (0, 0)])
-def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path, starts):
-    save_parts(tmp_path, starts)
-    with pytest.raises(ChainError, match="w: a part begins at row"):
-        digest_of_checkpoint(tmp_path)
+    for n, starts in enumerate(((0, 2), (0, 4), (1, 4), (0, 0))):
+        save_parts(tmp_path / str(n), starts)
+        with pytest.raises(ChainError, match="w: a part begins at row"):
+            digest_of_checkpoint(tmp_path / str(n))
 
 
 def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] = (0.0, 1.0)) -> RolloutGroup:
@@ -127,23 +121,13 @@ def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] =
     return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
 
-def test_indexes_are_read_from_the_tokens_and_not_from_what_a_record_says():
+def test_indexes_are_read_from_the_tokens_of_every_rank_and_not_from_what_a_record_says():
     config = RunConfig(name="test", model=ModelConfig(path="none"), environment=EnvironmentConfig(path="none:None"))
-    groups = [
-        group_about(7, claims_to_be=1),
-        group_about(123, claims_to_be=2),
-        group_about(9, claims_to_be=3, rewards=(1.0, 1.0)),
-    ]
-    found = rows_in(pack(groups, lambda version: 0, config))
-    assert found == [7, 7, 123, 123], "one without variance shapes nothing"
-
-
-def test_every_row_of_every_rank_is_seen_whatever_siblings_share():
-    config = RunConfig(name="test", model=ModelConfig(path="none"), environment=EnvironmentConfig(path="none:None"))
-    groups = [group_about(index, claims_to_be=index) for index in (7, 123, 9)]
+    groups = [group_about(index, claims_to_be=n) for n, index in enumerate((7, 123, 9), 1)]
+    flat = group_about(11, claims_to_be=4, rewards=(1.0, 1.0))
+    assert rows_in(pack([*groups[:2], flat], lambda version: 0, config)) == [7, 7, 123, 123], "one without variance"
     batch = pack(groups, lambda version: 0, config, sharing=Sharing(2))
     by_rank = [rows_in(batch.of_rank(rank, 2)) for rank in (0, 1)]
-    assert sorted(by_rank[0] + by_rank[1]) == [7, 7, 9, 9, 123, 123]
-    assert by_rank[0] and by_rank[1]
+    assert sorted(by_rank[0] + by_rank[1]) == [7, 7, 9, 9, 123, 123] and all(by_rank)
     assert rows_in(idle := pack(groups[:1], lambda version: 0, config, sharing=Sharing(4)).of_rank(3, 4)) == []
     assert idle.microbatches[0].is_idle

@@ -16,8 +16,8 @@ from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, encode_group, unpack_ids
 from probed_engine import TOKENS, tokenizer
+from weight_writer import WrittenLog
 from wire_examples import heartbeat
-from written_log import WrittenLog
 
 NAME = "recorded"
 NUM_TOKENS = 12

@@ -59,49 +59,36 @@ def load(tmp_path, pointer):
     return loaded, learner
 
 
-def test_what_was_written_is_read_back(checkpoints, tmp_path):
-    name = write(checkpoints, 5)
-    loaded, learner = load(tmp_path, name)
-    assert loaded == state(5)
-    assert (learner.num_steps, learner.trained) == (5, [0, 1, 2, 3, 4])
-
-
-def test_the_last_two_committed_are_kept(checkpoints, tmp_path):
+def test_the_last_two_committed_are_kept_and_one_that_redis_does_not_point_to_is_passed_over(checkpoints, tmp_path):
     names = [write(checkpoints, version) for version in (1, 2, 3)]
     write(checkpoints, 4, commit=False)
+    assert load(tmp_path, names[2])[0] == state(3)
+    assert load(tmp_path, None)[0].policy_version == 4, "without a pointer the newest valid one counts"
     newest = write(checkpoints, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([names[2], newest])
+    loaded, learner = load(tmp_path, newest)
+    assert loaded == state(5) and (learner.num_steps, learner.trained) == (5, [0, 1, 2, 3, 4])
 
 
-def test_a_checkpoint_that_redis_does_not_point_to_is_passed_over(checkpoints, tmp_path):
-    name = write(checkpoints, 1)
-    write(checkpoints, 2, commit=False)
-    assert load(tmp_path, name)[0].policy_version == 1
-    assert load(tmp_path, None)[0].policy_version == 2, "without a pointer the newest valid one counts"
-
-
-@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "sums"])
-def test_a_damaged_checkpoint_is_detected_and_its_predecessor_used(checkpoints, tmp_path, damage, caplog):
-    write(checkpoints, 1)
-    name = write(checkpoints, 2)
-    file = tmp_path / name / ("checksums.json" if damage == "sums" else "tensors/trained.json")
-    content = file.read_bytes()
-    if damage == "remove":
-        file.unlink()
-    elif damage == "flip":
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    else:
-        file.write_bytes(content[: len(content) // 2])
-    loaded, learner = load(tmp_path, name)
-    assert loaded.policy_version == 1 and learner.num_steps == 1
-    assert f"checkpoint {tmp_path / name} cannot be used" in caplog.text
-
-
-def test_checkpoints_of_which_none_is_whole_are_an_error(checkpoints, tmp_path):
-    name = write(checkpoints, 1)
-    (tmp_path / name / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*state.json: checksum differs"):
-        load(tmp_path, name)
+def test_a_damaged_checkpoint_is_detected_and_its_predecessor_used(tmp_path, caplog):
+    for damage in ("cut", "flip", "remove", "sums"):
+        checkpoints = Checkpoints(tmp_path / damage, keep=2)
+        checkpoints.claim_epoch(0)
+        first, name = write(checkpoints, 1), write(checkpoints, 2)
+        file = tmp_path / damage / name / ("checksums.json" if damage == "sums" else "tensors/trained.json")
+        content = file.read_bytes()
+        if damage == "remove":
+            file.unlink()
+        elif damage == "flip":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        else:
+            file.write_bytes(content[: len(content) // 2])
+        loaded, learner = load(tmp_path / damage, name)
+        assert loaded.policy_version == learner.num_steps == 1, damage
+        assert f"checkpoint {tmp_path / damage / name} cannot be used" in caplog.text
+        (tmp_path / damage / first / "state.json").write_text("{}")
+        with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*state.json: checksum differs"):
+            load(tmp_path / damage, name)
 
 
 def test_no_two_trainers_get_one_epoch(tmp_path):

@@ -131,24 +131,22 @@ def test_a_reward_that_the_limit_replaces_counts_as_it_is_trained_on():
     assert not has_variance(group, AdvantageConfig(truncated="penalize", truncated_reward=0.5))
 
 
-@pytest.mark.parametrize(
-    ("weights", "varies"),
-    [
-        ({"right": 1.0, "short": 0.5}, True),
-        ({"right": 1.0, "short": 0.0}, True),
-        ({"elsewhere": 1.0}, False),
-        ({"right": 0.0, "elsewhere": 1.0}, False),
-    ],
-)
-def test_siblings_of_equal_rewards_and_different_parts_teach_where_advantages_are_of_the_parts(weights, varies):
+def test_siblings_of_equal_rewards_and_different_parts_teach_where_advantages_are_of_the_parts():
     group = make_group(1, 0, rewards=(1.0, 1.0))
     parts = ({"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0})
     rollouts = [
         replace(each, reward=replace(each.reward, parts=own)) for each, own in zip(group.rollouts, parts, strict=True)
     ]
     group = replace(group, rollouts=tuple(rollouts))
-    by_parts = AdvantageConfig(path="penstock.consumers.learning.advantages:per_component", kwargs={"weights": weights})
-    assert has_variance(group, by_parts) is varies
+    per_component = "penstock.consumers.learning.advantages:per_component"
+    for weights, varies in (
+        ({"right": 1.0, "short": 0.5}, True),
+        ({"right": 1.0, "short": 0.0}, True),
+        ({"elsewhere": 1.0}, False),
+        ({"right": 0.0, "elsewhere": 1.0}, False),
+    ):
+        by_parts = AdvantageConfig(path=per_component, kwargs={"weights": weights})
+        assert has_variance(group, by_parts) is varies, weights
     assert not has_variance(group, AdvantageConfig())
 
 

@@ -183,6 +183,22 @@ def test_a_write_outlives_a_server_that_is_emptied_again_once_its_epoch_is_resto
     assert not losses and redis_client.xlen(KEYS.prompts) == 2
 
 
+def test_a_release_or_an_epoch_repeated_after_a_lost_reply_changes_nothing_and_the_cursor_never_goes_back(
+    scripts, redis_client
+):
+    assert [scripts.open_epoch(4)[b"epoch"] for _ in range(2)] == [b"4"] * 2
+    for last in (5, 5, 2):
+        assert scripts.release(0, tasks(1, last), 7) == 5
+    assert scripts.release(10, tasks(11, 12), 7) == 12, "nor does it fall behind what the trainer knows"
+    for cursor, released in ((4, b"12"), (14, b"14")):
+        scripts.restore(cursor, {})
+        assert redis_client.hget(KEYS.commit, "released") == released
+    entries = redis_client.xrange(KEYS.prompts)
+    assert [(int(fields[Field.INDEX]), fields[Field.VERSION]) for _, fields in entries] == [
+        (index, b"7") for index in (1, 2, 3, 4, 5, 11, 12)
+    ]
+
+
 def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts):
     ledger = Ledger()
     progress = RunProgress(0, CheckpointState(policy_version=-1))

@@ -12,8 +12,8 @@ from penstock.schemas.heartbeat import encode_heartbeat
 from penstock.schemas.keys import Field
 from real_server import installed_servers
 from short_run import ShortRun
+from weight_writer import WrittenLog
 from wire_examples import heartbeat
-from written_log import WrittenLog
 
 pytestmark = pytest.mark.redis
 
@@ -84,7 +84,7 @@ def test_policies_stores_and_holders_are_listed(run, redis_client, tmp_path, cap
     folder = tmp_path / "anchors"
     log = written(redis_client, run, anchors=str(folder))
     anchor = log.anchor(2)
-    log.store("redis").put("9-delta-0-0", b"being written")
+    log.store.put("9-delta-0-0", b"being written")
     (folder / "0-whole-0-0").unlink()
     manifest = msgspec.structs.replace(log.announce(4, policy(4)), version=5, store="odd://b", created_s=1.5)
     redis_client.xadd(run.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)}, id="5-1")

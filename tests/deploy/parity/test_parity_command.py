@@ -19,7 +19,7 @@ from penstock.deploy.parity.rollout_file import RolloutFileHeader, read_rollout_
 from penstock.schemas.rollout import RolloutGroup
 from real_server import installed_servers
 from training_groups import tiny_model
-from written_log import WrittenLog
+from weight_writer import WrittenLog
 
 pytestmark = pytest.mark.redis
 

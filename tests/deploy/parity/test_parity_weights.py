@@ -22,7 +22,7 @@ from penstock.schemas.model_digest import model_digest
 from penstock.schemas.weights.log import read_log
 from penstock.schemas.weights.reading import WeightReader
 from training_groups import configuration, tiny_model
-from written_log import WrittenLog
+from weight_writer import WrittenLog
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_a_version_dropped_between_log_and_chunks_is_gone_and_a_chunk_that_is_lo
     monkeypatch.setattr(WeightReader, "log", lambda self: next(logs, None) or read_log(log.client, log.keys))
     log.drop(3, 4, 5)
     assert weights(5) is None
-    log.store("redis").delete(["6-whole-0-0"])
-    with pytest.raises(ParityError, match=r"Redis \{run\}:chunks has no chunk 6-whole-0-0"):
+    log.store.delete(["6-anchor-0-0"])
+    with pytest.raises(ParityError, match=r"Redis \{run\}:chunks has no chunk 6-anchor-0-0"):
         weights(6)
 
 
@@ -103,7 +103,7 @@ def test_want_of_room_and_a_torn_log_are_errors_of_the_check(weights, log, tmp_p
         with pytest.raises(ParityError, match=r"\d+ bytes are needed: '.*v4.*'; TMPDIR names a folder with room"):
             weights(4)
     assert names(tmp_path / "files") == []
-    log.store("redis").put("4-delta-0-0", b"torn")
+    log.store.put("4-delta-0-0", b"torn")
     with pytest.raises(ParityError, match="weight log cannot be read: policy 4: chunk 4-delta-0-0 in redis: 4 bytes"):
         weights(4)
     log.client.xadd(log.keys.policy, {"manifest": b"{}"})
