@@ -26,6 +26,7 @@ VLLM_FILES = {
         "weight_transfer",
         "update",
         "answer_parser",
+        "direct_writes",
     )
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from penstock.producers.engines import update
+from penstock.producers.engines.direct_writes import direct_writes
 from penstock.producers.engines.hidden_states import HiddenStateCapture
 from penstock.producers.engines.parent_death import bind_children
 from penstock.producers.engines.weight_files import read_tensors
@@ -63,6 +64,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def start_weight_update(self) -> None:
+        self._kernels = self._take_kernels()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -74,17 +76,33 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         try:
             model: Any = self.model
-            model.load_weights(read_tensors(update_info.paths))
+            with direct_writes(model):
+                model.load_weights(read_tensors(update_info.paths))
         except BaseException:
             self._abandon()
             raise
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:  # its layer was not loaded
+                method.moe_kernel = kernel
         self._pack_tied_heads()
 
     def shutdown(self) -> None:
         pass
+
+    def _take_kernels(self) -> list[tuple[Any, Any]]:
+        """Takes the kernels of the CPU build's experts away, and returns them with their methods.
+
+        With a kernel in place vLLM copies an update's experts as they are over those that it packed for the kernel.
+        """
+        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+        taken = taken if self.device.type == "cpu" else []
+        for method, _ in taken:
+            method.moe_kernel = None
+        return taken
 
     def _abandon(self) -> None:
         for layer in self.model.modules():
