@@ -68,11 +68,12 @@ def test_the_seed_decides_the_weights_and_leaves_the_process_alone(tmp_path: Pat
     torch.manual_seed(5)
     before = torch.get_rng_state()
     make_model(tmp_path / "same", RANDOM, progress=silent)
-    make_model(tmp_path / "other", msgspec.structs.replace(RANDOM, seed=1), progress=silent)
+    make_model(tmp_path / "other", msgspec.structs.replace(RANDOM, seed=1, tie_word_embeddings=True), progress=silent)
     assert torch.equal(torch.get_rng_state(), before)
     first, same, other = weights(random_model), weights(tmp_path / "same"), weights(tmp_path / "other")
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert torch.equal(other["lm_head.weight"], other["model.embed_tokens.weight"]), "one matrix where it is asked for"
 
 
 def test_a_folder_that_holds_the_model_is_left_as_it_is_and_another_is_never_overwritten(tmp_path: Path):

@@ -100,6 +100,13 @@ def test_every_set_is_answered_as_it_asks_also_one_that_is_not_trained_on(model,
     assert (found.model, engine.model, engine.closed) == (str(model), str(model), True)
 
 
+def test_as_many_are_in_flight_as_a_producer_has_room_for(model, config):
+    engine, start = scripted(token_s=0.001)
+    overrides = ["producers.groups_in_flight=2", "environments=[{path='letters_environment:Letters'}]"]
+    evaluate(model, config("evaluation.num_samples=8", *overrides), start_engine=start)
+    assert engine.most_active == 1
+
+
 def test_progress_a_set_without_prompts_and_a_figure_that_no_answer_has_are_told(model, config):
     said: list[str] = []
     misspelt = config("evaluation.num_prompts=0", "evaluation.solved={figure='reward/exat'}")
