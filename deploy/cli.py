@@ -295,6 +295,11 @@ def _lead(
     place = f"Redis at {place_of(redis_url(config, runs))}"
     if None in config.num_evaluation_prompts.values():  # a run file that `penstock run` has not completed
         config = check(config).config
+    if resume or standby:
+        from penstock.deploy.operate.resumed import check_resumed
+
+        for warning in check_resumed(config, runs):
+            print(f"penstock: warning: {warning}", file=sys.stderr)
     from penstock.consumers.__main__ import main as train
 
     return train(

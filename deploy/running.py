@@ -132,17 +132,14 @@ def check(
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
     """
-    from penstock.deploy.launch.prompt_checks import check_prompts
-
     asked = load_config(config, set=set, name=name, runs=runs, resume=resume)
     checked, _ = _checked(asked, Path(runs), resume=resume)
-    for warning in check_prompts(checked.config, checked.environments):
-        print(f"penstock: warning: {warning}", file=sys.stderr)
     return checked.config
 
 
 def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[Checked, Placement]":
     from penstock.deploy.launch import start_checks
+    from penstock.deploy.launch.prompt_checks import check_prompts
 
     check_environment()
     if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
@@ -156,6 +153,7 @@ def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[Checked, P
         from penstock.deploy.operate.resumed import check_resumed
 
         checked.warnings.extend(check_resumed(config, runs))
+    checked.warnings.extend(check_prompts(checked))
     placement = start_checks.place_parts(config)
     if table := placement.table():
         print(table, file=sys.stderr)

@@ -1017,8 +1017,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if sampling.is_truncated and sampling.top_k < 1:
         yield (
             f"sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: every token is recorded with the "
-            "ids that it was sampled from; expected top_k = 1 or more, which bounds them, and a GPU (vLLM's CPU build "
-            "does not report them), or top_p = 1.0"
+            "ids that it was sampled from, which top_k bounds and which vLLM's CPU build does not report; expected "
+            "top_p = 1.0, or on a GPU top_k = 1 or more, and evaluation.top_k too unless evaluation.temperature is 0"
         )
     if sampling.is_truncated and config.engine.logprobs_mode != "processed_logprobs":
         yield (

@@ -9,7 +9,7 @@ PRODUCERS_GROUP = "producers"
 DEAD_ROLLOUTS_KEPT = 1000
 """Bounds the stream of dead rollouts: agents may fail by the million."""
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _MAX_NAME = 128
 """A run's and a producer's name are part of file names with up to 255 bytes."""
 _MAX_DIGITS = 18
@@ -18,9 +18,13 @@ _MAX_DIGITS = 18
 
 def check_name(kind: str, name: str) -> None:
     """Checks a name that becomes a folder or a file, of the run or the producer that `kind` says. Raises ValueError for
-    other characters than letters, digits, `.`, `_` and `-`, for `.` and `..`, and for more than 128 characters."""
+    other characters than letters, digits, `.`, `_` and `-`, for a `-` at the start, which commands take for an option,
+    for `.` and `..`, and for more than 128 characters."""
     if not _NAME.fullmatch(name) or name in (".", ".."):
-        raise ValueError(f"{kind} {name!r}: expected letters, digits, '.', '_' and '-' only, and neither '.' nor '..'")
+        raise ValueError(
+            f"{kind} {name!r}: expected letters, digits, '.', '_' and '-' only, no '-' at the start, and neither '.' "
+            "nor '..'"
+        )
     if len(name) > _MAX_NAME:
         raise ValueError(f"{kind} {name[:32]!r}... of {len(name)} characters: expected at most {_MAX_NAME}")
 

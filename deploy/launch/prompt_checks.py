@@ -1,71 +1,58 @@
-"""Checks of a dry run that need the model's tokenizer or the user's reward."""
+"""Checks before a start that need the model's tokenizer or call the user's reward."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.launch.command_line import run_coroutine
-from penstock.deploy.launch.memory import read_model_config
+from penstock.deploy.launch.context_length import longest_sequence
+from penstock.deploy.launch.posed_tasks import PosedTask
+from penstock.deploy.launch.start_checks import Checked
 from penstock.producers.interfaces import RolloutFacts
 from penstock.producers.rollout.chat_template import LeftOut, read_variables
 from penstock.producers.rollout.episode import load_tokenizer, tokenize
 from penstock.producers.rollout.rewards import RewardError
-from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments, pose
 from penstock.producers.rollout.scoring import RewardScorer
-from penstock.schemas.config import ConfigError, RunConfig, environment_fields, named_figures
+from penstock.schemas.config import ConfigError, RunConfig, named_figures
+from penstock.schemas.process.plugins import definition, place_in
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import one_line
 
-_MOST_PROMPTS = 8
-"""First prompts of each kind that are tokenized."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "chat_template.jinja")
 _MOST_CHARACTERS = 300
 
 
-def check_prompts(config: RunConfig, environments: RunEnvironments) -> list[str]:
-    """Tokenizes the first prompts as producers do, and scores gold answers where a setting names a part of the reward;
-    returns warnings. Imports transformers, unless the model's folder has no tokenizer.
+def check_prompts(checked: Checked) -> list[str]:
+    """Tokenizes the posed tasks as producers do, and scores the first gold answers of rewards that are no coroutines,
+    of all where a setting names a part of the reward; returns warnings. Imports transformers, unless the model's folder
+    has no tokenizer.
 
     Raises:
-        ConfigError: prompts that the model's chat template does not render or that the model has no room for, or a
-            figure that no reward has.
+        ConfigError: prompts that the model's chat template does not render or that the model has no room for, a reward
+            of another type, or a figure that no reward has.
     """
+    config = checked.config
     if not any((Path(config.model.path) / name).is_file() for name in _TOKENIZER_FILES):
         return []
     tokenizer, left_out, warnings = load_tokenizer(config), LeftOut(), list[str]()
-    for field, settings in environment_fields(config):
-        source = environments.named(settings.name)
-        if not source.converses:
-            for held_out, index, prompt in _first_prompts(source, is_trained=settings.weight > 0):
-                who = f"{field}.path = {settings.path!r}: {'evaluation_prompt' if held_out else 'prompt'}({index})"
-                _check_prompt(config, who, prompt, tokenizer)
-                if not warnings:
-                    warnings += _left_out(who, prompt, tokenizer, left_out)
+    room = longest_sequence(config)
+    for task in checked.tasks:
+        if not task.source.converses:
+            _check_prompt(config, task, tokenizer, room)
+            if not warnings:
+                warnings += _left_out(task.asked, task.prompt, tokenizer, left_out)
     if config.endpoint is not None and getattr(tokenizer, "chat_template", None) is None:
         asked = f"model.path = {config.model.path!r}"
         raise ConfigError(f"{asked}: its tokenizer has no chat template, which [endpoint] needs")
-    _check_figures(config, environments, tokenizer)
-    return [*warnings, *_unread_variables(config, tokenizer)]
+    return [*warnings, *_check_rewards(checked, tokenizer), *_unread_variables(config, tokenizer)]
 
 
-def _first_prompts(source: RunEnvironment, *, is_trained: bool) -> Iterator[tuple[bool, int, Prompt]]:
-    """Yields whether a prompt is held out, its number, and the prompt; as many of each kind as there are."""
-    environment = source.environment
-    num_tasks = getattr(environment, "num_tasks", None) or _MOST_PROMPTS
-    for held_out, available in ((False, num_tasks * is_trained), (True, environment.num_evaluation_prompts)):
-        for index in range(1, min(_MOST_PROMPTS, available) + 1):
-            try:
-                yield held_out, index, pose(environment, index, held_out=held_out)
-            except Exception:  # of the user's own; `check` has posed the first ones
-                break
-
-
-def _check_prompt(config: RunConfig, who: str, prompt: Prompt, tokenizer: Any) -> None:
-    path = config.model.path
+def _check_prompt(config: RunConfig, task: PosedTask, tokenizer: Any, room: int) -> None:
+    prompt, path = task.prompt, config.model.path
     if prompt.messages is not None and getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
-            f"{who} has messages, and the tokenizer of model.path = {path!r} has no chat template; expected a prompt "
-            "with `text`, or a model with a chat template"
+            f"{task.asked} has messages, and the tokenizer of model.path = {path!r} has no chat template; expected a "
+            "prompt with `text`, or a model with a chat template"
         )
     try:
         num_tokens = len(tokenize(tokenizer, prompt))
@@ -73,14 +60,13 @@ def _check_prompt(config: RunConfig, who: str, prompt: Prompt, tokenizer: Any) -
         roles = f" of the roles {', '.join(message.role for message in prompt.messages)}" if prompt.messages else ""
         said = f"{type(error).__name__}: {one_line(str(error))[:_MOST_CHARACTERS]}"
         raise ConfigError(
-            f"{who}: the chat template of model.path = {path!r} refuses its messages{roles}: {said}; expected messages "
-            "that it renders"
+            f"{task.asked}: the chat template of model.path = {path!r} refuses its messages{roles}: {said}; expected "
+            "messages that it renders"
         ) from error
-    room = config.engine.max_model_len or longest_sequence(config)
-    if not num_tokens or (room and num_tokens >= room):
+    if not 0 < num_tokens < room:
         limit = "engine.max_model_len" if config.engine.max_model_len else f"the context of model.path = {path!r}"
         expected = f"fewer than {limit} = {room}, which completions share" if num_tokens else "at least one"
-        raise ConfigError(f"{who} has {num_tokens or 'no'} tokens; expected {expected}")
+        raise ConfigError(f"{task.asked} has {num_tokens or 'no'} tokens; expected {expected}")
 
 
 def _left_out(who: str, prompt: Prompt, tokenizer: Any, left_out: LeftOut) -> Iterator[str]:
@@ -95,46 +81,37 @@ def _left_out(who: str, prompt: Prompt, tokenizer: Any, left_out: LeftOut) -> It
             yield f"{who}: {field} is left out by the model's chat template, so the model does not know of it"
 
 
-def check_context(config: RunConfig) -> None:
-    """Raises ConfigError if engine.max_model_len is beyond the model's own limit: the engine would refuse it later."""
-    asked, limit = config.engine.max_model_len, longest_sequence(config)
-    if asked is not None and limit and asked > limit:
-        raise ConfigError(
-            f"engine.max_model_len = {asked}: model.path = {config.model.path!r} has a context of {limit} tokens "
-            "(max_position_embeddings); expected at most that"
-        )
-
-
-def longest_sequence(config: RunConfig) -> int:
-    """Returns the model's longest sequence in tokens; 0 if it is not known or its rotary embeddings are scaled."""
-    model = read_model_config(Path(config.model.path))
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    limit = model.get("max_position_embeddings")
-    return limit if isinstance(limit, int) and not is_scaled else 0
-
-
-def _check_figures(config: RunConfig, environments: RunEnvironments, tokenizer: Any) -> None:
-    """Scores a gold answer and an empty one where a setting names a part of the reward."""
+def _check_rewards(checked: Checked, tokenizer: Any) -> Iterator[str]:
+    """Scores a gold answer and an empty one of each environment; yields warnings. A coroutine may call a judge, and is
+    called only where a setting names a part of its reward."""
+    config, environments = checked.config, checked.environments
     named = [each for each in named_figures(config) if each[2].startswith("reward/")]
-    for setting, name, figure in named if config.endpoint is None else ():
-        sources = [environments.named(name)] if name else list(environments)
-        parts: set[str] = set()
-        for source in sources:
-            if source.converses or not source.environment.num_evaluation_prompts:
-                continue
-            found = run_coroutine(_parts(config, source, tokenizer))
-            if found is None:
-                return  # the reward fails for these answers: its parts are not known
-            parts |= {f"reward/{part}" for part in found}
-        if figure not in parts and not any(source.converses for source in sources):
-            raise ConfigError(
-                f"{setting}: the reward has no such part; expected {' or '.join(['reward', *sorted(parts)])}"
-            )
+    asked = {source.name: any(name in ("", source.name) for _, name, _ in named) for source in environments}
+    first = {task.source.name: task for task in reversed(checked.tasks)}
+    parts: dict[str, set[str] | None] = {}
+    for name, task in first.items():
+        parts[name] = None
+        if not task.source.converses and (asked[name] or not any(each.is_async for each in task.source.rewards)):
+            try:
+                parts[name] = run_coroutine(_parts(config, task, tokenizer))
+            except RewardError as error:
+                if error.__cause__ is None:  # it returned something else than a reward
+                    functions = [getattr(each.function, "func", each.function) for each in task.source.rewards]
+                    place = "".join(map(definition, functions))
+                    raise ConfigError(f"{task.asked}: its reward: {error}{place}") from None
+                place = place_in(error.__cause__, config.every_environment[name])
+                yield f"{task.asked}: the reward of its gold answer, or of an empty one, raises {error}{place}"
+    for setting, name, figure in named:
+        found = [parts.get(each) for each in ([name] if name else parts)]
+        if None in found:
+            yield f"{setting}: whether the reward has this part is not known before the first rewards"
+        elif not any(figure in each for each in found if each):
+            known = sorted(set().union(*filter(None, found)))
+            raise ConfigError(f"{setting}: the reward has no such part; expected {' or '.join(['reward', *known])}")
 
 
-async def _parts(config: RunConfig, source: RunEnvironment, tokenizer: Any) -> set[str] | None:
-    prompt = pose(source.environment, 1, held_out=True)
+async def _parts(config: RunConfig, task: PosedTask, tokenizer: Any) -> set[str]:
+    source, prompt = task.source, task.prompt
     num_tokens, max_tokens = len(tokenize(tokenizer, prompt)), source.evaluation_sampling.max_tokens
     texts = (prompt.answer, "")
     facts = [
@@ -143,9 +120,7 @@ async def _parts(config: RunConfig, source: RunEnvironment, tokenizer: Any) -> s
     ]
     scorer = RewardScorer(source.rewards, config.reward)
     try:
-        return {part for reward in await scorer.score(prompt, texts, facts) for part in reward.parts}
-    except RewardError:
-        return None
+        return {f"reward/{part}" for reward in await scorer.score(prompt, texts, facts) for part in reward.parts}
     finally:
         scorer.close()
 

@@ -12,23 +12,24 @@ import redis
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.tasks import TaskPlan
+from penstock.deploy.launch.context_length import check_context
 from penstock.deploy.launch.machine import read_machine
 from penstock.deploy.launch.memory import read_shape
 from penstock.deploy.launch.placement import Placement, place
-from penstock.deploy.launch.prompt_checks import check_context
+from penstock.deploy.launch.posed_tasks import PosedTask, pose_tasks
 from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
 from penstock.producers.engines.weight_files import BaseModel
-from penstock.producers.interfaces import EngineError, Environment
-from penstock.producers.rollout.run_environments import RunEnvironments, open_environments, pose
+from penstock.producers.interfaces import EngineError
+from penstock.producers.rollout.run_environments import RunEnvironments, open_environments
 from penstock.schemas.adapter import adapter_shapes
 from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, EnvironmentConfig, RunConfig, environment_fields
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.outage import on_another_node
-from penstock.schemas.process.plugins import construct, ends_caller, is_whole
+from penstock.schemas.process.plugins import construct, definition, is_whole, read_attribute, shown_value
 from penstock.schemas.process.redis_url import configured_url, place_of
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line, shown_error
+from penstock.schemas.rollout import MAX_ENTRY_BYTES
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SPAN = 0.1
@@ -40,11 +41,13 @@ _BYTES_PER_ROLLOUT = 512
 
 
 class Checked(NamedTuple):
-    """A run that can be started. config: see `_with_sizes`. warnings: one line each. environments: its own."""
+    """A run that can be started. config: see `_with_sizes`. warnings: one line each. environments: its own. tasks: some
+    of theirs."""
 
     config: RunConfig
     warnings: list[str]
     environments: RunEnvironments
+    tasks: list[PosedTask]
 
 
 def check(config: RunConfig) -> Checked:
@@ -58,50 +61,35 @@ def check(config: RunConfig) -> Checked:
     check_context(config)
     _check_adapter(config)
     warnings = check_sinks(config.metrics)
-    config, environments = check_environments(config)
+    config, environments = _open(config)
+    tasks = pose_tasks(config, environments)
     TaskPlan(config, Ledger())
     if config.checkpoint.best is not None and not any(config.num_evaluation_prompts.values()):
         raise ConfigError(
             f"checkpoint.best = {config.checkpoint.best!r}: no environment has held-out prompts; expected some"
         )
-    return Checked(config, [*warnings, *_check_memory(config)], environments)
+    return Checked(config, [*warnings, *_check_memory(config)], environments, tasks)
 
 
 def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
-    """Opens the environments and poses their first tasks; returns them after the configuration with their sizes. Raises
-    ConfigError if an environment cannot be used."""
+    """Opens the environments and poses their first tasks; returns them after the configuration with their sizes.
+    Raises ConfigError if an environment cannot be used."""
+    config, environments = _open(config)
+    pose_tasks(config, environments, first_alone=True)
+    return config, environments
+
+
+def _open(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
+    """Opens the environments; returns them after the configuration with their sizes, see `_with_sizes`."""
     environments = open_environments(config)
     environments.check_endpoint(config)
-    config = _with_sizes(config, environments)
-    for field, plug in environment_fields(config):
-        _check_prompts(field, plug, environments.named(plug.name).environment)
-    return config, environments
+    return _with_sizes(config, environments), environments
 
 
 def place_parts(config: RunConfig) -> Placement:
     """Assigns the GPUs of this machine to the parts of a run; see `place`."""
     machine = read_machine()
     return place(config, machine, read_shape(Path(config.model.path)) if machine.gpus else None)
-
-
-def _check_prompts(field: str, plug: EnvironmentConfig, environment: Environment) -> None:
-    """Poses the first task of each kind that the run may pose. field: the environment's, for errors."""
-    asked = {"prompt": plug.weight, "evaluation_prompt": environment.num_evaluation_prompts}
-    for name in filter(asked.get, asked):
-        try:
-            prompts = [pose(environment, 1, held_out=name == "evaluation_prompt") for _ in range(2)]
-        except BaseException as error:  # the environment is the user's
-            if ends_caller(error):
-                raise
-            raise ConfigError(
-                f"{field}.path = {plug.path!r}: {name}(1): {shown_error(error)}; `penstock try` shows where"
-            ) from error
-        if prompts[0] != prompts[1]:
-            first, second = (one_line(str(prompt.text or prompt.messages)) for prompt in prompts)
-            raise ConfigError(
-                f"{field}.path = {plug.path!r}: {name}(1) differs when it is asked twice, {first} and {second}, or "
-                "in its answer or metadata; expected the same task for an index, always and in every process"
-            )
 
 
 def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
@@ -111,14 +99,19 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
     has_curriculum = config.curriculum.path != DEFAULT_CURRICULUM
     for field, each in environment_fields(config):
         environment = environments.named(each.name).environment
-        available = environment.num_evaluation_prompts
-        num_tasks = getattr(environment, "num_tasks", None) if has_curriculum else None
+        available = int(environment.num_evaluation_prompts)
+        num_tasks = read_attribute(environment, "num_tasks", field, each.path)
         if num_tasks is not None and not (is_whole(num_tasks) and num_tasks > 0):
             raise ConfigError(
-                f"{field}.path = {each.path!r}: num_tasks = {repr(num_tasks)[:80]}, expected a whole number from 1"
+                f"{field}.path = {each.path!r}: num_tasks = {shown_value(num_tasks)}, expected a whole "
+                f"number from 1{definition(type(environment))}"
             )
+        num_tasks = int(num_tasks) if has_curriculum and num_tasks is not None else None
         if available < 0:
-            raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
+            raise ConfigError(
+                f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more"
+                f"{definition(type(environment))}"
+            )
         if not available and not each.weight:
             raise ConfigError(
                 f"{field}.weight = {each.weight:g}: the environment has no held-out prompts, so it would be neither "

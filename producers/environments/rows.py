@@ -111,8 +111,10 @@ class _JsonLines:
         line = line.removeprefix(codecs.BOM_UTF8) if start == 0 else line
         try:
             row = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{self.place(number)}: {line[:80]!r} is no JSON, expected an object: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{self.place(number)}: {line[:80]!r} is no JSON in UTF-8, expected an object: {error}"
+            ) from error
         if not isinstance(row, dict):
             raise ValueError(f"{self.place(number)}: {line[:80]!r}, expected an object")
         return row

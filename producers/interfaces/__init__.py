@@ -194,7 +194,7 @@ class Environment(Protocol):
         """Returns held-out task `n`, from 1 to `num_evaluation_prompts`."""
         ...
 
-    @offers("facts")
+    @offers("facts", coroutine=True)
     def reward(self, prompt: Prompt, completion: str) -> float | Reward:
         """Returns what one answer is worth. May be a coroutine, may take `facts: RolloutFacts`, and with `completions`
         instead of `completion` it scores all siblings at once and returns a list."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.producers.interfaces import Environment, RolloutFacts
 from penstock.schemas.config import OWN_REWARD, ConfigError, Plug, RewardConfig, RunConfig
-from penstock.schemas.process.plugins import resolve
+from penstock.schemas.process.plugins import definition, place_in, resolve, shown_value
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import MAX_REWARD, check_part_names, shown_error
 
@@ -171,9 +171,16 @@ def reward_threads(function: RewardFunction) -> int:
     """
     function = function.func if isinstance(function, functools.partial) else function
     owner = getattr(function, "__self__", function)
-    threads = getattr(owner, "reward_threads", REWARD_THREADS)
+    try:
+        threads = getattr(owner, "reward_threads", REWARD_THREADS)
+    except Exception as error:  # of the user's own property
+        where = f"{shown_value(owner)}: reading reward_threads"
+        raise ConfigError(f"{where} raises {shown_error(error)}{place_in(error)}") from error
     if not isinstance(threads, int) or threads < 1:
-        raise ConfigError(f"{owner!r}: reward_threads = {threads!r}, expected a whole number from 1")
+        raise ConfigError(
+            f"{shown_value(owner)}: reward_threads = {shown_value(threads)}, expected a whole number from 1"
+            f"{definition(function)}"
+        )
     return threads
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
-from penstock.producers.interfaces import Environment
+from penstock.producers.interfaces import ConversingEnvironment, Environment
 from penstock.producers.rollout.rewards import RewardComponent, reward_components
 from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
 from penstock.schemas.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig, environment_fields
-from penstock.schemas.process.plugins import construct
+from penstock.schemas.process.plugins import check_protocol, construct, read_attribute
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings
+
+_NONE = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,13 @@ class RunEnvironment:
 
     @classmethod
     def of(cls, config: RunConfig, settings: EnvironmentConfig, environment: Environment) -> "RunEnvironment":
-        """Raises ConfigError: its reward cannot be used, or it holds no conversations that could be limited."""
-        if settings.max_conversations and not hasattr(environment, "converse"):
+        """Raises ConfigError: its reward or `converse` cannot be used, or it holds no conversations that could be
+        limited."""
+        field = next(field for field, each in environment_fields(config) if each == settings)
+        converses = read_attribute(environment, "converse", field, settings.path, default=_NONE) is not _NONE
+        if converses:
+            check_protocol(environment, ConversingEnvironment, field, settings.path)
+        if settings.max_conversations and not converses:
             raise ConfigError(
                 f"max_conversations = {settings.max_conversations} of {settings.path!r}: it does not converse; "
                 "expected an environment with a method converse, or no limit"

@@ -23,7 +23,7 @@ def test_a_heartbeat_nested_too_deep_is_refused_like_any_that_cannot_be_read() -
 def test_a_name_is_one_folder_of_its_own() -> None:
     for name in ("demo", "...", ".hidden", "a.b_C-9", "n" * 128):
         Keys(name)
-    for name in ("", ".", "..", "../x", "a/b", "a b", "ü", "a\n", "n" * 129, "n" * 250):
+    for name in ("", ".", "..", "../x", "a/b", "a b", "-a", "--resume", "ü", "a\n", "n" * 129, "n" * 250):
         with pytest.raises(ValueError, match=r"run name .* expected"):
             Keys(name)
     with pytest.raises(ValueError, match=r"--id '\.\.': expected letters"):

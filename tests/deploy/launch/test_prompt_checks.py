@@ -42,6 +42,11 @@ class SumsWithoutParts(SumsInRoles):
         return Reward(value=1.0)
 
 
+class SumsOfWords(SumsInRoles):
+    def reward(self, prompt: Prompt, completion: str) -> str:  # type: ignore[override]
+        return "right"
+
+
 def settings(model_folder, **environment: object) -> dict[str, object]:
     plug = {"path": f"{__name__}:SumsInRoles", **environment}
     return {"name": "r", "model": {"path": str(model_folder)}, "environment": plug, "sampling": {"max_tokens": 4}}
@@ -63,19 +68,26 @@ REFUSED = (
     ({}, None, {"evaluation.goal": {"figure": "reward/x", "value": 1}}, r"evaluation.goal.figure = 'reward/x': the"),
     ({}, None, {"checkpoint.best": "environments/main/reward/x"}, r"'environments/main/reward/x': the reward has no"),
     (PARTS, None, {"checkpoint.best": "reward/x"}, r"no such part; expected reward$"),
+    ({"kwargs": {"roles": ["user"]}}, THINKS, {"checkpoint.best": "reward/exakt", "endpoint.port": 0},
+     r"best = 'reward/exakt': the reward .*; expected reward or reward/digits or"),
+    ({"path": f"{__name__}:SumsOfWords"}, None, {},
+     r"prompt\(1\): its reward: 'right' for completion '2', expected a finite number .* \(.*checks.py:\d+\)$"),
 )
 # fmt: on
 
 
-def test_what_would_let_every_group_die_is_found_by_a_dry_run(model_folder):
+def test_what_would_let_every_group_die_is_found_before_a_start(model_folder, tmp_path):
     (model_folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     tokenizer = build_tokenizer(64)
     for environment, template, changes, said in REFUSED:
         tokenizer.chat_template = template
         (model_folder / "chat_template.jinja").unlink(missing_ok=True)
         tokenizer.save_pretrained(model_folder)
-        with pytest.raises(ConfigError, match=said):
-            pytest.fail(f"{said}: {running.check(settings(model_folder, **environment), set=changes)}")
+        for start in (running.check, running.run):
+            with pytest.raises(ConfigError, match=said):
+                asked = settings(model_folder, **environment)
+                pytest.fail(f"{said}: {start(asked, set=changes, runs=tmp_path / 'runs')}")
+    assert not (tmp_path / "runs").exists(), "a run is refused before anything is started or written"
 
 
 def test_variables_of_the_chat_template_reach_every_prompt_and_one_that_it_does_not_read_is_warned_of(

@@ -126,8 +126,11 @@ def test_what_cannot_work_is_refused_before_anything_starts(configured, model_fo
             pytest.fail(f"{override}: {check(configured(override, 'sampling.max_tokens=4096'))}")
     poses = {"path": f"{__name__}:PosesText"}
     for kwargs, message in (
-        ({}, r"prompt\(1\): TypeError: prompt\(1\) returned '1\+1=', expected a Prompt; `penstock try` shows where"),
-        ({"held_out": True}, r"evaluation_prompt\(1\): KeyError: 1; `penstock try` shows where"),
+        ({}, r"prompt\(1\): TypeError: prompt\(1\) returned '1\+1=', expected a Prompt \(.*.py:\d+\); `penstock try`"),
+        (
+            {"held_out": True},
+            r"evaluation_prompt\(1\): KeyError: 1 \(.*, in evaluation_prompt\); `penstock try`",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             check(configured(environment=poses | {"kwargs": kwargs}))
@@ -138,6 +141,7 @@ def test_an_error_in_the_user_s_module_names_its_file_and_line(configured, tmp_p
         "lab_syntax": ("class A:\n    def b(self)\n", r"lab_syntax.*SyntaxError: expected ':' \(.*lab_syntax.py:2\)"),
         "lab_file": ("A = 1\nopen('no rows.json')\n", r"FileNotFoundError: .*no rows.json.*lab_file.py:2, in <module>"),
         "lab_exit": ("import sys\nsys.exit('no key')\n", r"SystemExit: no key \(.*lab_exit.py:2, in <module>"),
+        "lab_null": ("x = '\0'", r"SyntaxError: source code string cannot contain null bytes \(.*lab_null.py\)"),
         "lab_needs": ("import no_such_part\n", r"No module named 'no_such_part' \(.*lab_needs.py:1, in <module>"),
     }
     monkeypatch.syspath_prepend(tmp_path)
@@ -145,14 +149,104 @@ def test_an_error_in_the_user_s_module_names_its_file_and_line(configured, tmp_p
         (tmp_path / f"{name}.py").write_text(text)
         with pytest.raises(ConfigError, match=rf"environment.path = '{name}:A': cannot import .*{message}"):
             check(configured(environment={"path": f"{name}:A"}))
+    for path in ("./lab.py:A", "lab.py:A", ".lab:A", "lab:", ":A"):
+        with pytest.raises(ConfigError, match=r"no import path; expected 'module:Name', as in 'my_lab:Capitals'"):
+            check(configured(environment={"path": path}))
     for kwargs, message in [
         ({"fails": True}, r"Restless: KeyError: 'rows.json' \(.*test_start_checks.py:\d+, in __init__\)"),
         ({"attribute": "20"}, "num_evaluation_prompts = '20', expected a whole number"),
         ({"attribute": 2.0}, "num_evaluation_prompts = 2.0, expected a whole number"),
-        ({}, r"prompt\(1\) differs when it is asked twice, 1\+1= and 1\+2="),
+        ({}, r"prompt\(1\) differs when it is asked twice, 1\+1= and 1\+\d+="),
     ]:
         with pytest.raises(ConfigError, match=message):
             check(configured(environment={"path": f"{__name__}:Restless", "kwargs": kwargs}))
+
+
+LAB = """
+from penstock.schemas.prompt import Prompt
+class Meta(type): pass
+class A(metaclass=Meta):
+    num_evaluation_prompts = 1
+    def __init__(self, *, seed): pass
+    def prompt(self, index): return Prompt(text="1+1=", answer="2")
+    def evaluation_prompt(self, n): return Prompt(text="1+1=", answer="2")
+    def reward(self, prompt, completion): return 1.0
+"""
+UNSOUND_CODE = [
+    ("    num_tasks = '9'", r"num_tasks = '9', expected a whole number from 1 \(FILE:4\)"),
+    ("    num_tasks = property(lambda self: 1 // 0)", r"reading num_tasks raises ZeroDivisionError.* \(FILE:10, in"),
+    ("    num_evaluation_prompts = property(lambda self: open('no'))", r"raises FileNotFoundError.* \(FILE:10, in"),
+    ("    num_evaluation_prompts = property(lambda self: self.rows)", r"AttributeError: .*'rows' \(FILE:10, in"),
+    ("    def __getattr__(self, name): raise OSError('cut off')", r"raises OSError: cut off \(FILE:10, in"),
+    (
+        "    async def prompt(self, index): ...",
+        r"prompt is an async def, .*; expected Environment.* \(FILE:10\)",
+    ),
+    ("    evaluation_prompt = 3", r"lacks a method; expected Environment.evaluation_prompt.* \(FILE:4\)"),
+    ("    converse = 3", r"lacks a method; expected ConversingEnvironment.converse.* \(FILE:4\)"),
+    ("    reward_threads = '4'", r"reward_threads = '4', expected a whole number from 1 \(FILE:9\)"),
+    ("    async def __init__(self, *, seed): ...", r"an async def; expected a class, or a function .* \(FILE:10\)"),
+    ("    def __new__(cls, *, seed): return None", r"lacks a method; expected Environment.* \(FILE:4\)"),
+    ("Meta.__signature__ = property(lambda cls: 1 // 0)", r"its signature cannot be read; .* \(FILE:10, in"),
+    ("Meta.__call__ = lambda cls, *, seed: 1 // 0", r"ZeroDivisionError: .* \(FILE:10, in"),
+    ("A = 3", "an object of class int; expected a class, or a function that returns one's object"),
+    (
+        "def __getattr__(name): raise OSError('lazy')\ndel A",
+        r"reading A raises OSError: lazy \(FILE:10, in",
+    ),
+]
+
+
+def test_an_unsound_environment_is_refused_in_one_line_with_its_place(configured, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for n, (code, message) in enumerate(UNSOUND_CODE):
+        (file := tmp_path / f"lab_{n}.py").write_text(f"{LAB}{code}\n")
+        with pytest.raises(ConfigError, match=message.replace("FILE", str(file))) as refused:
+            pytest.fail(f"{code}: {check(configured(environment={'path': f'lab_{n}:A'}))}")
+        assert "\n" not in str(refused.value), code
+
+
+class Unsteady(Arithmetic):
+    """Poses sums soundly, except for the tasks from `bad` on."""
+
+    def __init__(self, *, seed: int, bad: int, does: str, num_tasks: int | None = None) -> None:
+        super().__init__(seed=seed, width=2)
+        self._bad, self._does, self._num_asked = bad, does, 0
+        self.num_tasks = num_tasks
+
+    def prompt(self, index: int) -> Prompt:
+        self._num_asked += 1
+        if index < self._bad:
+            return super().prompt(index)
+        if self._does == "differs":
+            return Prompt(text=f"{self._num_asked}+1=")
+        return {}[index] if self._does == "raises" else {}  # type: ignore[return-value]
+
+    evaluation_prompt = prompt
+
+
+def test_tasks_are_posed_twice_from_the_first_to_the_last(configured) -> None:
+    """The run has 320 groups."""
+    for bad, num_tasks, asked in (
+        (2, None, 2),
+        (3, None, 3),
+        (8, None, 8),
+        (200, None, 240),
+        (320, None, 320),
+        (40, 40, 40),
+    ):
+        for does, message in (
+            ("differs", "differs when it is asked twice, "),
+            ("raises", rf"KeyError: {asked} \(.*test_start_checks.py:\d+, in prompt\)"),
+            ("returns", rf"TypeError: prompt\({asked}\) returned {{}}, expected a Prompt \(.*test_start_checks.py"),
+        ):
+            kwargs = {"bad": bad, "does": does} | ({"num_tasks": num_tasks} if num_tasks else {})
+            plug = {"path": f"{__name__}:Unsteady", "kwargs": kwargs}
+            with pytest.raises(ConfigError, match=rf": prompt\({asked}\):? {message}"):
+                pytest.fail(f"{kwargs}: {check(configured('num_updates=10', 'groups_per_batch=32', environment=plug))}")
+    held_out = {"path": f"{__name__}:Unsteady", "kwargs": {"bad": 200, "does": "raises"}, "weight": 0}
+    with pytest.raises(ConfigError, match=r": evaluation_prompt\(256\): KeyError: 256"):
+        check(configured(environment=None, environments=[{"path": ARITHMETIC}, held_out | {"name": "other"}]))
 
 
 def test_an_objective_must_exist_and_not_form_the_correction_beside_one(configured):

@@ -4,6 +4,7 @@ import hashlib
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,7 +17,14 @@ from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Machine
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.operate.resumed import check_resumed
-from penstock.schemas.config import ConfigError, EnvironmentConfig, LoraConfig, TeacherConfig, TrainerConfig
+from penstock.schemas.config import (
+    ConfigError,
+    EnvironmentConfig,
+    LoraConfig,
+    RedisConfig,
+    TeacherConfig,
+    TrainerConfig,
+)
 from training_groups import configuration, tiny_model
 
 ARITHMETIC = EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
@@ -59,7 +67,7 @@ def test_a_run_that_began_without_a_teachers_server_is_not_continued_with_one(tm
     check_resumed(held, tmp_path)
 
 
-def test_a_decay_of_another_length_says_how_the_rate_jumps(tmp_path, monkeypatch):
+def test_a_decay_of_another_length_says_how_the_rate_jumps(tmp_path, monkeypatch, capsys):
     trainer = TrainerConfig(learning_rate=1e-4, decay="cosine")
     config = configuration("m", name="r", environment=ARITHMETIC, trainer=trainer, num_updates=100)
     state = {"policy_version": 100, "num_batches": 100, "learner": {"num_steps": 100}}
@@ -81,3 +89,10 @@ def test_a_decay_of_another_length_says_how_the_rate_jumps(tmp_path, monkeypatch
         {"num_updates": 200, "trainer": msgspec.structs.replace(trainer, learning_rate=1e-5)},
     ):
         assert warned(**changes) == [], changes
+    after = msgspec.structs.replace(config, num_updates=200, redis=RedisConfig(url="redis://localhost:1/0"))
+    save_run_file(after, tmp_path / "after")
+    monkeypatch.setattr("penstock.deploy.launch.start_checks.check", lambda config: SimpleNamespace(config=config))
+    monkeypatch.setattr("penstock.consumers.__main__.main", lambda *arguments, **settings: 0)
+    for how in ("--resume", "--standby"):
+        assert cli.main(["trainer", str(tmp_path / "after" / "run.toml"), "--runs", str(tmp_path), how]) == 0
+        assert f"penstock: warning: {warning}" in capsys.readouterr().err, how

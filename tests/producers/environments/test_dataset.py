@@ -175,8 +175,9 @@ def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path)
         (LINE, {"columns": {"answer": "answer"}}, "expected one of prompt and text among"),
         (LINE, {"columns": {"prompt": "prompt", "source": "answer"}}, "expected another name than source"),
         (LINE, {"num_evaluation_prompts": 1}, "num_evaluation_prompts is 1, expected 0 to 0"),
+        ('{"prompt": "M\xfcller"}', {}, '{file}:1: b\'{{"prompt": "M\\xfcller"}}\' is no JSON in UTF-8, expected an'),
     ]:
-        file.write_text(content)
+        file.write_text(content, "latin-1")
         with pytest.raises(ValueError, match=re.escape(message.format(file=str(file)))):
             Dataset(seed=0, training=str(file), **changes)
 
