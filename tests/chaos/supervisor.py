@@ -261,12 +261,11 @@ class Supervisor:
     def have_ended(slots: list[Slot]) -> bool:
         return all(slot.process is None for slot in slots)
 
-    def until(self, condition: Callable[[], bool], what: str, limit_s: float | None = None) -> bool:
-        limit_s = limit_s or self.leg.limit_s
-        deadline = time.monotonic() + limit_s
+    def until(self, condition: Callable[[], bool], what: str) -> bool:
+        deadline = time.monotonic() + self.leg.limit_s
         while not condition():
             if time.monotonic() > deadline:
-                self.problem(f"not so after {limit_s:.0f} s: {what}")
+                self.problem(f"not so after {self.leg.limit_s:.0f} s: {what}")
                 return False
             self._tick()
         return True

@@ -35,11 +35,8 @@ class Fault:
     command: str
     nth: int
     when: When
-    away_s: float = 0.0
-    """After a cut, connections are refused for this long."""
     held: bool = False
     """Instead of a cut, the command (`before`) or its reply waits for `release`."""
-    matches: Callable[[list[bytes]], bool] = lambda args: True
     happened: threading.Event = field(default_factory=threading.Event)
     _may_go_on: threading.Event = field(default_factory=threading.Event)
 
@@ -88,13 +85,13 @@ class CuttingProxy:
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
-    def cut(self, command: str, nth: int = 1, when: When = "reply", *, away_s: float = 0.0, matches=None) -> Fault:
+    def cut(self, command: str, nth: int = 1, when: When = "reply") -> Fault:
         """Cuts the connection that sends the `nth` such command from now on."""
-        return self._add(Fault(command, nth, when, away_s=away_s, **({"matches": matches} if matches else {})))
+        return self._add(Fault(command, nth, when))
 
-    def hold(self, command: str, nth: int = 1, when: When = "reply", *, matches=None) -> Fault:
+    def hold(self, command: str, nth: int = 1, when: When = "reply") -> Fault:
         """Holds the `nth` such command, or its reply, until the fault's `release`."""
-        return self._add(Fault(command, nth, when, held=True, **({"matches": matches} if matches else {})))
+        return self._add(Fault(command, nth, when, held=True))
 
     def cut_all(self) -> None:
         """Cuts every connection."""
@@ -172,7 +169,7 @@ class CuttingProxy:
         with self._lock:
             self.num_seen[name] += 1
             for fault in self._faults:
-                if fault.command != name or not self._left[id(fault)] or not fault.matches(args):
+                if fault.command != name or not self._left[id(fault)]:
                     continue
                 self._left[id(fault)] -= 1
                 if not self._left[id(fault)]:
@@ -186,8 +183,6 @@ class CuttingProxy:
             fault.hold()
             return False
         self.num_cuts += 1
-        if fault.away_s:
-            self._refused_until = time.monotonic() + fault.away_s
         return True
 
 

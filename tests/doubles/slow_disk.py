@@ -32,26 +32,14 @@ class SlowDisk:
         partial.write_text(str(seconds))
         partial.replace(self._folder / "seconds")
 
-    @property
-    def num_begun(self) -> int:
-        return self._count("begun")
-
-    @property
-    def num_slow(self) -> int:
-        """Syncs begun that were delayed."""
-        return self._count("slow")
-
-    @property
-    def num_ended(self) -> int:
-        return self._count("ended")
-
-    def wait_for_sync(self, timeout_s: float = 60.0) -> None:
+    def wait_for_sync(self) -> None:
         """Waits for a sync to begin."""
-        num_begun = self.num_begun
-        wait_for(lambda: self.num_begun, lambda now: now != num_begun, timeout_s=timeout_s, poll_s=0.002)
+        num_begun = self.count("begun")
+        wait_for(lambda: self.count("begun"), lambda now: now != num_begun, poll_s=0.002)
 
-    def _count(self, name: str) -> int:
+    def count(self, what: str) -> int:
+        """Returns the number of syncs that have `begun`, that were `slow`, or that have `ended`."""
         try:
-            return os.stat(self._folder / name).st_size
+            return os.stat(self._folder / what).st_size
         except FileNotFoundError:
             return 0

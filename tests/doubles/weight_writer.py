@@ -18,7 +18,7 @@ Bits = Mapping[str, np.ndarray]
 
 
 class WeightWriter:
-    """Writes policies of float32 tensors, or of those given as `tensors`, to the log of run `run`.
+    """Writes policies of float32 tensors to the log of run `run`.
 
     policies: the bits of every version written so far. manifests: those announced.
     """
@@ -30,7 +30,6 @@ class WeightWriter:
         *,
         store: ChunkStore | None = None,
         anchors: ChunkStore | None = None,
-        tensors: tuple[TensorSpec, ...] | None = None,
         piece: int = 1 << 20,
     ) -> None:
         self.client, self.keys = client, Keys(run)
@@ -39,7 +38,8 @@ class WeightWriter:
         """Where whole policies go."""
         self.policies: dict[int, dict[str, np.ndarray]] = {}
         self.manifests: dict[int, WeightManifest] = {}
-        self._tensors, self._piece = tensors, piece
+        self._tensors: tuple[TensorSpec, ...] | None = None
+        self._piece = piece
 
     def whole(self, version: int, bits: Bits, *, parent: int | None = None, **changes: Any) -> WeightManifest:
         """Announces a policy with all of its bits; `changes` replace fields of its manifest."""

@@ -12,6 +12,7 @@ import pytest
 
 from forked_programs import PYTHONPATH, ForkedProgram, start_penstock
 from penstock.schemas.record_reader import Record
+from penstock.schemas.rollout import RolloutGroup
 from real_server import free_port
 from waiting import wait_for
 
@@ -79,6 +80,11 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+def recorded_groups(folder: Path) -> list[RolloutGroup]:
+    record = Record(folder)
+    return [recorded.decode() for batch in record.batches for recorded in record.batch(batch)[1]]
+
+
 def check(folder: Path) -> None:
     """Checks that the run learned, on the tokens that were sampled, and that every group is accounted for."""
     updates = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
@@ -96,12 +102,10 @@ def check(folder: Path) -> None:
 def test_the_calculator_environment_learns_to_call_its_tool(
     start: Start, calculator_model: Path, folder: Path, tmp_path: Path
 ) -> None:
-    plug = {"path": "recorded_calculator:RecordedCalculator", "kwargs.file": tmp_path / "rewards"}
-    settings = {f"environment.{name}": value for name, value in plug.items()}
-    process = start("run", *run_arguments(folder, calculator_model, **settings))
+    process = start("run", *run_arguments(folder, calculator_model, record="true"))
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text()
     check(folder)
-    rewards = [json.loads(line) for line in (tmp_path / "rewards").read_text().splitlines()]
+    rewards = [rollout.reward.parts for group in recorded_groups(folder) for rollout in group.rollouts]
     assert len(rewards) >= NUM_UPDATES * 64
     called = [reward["called"] for reward in rewards]
     assert mean(called[:256]) < 0.6 and mean(called[-512:]) > max(0.8, mean(called[:256]) + 0.2)
@@ -144,8 +148,7 @@ def test_agents_outside_go_on_when_their_producer_is_killed_and_started_again(
     os.kill(producer["pid"], signal.SIGKILL)
     (openings / "hold").unlink()
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()
-    record = Record(folder)
-    groups = [each.decode() for batch in record.batches for each in record.batch(batch)[1]]
+    groups = recorded_groups(folder)
     continued = [group for group in groups if len(group.samplers) == 2]
     assert continued and {group.missing for group in groups} == {""}, "no rollout was lost"
     summary = json.loads((folder / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""`penstock inspect` on a real run: its record, while it trains and afterwards, and the page."""
+"""`penstock inspect` on a real run: its record, while it trains and afterwards."""
 
 import http.client
 import json
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from browser import Browser, needs_browser
 from monitored_run import GROUPS_PER_BATCH, MonitoredRun
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
@@ -74,21 +73,3 @@ def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: MonitoredRun) -> 
         assert segment["lags"] == [token.lag for token in tokens]
         assert segment["kept"] == [token.is_kept for token in tokens]
         assert segment["proximal_logprobs"] == [token.proximal_logprob for token in tokens]
-
-
-@needs_browser
-def test_a_browser_shows_a_real_rollout(ended_run: MonitoredRun) -> None:
-    with inspected(ended_run) as url:
-        browser = Browser()
-        try:
-            browser.open(f"{url}?outcome=trained&sort=lag")
-            browser.wait_for("document.querySelectorAll('#rows tr').length", lambda number: number == 50)
-            browser.press("j")
-            browser.wait_for("document.querySelectorAll('.sibling').length", lambda number: number == 8)
-            browser.hover(".sibling .t.sampled")
-            browser.wait_for("document.getElementById('token').innerText", lambda text: "behavior logprob" in text)
-            text = browser.evaluate("document.querySelector('.sibling .tokens').innerText")
-            assert text.startswith(browser.text("#prompt pre"))
-            assert browser.errors == [] and browser.dialogs == []
-        finally:
-            browser.close()
