@@ -261,16 +261,16 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 5_900,
-    "producers": 12_450,
-    "consumers": 17_000,
-    "deploy": 14_200,
+    "schemas": 6_000,
+    "producers": 13_000,
+    "consumers": 17_300,
+    "deploy": 14_300,
     "bench": 6_150,
-    "tests": 54_500,
+    "tests": 51_900,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 110
+MOST_IMPORTED_BY_THE_TRAINER = 108
 
 
 def test_the_house_keeps_its_budget():

@@ -49,8 +49,8 @@ class _Copies(TorchDispatchMode):
 
     def _buffer(self, layer: torch.nn.Module, name: str, part: Tensor, values: Tensor) -> None:
         writes = self._writes.setdefault((layer, name), [])
-        writes.append(_Write(tuple(part.shape), part.stride(), part.storage_offset(), values.expand(part.shape)))
-        info = layerwise.get_layerwise_info(layer)
+        writes.append(_Write(tuple(part.shape), part.stride(), int(part.storage_offset()), values.expand(part.shape)))
+        info: Any = layerwise.get_layerwise_info(layer)
         info.load_numel += part.numel()
         if len(writes) == 1:
             replay = _replay(writes)
@@ -71,7 +71,8 @@ def _replay(writes: list[_Write]) -> Callable[[Any], None]:
 @contextmanager
 def direct_writes(model: torch.nn.Module) -> Iterator[None]:
     """Within the context, between the start and the end of a reload, copies into parameters of `model` load them."""
-    copies, count = _Copies(model), layerwise.get_numel_loaded
+    loading: Any = layerwise
+    copies, count = _Copies(model), loading.get_numel_loaded
 
     def counted(*arguments: Any) -> Any:
         copies.in_loader = True
@@ -80,9 +81,9 @@ def direct_writes(model: torch.nn.Module) -> Iterator[None]:
         finally:
             copies.in_loader = False
 
-    layerwise.get_numel_loaded = counted
+    loading.get_numel_loaded = counted
     try:
         with copies:
             yield
     finally:
-        layerwise.get_numel_loaded = count
+        loading.get_numel_loaded = count
