@@ -164,7 +164,7 @@ def read_attribute(owner: object, name: str, field: str, path: str, default: Any
     except BaseException as error:  # the code is the user's, and may raise anything
         if ends_caller(error):
             raise
-        if isinstance(error, AttributeError) and inspect.getattr_static(type(owner), name, _MISSING) is _MISSING:
+        if isinstance(error, AttributeError) and not any(name in vars(each) for each in type(owner).__mro__):
             return default
         place = place_in(error, Plug(path=path))
         raise ConfigError(f"{field}.path = {path!r}: reading {name} raises {shown_error(error)}{place}") from error

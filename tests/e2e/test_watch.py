@@ -34,7 +34,7 @@ def test_a_run_is_seen_while_it_trains_and_after_its_end(
         ), shown
         terminal.press("3")
         shown = "\n".join(terminal.wait_for(lambda frame: any("mismatch at lag 0" in text for text in frame)))
-        assert "within" in shown and "ESS" in shown and "bound 2" in shown, shown
+        assert "within" in shown and "ESS" in shown and "bound 4" in shown, shown
         terminal.resize(80)
         terminal.wait_for(lambda frame: max(map(len, frame)) <= 80)
         terminal.press("1")

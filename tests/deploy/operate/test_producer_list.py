@@ -67,7 +67,8 @@ gone: no heartbeat, but it holds 3 prompts and 2 evaluations, idle for N to N s
 """With one space for many, without rules, times in seconds left out."""
 
 
-def test_producers_are_listed_with_what_they_hold_and_cannot_steer_the_terminal(run, redis_client, capsys):
+def test_producers_are_listed_with_what_they_hold_and_cannot_steer_the_terminal(run, redis_client, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     send(redis_client, run, heartbeat("producer-10", policy_version=7, ages=(2.0, 31.5), num_weight_loads_failed=2))
     send(redis_client, run, heartbeat("producer-2"), ago_s=6)
     error = "v9: checksum differs \x1b[2J"

@@ -80,7 +80,7 @@ policy lag producers on hosts which
 
 
 def test_policies_stores_and_holders_are_listed(run, redis_client, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "400")  # the folder of a worker of xdist is long
     folder = tmp_path / "anchors"
     log = written(redis_client, run, anchors=str(folder))
     anchor = log.anchor(2)
