@@ -38,7 +38,8 @@ class _Copies(TorchDispatchMode):
             if tensor is not None and tensor.is_meta
         }
         """Layer and name of each parameter on the meta device, by its storage."""
-        self._writes: dict[tuple[torch.nn.Module, str], list[_Write]] = {}
+        self._writes: dict[torch.nn.Module, dict[str, list[_Write]]] = {}
+        """Of the layers that are not complete, by parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and not self.in_loader and args[0].is_meta:
@@ -48,7 +49,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _buffer(self, layer: torch.nn.Module, name: str, part: Tensor, values: Tensor) -> None:
-        writes = self._writes.setdefault((layer, name), [])
+        writes = self._writes.setdefault(layer, {}).setdefault(name, [])
         writes.append(_Write(tuple(part.shape), part.stride(), int(part.storage_offset()), values.expand(part.shape)))
         info: Any = layerwise.get_layerwise_info(layer)
         info.load_numel += part.numel()
@@ -58,6 +59,7 @@ class _Copies(TorchDispatchMode):
             info.loaded_weights.append((name, inspect.signature(replay).bind(None)))
         if info.load_numel >= info.load_numel_total:
             layerwise._layerwise_process(layer, info)
+            del self._writes[layer]
 
 
 def _replay(writes: list[_Write]) -> Callable[[Any], None]:

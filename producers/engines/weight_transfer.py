@@ -97,9 +97,10 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
 
         With a kernel in place vLLM copies an update's experts as they are over those that it packed for the kernel.
         """
+        if self.device.type != "cpu":
+            return []
         methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
         taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
-        taken = taken if self.device.type == "cpu" else []
         for method, _ in taken:
             method.moe_kernel = None
         return taken

@@ -283,7 +283,9 @@ def _split(rows: list[_Row], budget: int, in_rectangles: bool) -> Iterator[list[
     """
     part: list[_Row] = []
     used = 0
-    for row in _longest_first(rows) if in_rectangles else rows:
+    if in_rectangles:
+        rows = _longest_first(rows)
+    for row in rows:
         size = part[0].length if in_rectangles and part else row.length
         if part and used + size > budget:
             yield _longest_first(part)

@@ -119,10 +119,7 @@ class Head:
                 self._fill(logits, tokens, vocabulary, weight)
                 part = Grads(*(None if grad is None else grad[tokens] for grad in grads))
                 part_results = Results(*(result[tokens] for result in results))
-                slope = self._slope(logits, tokens)
                 self._to_grad_logits(logits, scratch[0], tokens, vocabulary.start, part, part_results)
-                if slope is not None:
-                    logits.mul_(slope)
                 self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
             if grad_weight is not None and to_weight is not None:
                 grad_weight[vocabulary] = to_weight
@@ -155,10 +152,7 @@ class Head:
             promised.append(part)
             for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
                 logits = _view(buffer, tokens, vocabulary)
-                slope = self._slope(logits, tokens)
                 self._to_grad_logits(logits, scratch[0], tokens, vocabulary.start, part, results)
-                if slope is not None:
-                    logits.mul_(slope)
                 to_weight = None if grad_weight is None else grad_weight[vocabulary]
                 weight = self._operands.weight_tile(vocabulary)
                 self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
@@ -177,25 +171,15 @@ class Head:
         if self._support is not None:
             logits.masked_fill_(~self._support.mask(tokens, vocabulary), _MASKED)
 
-    def _slope(self, logits: Tensor, tokens: slice) -> Tensor | None:
-        """Returns dz / d logit of a tile of z [n, v], the capped logits over the temperature; None without a cap, where
-        the operands apply the temperature.
-
-        d c tanh(x / c) / dx = 1 - tanh(x / c)^2
-        """
-        if self._softcap is None:
-            return None
-        inverse = 1.0 if self._inverse is None else self._inverse[tokens, None]
-        tanh = (logits / (self._softcap * inverse)).clamp_(-1.0, 1.0)  # outside the support it is no tanh
-        return (1.0 - tanh.square_()) * inverse
-
     def _to_grad_logits(
         self, logits: Tensor, scratch: Tensor, tokens: slice, start: int, grads: Grads, results: Results
     ) -> None:
-        """Turns a tile of z [n, v], the logits over the temperature, into d loss / d z.
+        """Turns a tile of z [n, v], the logits over the temperature, into d loss / d z; with a cap, into the derivative
+        by the logits before it.
 
         g_l (onehot - p) - g_H p (log p + H) = p (-g_l - g_H H - g_H log p) + g_l onehot
         """
+        cap_slope = None if self._softcap is None else self._cap_slope(logits, tokens, self._softcap)
         constant, slope = None, grads.entropy
         if slope is not None:
             constant = -slope * results.entropy
@@ -212,6 +196,14 @@ class Head:
         if grads.logprobs is not None:
             place, inside = _inside(self._targets[tokens], start, logits.shape[1])
             logits.scatter_add_(1, place, torch.where(inside, grads.logprobs, 0.0)[:, None])
+        if cap_slope is not None:
+            logits.mul_(cap_slope)
+
+    def _cap_slope(self, logits: Tensor, tokens: slice, softcap: float) -> Tensor:
+        """Returns dz / d logit [n, v], by d c tanh(x / c) / dx = 1 - tanh(x / c)^2."""
+        inverse = 1.0 if self._inverse is None else self._inverse[tokens, None]
+        tanh = (logits / (softcap * inverse)).clamp_(-1.0, 1.0)  # outside the support it is no tanh
+        return (1.0 - tanh.square_()) * inverse
 
     def _buffer(self, num_tokens: int, vocabulary: slice | None = None) -> Tensor:
         """Allocates a tile of `num_tokens`, by the vocabulary of the widest tile unless another is given."""

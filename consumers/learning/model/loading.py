@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +91,8 @@ def _check_tied(module: Any, named: str) -> None:
 def fix_rope(module: nn.Module, max_model_len: int | None) -> None:
     """Makes rotary frequencies that transformers chooses by the longest position of a pass those of the engine.
 
-    vLLM chooses longrope's factors once, by its longest sequence, and scales `dynamic` once, by `_dynamic_growth`. In a
-    packed pass transformers would choose by the longest row, for all rows.
+    vLLM chooses longrope's factors once, by its longest sequence, and scales `dynamic` once. In a packed pass
+    transformers would choose by the longest row, for all rows.
 
     max_model_len: the engine's longest sequence in tokens; None for vLLM's default.
     """
@@ -102,24 +101,11 @@ def fix_rope(module: nn.Module, max_model_len: int | None) -> None:
         kinds: Any = getattr(rope, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer, kind in by_layer.items():
+            name = "inv_freq" if layer is None else f"{layer}_inv_freq"
             if kind == "longrope":
-                config = rope.config
-                length = max_model_len or getattr(
-                    config, "original_max_position_embeddings", config.max_position_embeddings
-                )
-                name = "inv_freq" if layer is None else f"{layer}_inv_freq"
-                device = getattr(rope, name).device
-                frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length, layer_type=layer)
-                setattr(rope, name, frequencies)
+                setattr(rope, name, _longrope(rope, layer, getattr(rope, name), max_model_len))
             elif kind == "dynamic":
-                name = "inv_freq" if layer is None else f"{layer}_inv_freq"
-                table = rope.config.rope_parameters if layer is None else rope.config.rope_parameters[layer]
-                like = getattr(rope, name)
-                dim = 2 * len(like)
-                growth = _dynamic_growth(table, rope.config.max_position_embeddings)
-                base = table["rope_theta"] * growth ** (dim / (dim - 2))
-                frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=like.device) / dim)
-                setattr(rope, name, frequencies)
+                setattr(rope, name, _dynamic(rope, layer, getattr(rope, name)))
         fixed = {
             layer: "fixed" if kind == "longrope" or "dynamic" in (kind or "") else kind
             for layer, kind in by_layer.items()
@@ -128,12 +114,24 @@ def fix_rope(module: nn.Module, max_model_len: int | None) -> None:
             rope.rope_type = fixed if isinstance(kinds, dict) else fixed[None]
 
 
-def _dynamic_growth(table: Mapping[str, Any], longest: int) -> float:
-    """Returns what the base of vLLM's `dynamic` frequencies is multiplied by, to the power dim / (dim - 2): `alpha`, or
-    the growth of the context from `max_trained_positions` to the configuration's longest sequence."""
-    if "alpha" in table:
-        return float(table["alpha"])
-    return float(table["factor"] * longest / table.get("max_trained_positions", longest) - (table["factor"] - 1))
+def _longrope(rope: Any, layer: str | None, like: Tensor, max_model_len: int | None) -> Tensor:
+    """Returns the frequencies [dim / 2] for an engine with sequences of `max_model_len`, on the device of `like`."""
+    config = rope.config
+    length = max_model_len or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+    return ROPE_INIT_FUNCTIONS["longrope"](config, like.device, seq_len=length, layer_type=layer)[0]
+
+
+def _dynamic(rope: Any, layer: str | None, like: Tensor) -> Tensor:
+    """Returns the frequencies [dim / 2] of vLLM's `dynamic`, on the device of `like` [dim / 2].
+
+    Their base is multiplied by a growth to the power dim / (dim - 2): by `alpha`, or by the growth of the context from
+    `max_trained_positions` to the configuration's longest sequence.
+    """
+    table = rope.config.rope_parameters if layer is None else rope.config.rope_parameters[layer]
+    longest, dim = rope.config.max_position_embeddings, 2 * len(like)
+    growth = table["factor"] * longest / table.get("max_trained_positions", longest) - (table["factor"] - 1)
+    base = table["rope_theta"] * table.get("alpha", growth) ** (dim / (dim - 2))
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=like.device) / dim)
 
 
 def kept_in_float32(module: nn.Module) -> frozenset[str]:
