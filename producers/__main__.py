@@ -1,6 +1,7 @@
 """One producer process: checks the settings, builds the parts, and runs the loop until a signal or the run's end."""
 
 import asyncio
+import gc
 import hashlib
 import logging
 import os
@@ -91,6 +92,8 @@ async def _produce(config: RunConfig, runs: Path, producer_id: str, engine_facto
         if producer is not None:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, RunningLoop)
+            gc.collect()
+            gc.freeze()  # to look through all that is loaded again takes half a second, in which nothing else runs
             loop.watch()  # until here, it is blocked by what is loaded
             await producer.serve()
 

@@ -273,7 +273,8 @@ class CallLedger:
         if message["role"] != "assistant" or message.get("tool_calls") or extend_chain(key, said) in self._by_chain:
             return said
         text = text_of(message.get("content")).strip()
-        found = next((self._by_call_id[word] for word in CALL_ID.findall(text) if word in self._by_call_id), None)
+        words = (match.group() for match in CALL_ID.finditer(text))
+        found = next((self._by_call_id[word] for word in words if word in self._by_call_id), None)
         return found.answer if found is not None and _spells_out(text, found.reply) else said
 
     def _check_token_fields(self, messages: Sequence[Json]) -> None:

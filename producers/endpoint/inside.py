@@ -1,6 +1,7 @@
 """Agents inside the producer: a conversing environment calls the model as an outside agent does."""
 
 import asyncio
+import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,9 @@ class RolloutConversation:
         """See `Conversation.chat`."""
         document = {"messages": messages, **fields}
         num_bytes, identity = _identity(document)
-        request = await beside(num_bytes, lambda: parse_chat(document, self._sampling, ignore=self._ignore))
+        request = await beside(
+            num_bytes, lambda: parse_chat(document, self._sampling, ignore=self._ignore, num_bytes=num_bytes)
+        )
         number = self._rollout.begin_call()
         answered = await self._calls.answer(self._rollout, request, number, identity)
         answered.call.delivered = True
@@ -65,12 +68,12 @@ class RolloutConversation:
 
 
 def _identity(document: Json) -> tuple[int, bytes]:
-    """Returns the length of a request as JSON, and what identifies it in a conversation that repeats it; nothing of it
-    if it cannot be encoded."""
+    """Returns the length of a request as JSON, and what identifies it in a conversation that repeats it. One that JSON
+    cannot hold counts as long, and nothing identifies it."""
     try:
         encoded = msgspec.json.encode(document, order="deterministic")
     except (TypeError, ValueError, RecursionError):
-        return 0, b""
+        return sys.maxsize, b""
     return len(encoded), digest(encoded)
 
 

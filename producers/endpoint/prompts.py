@@ -81,13 +81,17 @@ class Prompts:
             ApiError: 400, the template refuses the messages or leaves out what the model should know, or the messages
                 are too long; see `CallLedger.parent` as well.
         """
+        unread = self._check_variables(request)
+        read = {name: value for name, value in request.template_arguments.items() if name in self._read_variables}
+        request = request._replace(template_arguments=read)
         found = ledger.parent(request.messages)
         messages = for_template(request.messages)
         prompt = (
             self._continued(request, messages, found) if found is not None else self._first(request, messages, ledger)
         )
         num_known = 0 if found is None or prompt.base is None else found[1] + 1
-        return prompt._replace(left_out=self._check_left_out(request, messages, num_known, prompt.rendered.text))
+        left_out = self._check_left_out(request, messages, num_known, prompt.rendered.text)
+        return prompt._replace(left_out=(*unread, *left_out))
 
     def _first(self, request: ChatRequest, messages: list[Json], ledger: CallLedger) -> RenderedPrompt:
         rendered = self._encode(request, messages, True, None)
@@ -106,6 +110,23 @@ class Prompts:
             return RenderedPrompt(rendered.token_ids, "as_sent", parent, refused.code, rendered)
         return RenderedPrompt(ids, "spliced" if ids == rendered.token_ids else "drifted", parent, "", rendered)
 
+    def _check_variables(self, request: ChatRequest) -> list[str]:
+        """Returns names of the variables that the chat template never reads.
+
+        Raises:
+            ApiError: 400, there are some, and the request may not be answered without them.
+        """
+        unread = [name for name in request.template_arguments if name not in self._read_variables]
+        if unread and not request.ignores:
+            own = ", ".join(sorted(self._read_variables - RESERVED_BY_TEMPLATES))
+            raise bad_request(
+                f"chat_template_kwargs.{unread[0][:64]}: the model's chat template does not read it, so it would "
+                f"have no effect; expected variables that it reads: {own or 'it has none of its own'}",
+                "chat_template_kwargs",
+                "unsupported_parameter",
+            )
+        return [f"chat_template_kwargs.{name}" for name in unread]
+
     def _check_left_out(self, request: ChatRequest, messages: list[Json], num_known: int, text: str) -> tuple[str, ...]:
         """Returns names of what the request has and its rendering `text` does not show. num_known: messages at the
         beginning that the prompt has from an earlier call.
@@ -119,21 +140,11 @@ class Prompts:
         def render(messages: list[Json], tools: list[Json] | None) -> str:
             return self._text(messages, tools, variables, True)
 
-        unread = [name for name in variables if name not in self._read_variables]
         said = self._left_out.messages(render, messages, tools, text, range(num_known, len(messages)), context)
         told = self._left_out.tools(render, messages, tools, text, context) if tools is not None else []
         if request.ignores:
-            names = [f"chat_template_kwargs.{name}" for name in unread]
-            names += dict.fromkeys(re.sub(r"\[\d+\]", "", field) for field in said)
+            names = dict.fromkeys(re.sub(r"\[\d+\]", "", field) for field in said)
             return (*names, *(["tools"] if told else []))
-        if unread:
-            own = ", ".join(sorted(self._read_variables - RESERVED_BY_TEMPLATES))
-            raise bad_request(
-                f"chat_template_kwargs.{unread[0][:64]}: the model's chat template does not read it, so it would "
-                f"have no effect; expected variables that it reads: {own or 'it has none of its own'}",
-                "chat_template_kwargs",
-                "unsupported_parameter",
-            )
         for fields, param in ((told, "tools"), (said, "messages")):
             if fields:
                 raise bad_request(

@@ -276,7 +276,8 @@ class AgentEndpoint:
         def parse() -> tuple[Json, ChatRequest, bytes]:
             document = parse_json(data)
             chat = responses.as_chat(document) if is_response else document
-            asked = parse_chat(chat, self._sampling, ignore=self._config.unsupported == "ignore")
+            ignore = self._config.unsupported == "ignore"
+            asked = parse_chat(chat, self._sampling, ignore=ignore, num_bytes=len(data))
             return document, asked, digest(request.path.encode() + b"\0" + data)
 
         document, asked, identity = await beside(len(data), parse)

@@ -1,16 +1,20 @@
 """JSON bodies of requests, and that of the request which finishes a rollout."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
 
 from penstock.producers.endpoint.chat.errors import bad_request
 from penstock.producers.endpoint.chat.requests import checked_object, kind_of, shown
+from penstock.producers.endpoint.chat.sizes import check_num_parts
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import MAX_REWARD, check_part_names
 
 Json = dict[str, Any]
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(body: bytes) -> Json:
@@ -43,6 +47,7 @@ def parse_finish(body: bytes) -> Reward:
 
 
 def _decoded(body: bytes) -> Any:
+    check_num_parts(body, "the body")
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -52,6 +57,8 @@ def _decoded(body: bytes) -> Any:
 
 def _lone_surrogate(body: bytes) -> str:
     """Returns the error of a body with half a surrogate pair, where msgspec reports a truncated body; else empty."""
+    if not _SURROGATE.search(body):
+        return ""
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -5,15 +5,12 @@ one policy for those of another. So a request may shorten an answer (a limit, st
 sampled.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from reprlib import Repr
 from typing import Any, NamedTuple
 
-import msgspec
-
 from penstock.producers.endpoint.chat.errors import bad_request
-from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
+from penstock.producers.endpoint.chat.sizes import check_num_parts
 from penstock.schemas.config import RESERVED_BY_TEMPLATES
 from penstock.schemas.rollout import SamplingSettings, one_line
 
@@ -45,7 +42,7 @@ class ChatRequest(NamedTuple):
     tokens_as_ids: whether logprobs name tokens by their ids, as vLLM does on demand.
     ignored: the fields without effect from which the client may expect one.
     ignores: whether such a request is answered; False refuses it.
-    num_bytes: its length as JSON, apart from the token ids and logprobs that messages carry.
+    num_bytes: its length as JSON.
     """
 
     messages: list[Json]
@@ -65,10 +62,11 @@ class ChatRequest(NamedTuple):
     num_bytes: int
 
 
-def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = False) -> ChatRequest:
+def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = False, num_bytes: int = 0) -> ChatRequest:
     """Parses a request for a chat completion, and checks it against the run's sampling.
 
     ignore: answer a request for other sampling as if it had not asked for it (`endpoint.unsupported`).
+    num_bytes: its length.
 
     Raises:
         ApiError: 400, names the field, its value and what was expected.
@@ -103,7 +101,7 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
         tokens_as_ids=_flag(take("return_tokens_as_token_ids", None), "return_tokens_as_token_ids"),
         ignored=(*ignored_tools, *_check_sampling(left, sampling, ignore)),
         ignores=ignore,
-        num_bytes=_num_bytes(document, messages),
+        num_bytes=num_bytes,
     )
 
 
@@ -119,15 +117,6 @@ def _functions(tools: list[Json], ignore: bool) -> tuple[list[Json], list[str]]:
             _check_tool(tool, f"tools[{n}]")
             functions.append(tool)
     return functions, others
-
-
-def _num_bytes(document: Json, messages: list[Json]) -> int:
-    """See `ChatRequest.num_bytes`. What an environment sends and JSON cannot hold counts as long."""
-    plain = [{name: value for name, value in message.items() if name not in TOKEN_FIELDS} for message in messages]
-    try:
-        return len(msgspec.json.encode(document | {"messages": plain}))
-    except (TypeError, ValueError, RecursionError):
-        return sys.maxsize
 
 
 def _check_sampling(left: Json, sampling: SamplingSettings, ignore: bool) -> tuple[str, ...]:
@@ -185,6 +174,8 @@ def check_message(message: Json, where: str) -> None:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"{where}.tool_calls holds {shown(call)}, expected calls of functions", where)
+        if isinstance(arguments := function.get("arguments"), str):  # JSON once more
+            check_num_parts(arguments.encode("utf-8", "surrogatepass"), f"{where}.tool_calls: arguments", where)
 
 
 def _check_tool(tool: Json, where: str) -> None:

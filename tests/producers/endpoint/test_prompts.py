@@ -287,16 +287,19 @@ def test_what_is_rendered_once_costs_no_rendering_more(monkeypatch) -> None:
     assert counts[1] - counts[0] == 3
 
 
-def test_variables_that_the_template_never_reads_are_refused_or_said_to_be_left_out() -> None:
+def test_variables_that_the_template_never_reads_are_refused_unrendered_or_said_to_be_left_out(monkeypatch) -> None:
     served = prompts("qwen3")
     for name in ("enable_thinkin", "thinking", "last", "message"):
         fields = {"chat_template_kwargs": {"enable_thinking": False, name: True}}
-        with pytest.raises(ApiError) as caught:
+        with monkeypatch.context() as patched, pytest.raises(ApiError) as caught:
+            patched.setattr(served, "_text", None)
             served.prompt(request(ASKED, **fields), CallLedger())
         expected = f"chat_template_kwargs.{name}: the model's chat template does not read it, .*: enable_thinking$"
         assert re.match(expected, caught.value.message) and caught.value.param == "chat_template_kwargs", name
         lenient = parse_chat({"messages": ASKED, **fields}, SamplingSettings(), ignore=True)
-        assert served.prompt(lenient, CallLedger()).left_out == (f"chat_template_kwargs.{name}",)
+        prompt = served.prompt(lenient, CallLedger())
+        assert prompt.left_out == (f"chat_template_kwargs.{name}",)
+        assert decode("qwen3", prompt.token_ids).endswith("</think>\n\n")
     read = served.prompt(request(ASKED, chat_template_kwargs={"enable_thinking": False}), CallLedger())
     assert decode("qwen3", read.token_ids).endswith("</think>\n\n")
 

@@ -1,13 +1,16 @@
 """Requests that an agent may send, and the errors for the others."""
 
 import json
+from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.producers.endpoint.chat.bodies import parse_finish, parse_json
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.endpoint.chat.responses import as_chat
+from penstock.producers.endpoint.chat.sizes import num_parts
 from penstock.schemas.rollout import SamplingSettings
 
 SAMPLING = SamplingSettings(temperature=0.8, max_tokens=64)
@@ -97,25 +100,31 @@ def test_a_value_of_another_type_is_refused_whether_it_is_true_or_false() -> Non
         parse_finish(b'{"reward": 1, "metrics": ""}')
 
 
-def test_the_length_of_a_request_is_that_of_all_it_holds_but_token_ids() -> None:
-    keys = {"type": "object", "properties": {f"k{n}": {} for n in range(5000)}}
-    enum = {"type": "object", "properties": {"a": {"enum": list(range(10_000))}}}
-    ids = {"prompt_token_ids": [1] * 40_000, "generation_token_ids": [2], "generation_log_probs": [-0.5]}
-    rows: list[tuple[dict, range]] = [
-        ({}, range(30, 60)),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "x", **ids}]}, range(60, 100)),
-        ({"messages": MESSAGES * 2000}, range(64_000, 100_000)),
-        ({"messages": [{"role": "user", "content": "x" * 70_000}]}, range(70_000, 70_100)),
-        *(
-            ({"tools": [{"function": {"name": "f", "parameters": part}}]}, range(40_000, 80_000))
-            for part in (keys, enum)
-        ),
-        ({"chat_template_kwargs": {"a": list(range(10_000))}}, range(48_000, 60_000)),
-        ({"metadata": {"a": "x" * 70_000}}, range(70_000, 70_100)),
-    ]
-    for fields, length in rows:
-        assert chat(**fields).num_bytes in length, (list(fields), chat(**fields).num_bytes)
-    assert parse_chat({"messages": MESSAGES, "metadata": object()}, SAMPLING).num_bytes > 10**9
+def test_the_parts_of_a_json_text_are_counted_without_parsing_it(monkeypatch) -> None:
+    rows: list[tuple[Any, int]] = [
+        ({}, 1), ([1, 2.5, None, True], 1), ("a, {b}: [c]", 1), ({"a": {"b": []}}, 5), ({"k": "\\"}, 3),
+        ({"\\": '"', '\\\\"': ['\\"[{', "\u4e2d"]}, 7), ([[]] * 200_000, 200_001),
+    ]  # fmt: skip
+    for value, expected in rows:
+        for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
+            assert num_parts(text.encode()) == expected, text[:100]
+    keys, items = {f"k{n}": 1 for n in range(140_000)}, ["a"] * 140_000
+    function = {"name": "f", "parameters": {"properties": keys}}
+    bodies = [
+        {"tools": [{"function": function}]}, {"logit_bias": keys}, {"stop": items}, {"metadata": keys}, keys,
+        {"response_format": {"json_schema": keys}}, {"messages": [{"role": "user", "content": items}]},
+        {"tools": [{"function": {"parameters": {"enum": [[]] * 140_000}}}]},
+    ]  # fmt: skip
+    calling = {"function": {"name": "f", "arguments": json.dumps(keys)}}
+    parse_json(json.dumps({"messages": ["a b," * 500_000], "ids": [1] * 500_000}).encode())
+    with monkeypatch.context() as patched:
+        patched.setattr(msgspec.json, "decode", None)
+        for body in bodies:
+            with pytest.raises(ApiError, match="the body has more than 131,072 texts") as caught:
+                parse_json(json.dumps({"messages": MESSAGES} | body).encode())
+            assert (caught.value.status, caught.value.code) == (400, "too_many_parts")
+    with pytest.raises(ApiError, match=r"messages\[1\].tool_calls: arguments has more than 131,072 texts"):
+        chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [calling]}])
 
 
 def test_a_run_that_ignores_what_it_does_not_support_names_what_it_ignored() -> None:
