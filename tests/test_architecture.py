@@ -263,7 +263,7 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 BUDGET = {
     "schemas": 6_000,
     "producers": 13_100,
-    "consumers": 17_300,
+    "consumers": 17_400,
     "deploy": 14_300,
     "bench": 6_150,
     "tests": 51_900,

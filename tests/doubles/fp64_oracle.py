@@ -109,6 +109,7 @@ def _loss(
         divergence = {"k1": -x, "k2": x * x / 2, "k3": cmath.exp(x) - x - 1}[settings["kl_estimator"]]
         value = -token.weight * _gain(kind, settings, tokens, current, at)
         value += settings["kl_coefficient"] * divergence - settings["entropy_coefficient"] * token.entropy
+        value += settings["behavior_kl_coefficient"] * (current[at] - token.behavior) ** 2
         total += {
             "token": lambda value, _: value / denominator,
             "sequence": lambda value, token: value / token.rollout_tokens / num_rollouts,
@@ -139,6 +140,8 @@ def _gain(kind: str, settings: dict[str, Any], tokens: list[OracleToken], curren
         return 4 / tau / (1 + cmath.exp(-tau * (ratio - 1))) * token.advantage
     if kind == "DecoupledPpo":
         return _decoupled(token, log_p, settings)
+    if kind in ("DppoTv", "DppoKl"):
+        return _trusted(token, log_p, _bernoulli_divergence(kind, token), settings["bound_low"], settings["bound_high"])
     raise NotImplementedError(kind)
 
 
@@ -162,3 +165,20 @@ def _decoupled(token: OracleToken, log_p: complex, settings: dict[str, Any]) -> 
         proximal = (1 - share) * behavior + share * current
     weight = proximal / behavior * min(1.0, settings["total_weight_cap"] / (current / behavior))
     return weight * _clipped(cmath.exp(log_p) / proximal, token.advantage, settings)
+
+
+def _bernoulli_divergence(kind: str, token: OracleToken) -> float:
+    p, q = math.exp(token.current), math.exp(token.behavior)
+    if kind == "DppoTv":
+        return abs(p - q)
+    rest_p, rest_q = max(1 - p, 1e-8), max(1 - q, 1e-8)
+    return q * math.log(q / p) + rest_q * math.log(rest_q / rest_p)
+
+
+def _trusted(token: OracleToken, log_p: complex, divergence: float, low: float, high: float) -> complex:
+    """The ratio's gain; nothing where the advantage would move a token that is too far away further."""
+    if token.advantage > 0 and token.current > token.behavior and divergence > high:
+        return 0j
+    if token.advantage < 0 and token.current < token.behavior and divergence > low:
+        return 0j
+    return cmath.exp(log_p - token.behavior) * token.advantage

@@ -10,6 +10,7 @@ from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
 from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
+from penstock.consumers.learning.objectives.dppo import DppoKl, DppoTv
 from penstock.consumers.learning.objectives.grpo import Grpo
 from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
@@ -42,6 +43,9 @@ OBJECTIVES: dict[str, PolicyObjective] = {
     "decoupled": DecoupledPpo(),
     "decoupled loglinear": DecoupledPpo(proximal="loglinear", total_weight_cap=1.5),
     "decoupled linear": DecoupledPpo(proximal="linear", total_weight_cap=2.0, dual_clip=2.0, aggregation="sequence"),
+    "dppo tv": DppoTv(bound_low=0.02, bound_high=0.05),
+    "dppo kl sampler": DppoKl(bound_low=0.005, behavior_kl_coefficient=0.3, aggregation="sequence"),
+    "grpo sampler": Grpo(behavior_kl_coefficient=0.2, kl_coefficient=0.1),
 }
 
 

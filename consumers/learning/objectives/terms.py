@@ -1,10 +1,11 @@
-"""Common parts of the objectives: aggregation, the KL to a reference, the entropy bonus, the mask.
+"""Common parts of the objectives: aggregation, the KL to a reference and to the sampler, the entropy bonus, the mask.
 
 Formula, over the sampled tokens t, with the gain g_t of the objective's own file and the importance weight w_t::
 
     loss = aggregate(-w_t * g_t)  +  kl_coefficient * aggregate(kl_t)  -  entropy_coefficient * aggregate(H_t)
+           + behavior_kl_coefficient * aggregate((current_t - behavior_t)^2)
 
-The last two need no advantage: with either enabled, t includes the groups without reward variance.
+The last three need no advantage: with any of them enabled, t includes the groups without reward variance.
 
 Your own objective needs none of this: it may be any callable LossInputs -> LossOutputs
 (`penstock.consumers.learning.interfaces`).
@@ -34,6 +35,11 @@ sampling policy, as far as w_t is proximal / behavior; k2 stays biased. Source: 
 TRL (`use_bias_correction_kl`) and slime (`use_unbiased_kl`) multiply by current / proximal alone, which is this with
 `correction.mode = "none"`. x is clamped to +-20, beyond which its gradient is 0. The entropy bonus is exact at each
 token, and unweighted.
+
+The KL to the sampler, twice Schulman's k2 of behavior and current, holds the policy near what sampled each token, on
+either side and whatever its advantage; also tokens that an objective's own clip or mask leaves without a gain. It is no
+importance weight, so it goes with any correction. Source: Kimi K2.5 (arXiv 2602.02276, eq. 1, whose tau it is; read as
+prime-rl quotes it in its pull request 1697). Peers: prime-rl's `kl_tau`, 1e-3 by default.
 """
 
 import math
@@ -102,6 +108,8 @@ class PolicyObjective(ABC):
     """Multiplies the KL by importance weight and policy ratio: see the module's docstring."""
     entropy_coefficient: float = number(0.0, at_least=0)
     """Share of the token entropy that is subtracted from the loss."""
+    behavior_kl_coefficient: float = number(0.0, at_least=0)
+    """Weight of the squared log-ratio to the policy that sampled the token."""
 
     @property
     def needs_reference(self) -> bool:
@@ -109,7 +117,7 @@ class PolicyObjective(ABC):
 
     @property
     def trains_every_row(self) -> bool:
-        return self.kl_coefficient > 0 or self.entropy_coefficient > 0
+        return max(self.kl_coefficient, self.entropy_coefficient, self.behavior_kl_coefficient) > 0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -151,6 +159,9 @@ class PolicyObjective(ABC):
             )
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * self.aggregate(inputs.entropy, inputs)
+        if self.behavior_kl_coefficient:
+            squared = clamped(inputs.current_logprobs - inputs.behavior_logprobs).square()
+            loss = loss + self.behavior_kl_coefficient * self.aggregate(squared, inputs)
         return LossOutputs(loss=loss, metrics=metrics)
 
     def aggregate(self, values: Tensor, inputs: LossInputs) -> Tensor:

@@ -32,6 +32,8 @@ SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
 WHITENED = "penstock.consumers.learning.advantages:reinforce_plus_plus"
 SAMPLED = CorrectionConfig(proximal="sampled_version")
 GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
+DPPO = "penstock.consumers.learning.objectives.dppo:DppoTv"
+OFF = CorrectionConfig(mode="none")
 
 
 def _trainer(**changes: Any) -> TrainerConfig:
@@ -63,6 +65,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "one-pass": run(trainer=_trainer(tokens_per_microbatch=100_000)),
         "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
         "reference": run(objective=kl, reference="untied"),
+        "trusted": run(objective=Plug(path=DPPO, kwargs={"behavior_kl_coefficient": 0.1}), correction=OFF),
         "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
         "lora": run(lora=LORA, objective=kl, trainer=_trainer(learning_rate=1e-2, gradient_checkpointing=True)),
         "lora-bfloat16": run(

@@ -11,6 +11,7 @@ from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
 from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo, interpolated_proximal
+from penstock.consumers.learning.objectives.dppo import DppoKl, DppoTv
 from penstock.consumers.learning.objectives.grpo import Grpo
 from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
@@ -71,10 +72,13 @@ VARIANTS: dict[tuple[str, str], tuple[PolicyObjective, CorrectionConfig]] = {
     ),
     ("nemo-rl", "cispo"): (Cispo(clip_high=0.2), NONE),
     ("nemo-rl", "dapo_clip_higher_dual"): (Dapo(dual_clip=3.0), NONE),
+    ("prime-rl", "default"): (DppoTv(behavior_kl_coefficient=1e-3), NONE),
     ("slime", "ppo_clip"): (Grpo(**SEQUENCE), NONE),
     ("slime", "dapo_clip_higher"): (Dapo(**SEQUENCE), NONE),
     ("slime", "gspo"): (Gspo(), NONE),
     ("slime", "cispo"): (Cispo(clip_high=0.2, **SEQUENCE), NONE),
+    ("stable-rl", "dppo_binary_tv@0.1"): (DppoTv(bound_low=0.1, bound_high=0.1), NONE),
+    ("stable-rl", "dppo_binary_kl@0.02:0.05"): (DppoKl(bound_low=0.02), NONE),
     ("trl", "grpo"): (Grpo(**SEQUENCE), NONE),
     ("trl", "dapo_clip_higher"): (Dapo(), NONE),
     ("trl", "gspo"): (Gspo(), NONE),
@@ -111,8 +115,10 @@ NOT_OFFERED = {
         "areal",
         "decoupled_seq_mask@0.8:1.1",
     ): "tokens of a row kept by its geometric mean weigh that mean; one peer only",
-    ("prime-rl", "default"): "DPPO's mask by a difference of probabilities, with a penalty of its own; not asked for",
-    ("prime-rl", "ipo"): "a threshold on the difference of probabilities, with a penalty of its own; not asked for",
+    (
+        "prime-rl",
+        "ipo",
+    ): "DPPO's mask on both sides, whatever the advantage's sign; one peer only, and no longer its default",
     ("trl", "vespo"): "its gamma weight needs the sequence's product ratio against the behavior policy; one peer only",
     ("verl", "gmpo"): "clips each token's log-ratio by the advantage's sign before a geometric mean; one peer only",
 }
@@ -161,7 +167,8 @@ def test_loss_and_gradient_reproduce(peer) -> None:
             current = golden.poisoned(golden.current).requires_grad_()
             loss = objective(_inputs(golden, correction, current)).loss
             loss.backward()
-            assert loss.item() == pytest.approx(expected["loss"], rel=2e-6), (case, variant)
+            if "loss" in expected:  # some peers' value is that of another surrogate with the same gradient
+                assert loss.item() == pytest.approx(expected["loss"], rel=2e-6), (case, variant)
             near = torch.isclose(current.grad, per_token(expected["grad"]), rtol=2e-6, atol=2e-7)
             assert near.all(), (case, variant)
 

@@ -11,6 +11,7 @@ from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
 from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
+from penstock.consumers.learning.objectives.dppo import DppoKl, DppoTv
 from penstock.consumers.learning.objectives.grpo import Grpo
 from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
@@ -19,7 +20,9 @@ from penstock.consumers.learning.objectives.terms import reference_kl
 from penstock.schemas.config import Plug
 from penstock.schemas.process.plugins import construct
 
-EVERY_CLASS = [Grpo, Dapo, Gspo, Cispo, Reinforce, DecoupledPpo, Sapo]
+EVERY_CLASS = [Grpo, Dapo, Gspo, Cispo, Reinforce, DecoupledPpo, Sapo, DppoTv, DppoKl]
+TRUSTED: list[type] = [DppoTv, DppoKl]
+"""Those whose trust region is around the behavior policy."""
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -105,13 +108,44 @@ def test_what_the_trainer_reads_off_an_objective() -> None:
         kind.__name__: (kind().token_level, kind().needs_reference, getattr(kind(), "reads_behavior", False))
         for kind in EVERY_CLASS
     }
-    assert attributes == {name: (name != "Gspo", False, False) for name in attributes}
+    of_sampler = {kind.__name__ for kind in TRUSTED}
+    assert attributes == {name: (name != "Gspo", False, name in of_sampler) for name in attributes}
     assert DecoupledPpo(proximal="linear", total_weight_cap=2.0).reads_behavior
     for kind in EVERY_CLASS:
         assert not kind().trains_every_row
-        assert kind(kl_coefficient=0.1).trains_every_row and kind(entropy_coefficient=0.1).trains_every_row
+        for term in ("kl_coefficient", "entropy_coefficient", "behavior_kl_coefficient"):
+            assert kind(**{term: 0.1}).trains_every_row
     for objective in OBJECTIVES.values():
         assert objective.needs_reference == (objective.kl_coefficient > 0)
+
+
+@pytest.mark.parametrize("kind", TRUSTED)
+def test_an_infinite_trust_region_is_reinforce_on_the_ratio_to_the_sampler(kind) -> None:
+    inputs = packed_inputs(9, drift=0.8, kept=0.7)
+    bypassed = changed(inputs, proximal_logprobs=inputs.behavior_logprobs)
+    found = gradients(kind(bound_low=1e9, bound_high=1e9), inputs)[1]
+    torch.testing.assert_close(found, gradients(Reinforce(ratio_cap=1e9), bypassed)[1])
+
+
+@pytest.mark.parametrize("kind", TRUSTED)
+def test_a_token_is_masked_where_its_advantage_would_move_it_further_away(kind) -> None:
+    # Likelier by more than each bound, less likely by more, and within it; then the certain and the impossible.
+    p = torch.tensor([0.9, 0.9, 0.3, 0.3, 0.5, 0.5, 1.0, 1e-30], dtype=torch.float64).log().float()
+    q = torch.tensor([0.4, 0.4, 0.8, 0.8, 0.49, 0.51, 0.5, 0.5], dtype=torch.float64).log().float()
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+    inputs = changed(
+        packed_inputs(0, (8,), dtype=torch.float32),
+        current_logprobs=p.requires_grad_(),
+        behavior_logprobs=q,
+        importance_weights=torch.ones(8),
+        advantages=sign,
+    )
+    _, gradient, _ = gradients(kind(), inputs)
+    kept = torch.tensor([False, True, True, False, True, True, False, False])
+    assert torch.equal(gradient != 0, kept)
+    torch.testing.assert_close(gradient[kept], (-(p - q).exp() * sign / inputs.denominator).detach()[kept])
+    names = ("policy_clipped_frac", "policy_clipped_low_frac", "policy_clipped_high_frac")
+    assert [int(kind()(inputs).metrics[name]) for name in names] == [4, 2, 2]
 
 
 OF_ANY = (
@@ -122,6 +156,7 @@ OF_ANY = (
     {"kl_importance_weighted": 1},
     {"kl_estimator": "k4"},
     {"entropy_coefficient": "0.1"},
+    {"behavior_kl_coefficient": -1e-3},
 )
 OF_CLIPPED = (
     {"clip_low": 0.0},
@@ -140,6 +175,12 @@ BAD: list[tuple[type, dict[str, Any]]] = [
     (Cispo, {"clip_low": 0.0}),
     (Cispo, {"clip_high": 0.0}),
     (Reinforce, {"ratio_cap": 0.5}),
+    *(
+        (kind, {bound: value})
+        for kind in (DppoTv, DppoKl)
+        for bound in ("bound_low", "bound_high")
+        for value in (0, "1")
+    ),
     (Sapo, {"temperature_positive": 0.0}),
     (Sapo, {"temperature_negative": -1.0}),
     (DecoupledPpo, {"proximal": "old"}),
