@@ -8,15 +8,19 @@ With r the rewards of a group's siblings, mean and std (n - 1) over them unless 
     reinforce_plus_plus   (r - M) / sqrt(V + 1e-8), M and V mean and variance      REINFORCE++; with group_baseline
                           over the batch's sampled tokens                          r - mean takes the place of r
     per_component         sum over the parts c of w_c * group_relative(r_c)        GDPO
+    maximum_likelihood    (r - mean) / mean, 0 where the mean is 0                 MaxRL
 
 Sources: GRPO DeepSeekMath (arXiv 2402.03300, section 4.1.2), Dr. GRPO arXiv 2503.20783, RLOO Ahmadian et al. (arXiv
-2402.14740), Lite PPO arXiv 2508.08221, REINFORCE++ and its baseline variant arXiv 2501.03262, GDPO arXiv 2601.05242.
+2402.14740), Lite PPO arXiv 2508.08221, REINFORCE++ and its baseline variant arXiv 2501.03262, GDPO arXiv 2601.05242,
+MaxRL arXiv 2602.02710 (read on the authors' page, zanette-labs.github.io/MaxRL: theorem 2 and its estimator).
 
 Peers: TRL's `scale_rewards` "group", "none" and "batch" are the first, the first without std, and the third, with its
 1e-4; verl takes 1e-6 there. `reinforce_plus_plus` is verl's, of gamma = 1: a rollout of n tokens counts n times.
 
 Departures: GDPO's paper divides the sum by its standard deviation over the batch once more. REINFORCE++ subtracts from
 a token's return the KL of the tokens that follow it alone; here, as for every other function, it is the rollout's.
+MaxRL's code and TRL's add 1e-6 to the mean; here the mean is exact. Its rewards are 0 and 1, and the estimator that of
+the gradient of the truncated log pass rate; for other rewards the formula is a weight of 1 / mean on the group.
 
 A group has no variance if its rewards are equal up to rounding: they differ by 2^-21 (4.8e-7, four units in the last
 place of a float32) of the largest in magnitude or less, which counts as 1e-4 at least, so that sums that cancel to 0
@@ -134,6 +138,20 @@ def per_component(rewards: BatchRewards, *, weights: Mapping[str, float]) -> np.
     return total
 
 
+def maximum_likelihood(rewards: BatchRewards) -> np.ndarray:
+    """Subtracts each group's mean and divides by it: the rarer success is in a group, the more each one counts."""
+    if (rewards.values < 0).any():
+        raise ValueError(f"a reward is {rewards.values.min()}, expected 0 or more, as of a mean that is a pass rate")
+
+    def by_mean(values: np.ndarray) -> np.ndarray:
+        if not values.any():
+            return np.zeros(len(values))
+        shares = values / values.max()
+        return _normalized(shares, by_std=False) / shares.mean()
+
+    return rewards.of_groups(by_mean, rewards.values)
+
+
 def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
     """Returns the function that a run file names, with its arguments; each call is checked.
 
@@ -158,11 +176,14 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def check_advantage(config: AdvantageConfig) -> None:
-    """Tries the function on two groups. Raises ConfigError if it does not fit, or does not read the rewards that the
-    run file changes."""
+    """Tries the function on pairs of groups. Raises ConfigError if it does not fit, or does not read the rewards that
+    the run file changes."""
     function = make_advantage(config)
     parts = _EveryPart(np.array([0.0, 1.0, 1.0, 0.0]))
-    values = np.array([[0.0, 1.0, 1.0, 3.0], [0.0, 1.0, 1.0, 2.0]])
+    values = np.array([[0.0, 1.0, 1.0, 3.0], [0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 1.0, 3.0]])
+    # The last as the run file's changes may make them.
+    values[2] -= 4.0 * (config.kl_coefficient > 0)
+    values[2, 0] = values[2, 0] if config.truncated_reward is None else config.truncated_reward
     found = [
         function(BatchRewards(values=each, indexes=np.array([1, 1, 2, 2]), num_tokens=np.full(4, 3), parts=parts))
         for each in values

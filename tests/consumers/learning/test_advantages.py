@@ -21,6 +21,7 @@ from penstock.consumers.learning.advantages import (
     has_variance,
     leave_one_out,
     make_advantage,
+    maximum_likelihood,
     per_component,
     reinforce_plus_plus,
 )
@@ -36,6 +37,7 @@ EVERY = {
     "batch_normalized": {},
     "reinforce_plus_plus": {},
     "per_component": {"weights": {"exact": 1.0, "brief": 0.5}},
+    "maximum_likelihood": {},
 }
 KL = {"kl_coefficient": 0.1}
 TRUNCATED = {"truncated": "penalize", "truncated_reward": -1.0}
@@ -84,6 +86,9 @@ def test_each_function_is_the_formula_of_its_source(groups, group_baseline) -> N
         parts = _by_group(rewards, rewards.parts[name])
         expected = expected + weight * torch.cat([(r - r.mean()) / (_std(r) + 1e-4) for r in parts])
     _assert_close(per_component(rewards, weights={"exact": 1.0, "brief": -0.5}), expected[None])
+    success = BatchRewards(**vars(rewards) | {"values": np.abs(rewards.values)})  # MaxRL divides by the pass rate
+    rates = [(r, r.mean()) for r in _by_group(success, success.values)]
+    _assert_close(maximum_likelihood(success), [(r - mean) / (mean if mean > 0 else 1.0) for r, mean in rates])
     # verl whitens over the tokens.
     by_rollout = torch.cat(centered_values if group_baseline else own)
     by_token = by_rollout.repeat_interleave(torch.from_numpy(rewards.num_tokens))
@@ -111,10 +116,20 @@ def test_a_shift_of_every_reward_changes_nothing_and_equal_rewards_give_exactly_
         num_tokens=rewards.num_tokens,
         parts={part: column - 2 for part, column in rewards.parts.items()},
     )
-    np.testing.assert_allclose(function(shifted), function(rewards), rtol=1e-9)
+    if name != "maximum_likelihood":
+        np.testing.assert_allclose(function(shifted), function(rewards), rtol=1e-9)
     alike = _rewards([[(0.1, n, 0.1, 0.7) for n in range(1, 8)]] * 3)
     assert not function(alike).any()
     assert function(_rewards([[(3.0, 2, 1.0, 1.0)]])).tolist() == [0.0]
+
+
+def test_successes_average_their_scores_whatever_their_number_and_the_rewards_scale() -> None:
+    for k in range(5):
+        for one in (1e-3, 1.0, 1.7e308):
+            group = _rewards([[(one * (n < k), 2, 0.0, 0.0) for n in range(4)]])
+            got = maximum_likelihood(group) / 4  # sum of score / k over successes, less the mean score: theorem 2
+            expected = [(n < k) / k - 1 / 4 if 0 < k < 4 else 0.0 for n in range(4)]
+            np.testing.assert_allclose(got, expected, rtol=1e-12, err_msg=f"{k} of {one}")
 
 
 def centered(rewards: BatchRewards) -> np.ndarray:
@@ -228,6 +243,8 @@ REFUSED = (
     (f"{HERE}:per_component", {"weights": {"a": 1.0}}, KL, "advantage.kl_coefficient = 0.1 with advantage.path"),
     (f"{HERE}:per_component", {"weights": {"a": 1.0}}, TRUNCATED, "advantage.truncated_reward = -1.0 with advantage"),
     ("test_advantages:of_the_wrong_size", {}, {}, "returns an array of [2], expected [4], a number for each"),
+    (f"{HERE}:maximum_likelihood", {}, KL, "a reward is -4.0, expected 0 or more"),
+    (f"{HERE}:maximum_likelihood", {}, TRUNCATED, "a reward is -1.0, expected 0 or more"),
     ("test_advantages:not_finite", {}, {}, "returns [nan, inf, inf, inf], expected finite numbers"),
 )
 
@@ -240,7 +257,7 @@ def test_a_function_that_does_not_fit_is_refused_before_the_start(monkeypatch) -
             check_advantage(AdvantageConfig(path=path, kwargs=kwargs, **fields))
         assert message in str(refused.value), path
     for name, kwargs in EVERY.items():
-        for fields in ({}, *([KL, TRUNCATED] if name != "per_component" else [])):
+        for fields in ({}, *([KL, TRUNCATED] if name not in ("per_component", "maximum_likelihood") else [])):
             check_advantage(AdvantageConfig(path=f"{HERE}:{name}", kwargs=kwargs, **fields))
 
 
