@@ -164,7 +164,7 @@ def test_the_advantages_of_their_page_fit_and_its_table_has_all_that_ship(lab: A
 
 def test_every_shipped_objective_of_the_page_takes_the_settings_beside_it() -> None:
     rows = re.findall(r"^\| \[`(\w+:\w+)`\]\([^)]*\) \| (.*) \|$", (ROOT / "docs/objectives.md").read_text(), re.M)
-    assert len(rows) == 9
+    assert len(rows) == 10
     for name, settings in rows:
         path = f"penstock.consumers.learning.objectives.{name}"
         built = construct(Plug(path=path), "objective", Objective)

@@ -142,6 +142,9 @@ def _gain(kind: str, settings: dict[str, Any], tokens: list[OracleToken], curren
         return _decoupled(token, log_p, settings)
     if kind in ("DppoTv", "DppoKl"):
         return _trusted(token, log_p, _bernoulli_divergence(kind, token), settings["bound_low"], settings["bound_high"])
+    if kind == "Tvpo":
+        row = [abs(math.exp(t.current - t.behavior) - 1) for t in tokens if t.kept and t.row == token.row]
+        return _trusted(token, log_p, sum(row) / len(row), settings["bound"], settings["bound"])
     raise NotImplementedError(kind)
 
 

@@ -16,6 +16,7 @@ from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
 from penstock.consumers.learning.objectives.sapo import Sapo
 from penstock.consumers.learning.objectives.terms import PolicyObjective
+from penstock.consumers.learning.objectives.tvpo import Tvpo
 
 WIDE: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.1}
 
@@ -45,6 +46,7 @@ OBJECTIVES: dict[str, PolicyObjective] = {
     "decoupled linear": DecoupledPpo(proximal="linear", total_weight_cap=2.0, dual_clip=2.0, aggregation="sequence"),
     "dppo tv": DppoTv(bound_low=0.02, bound_high=0.05),
     "dppo kl sampler": DppoKl(bound_low=0.005, behavior_kl_coefficient=0.3, aggregation="sequence"),
+    "tvpo": Tvpo(bound=0.3),
     "grpo sampler": Grpo(behavior_kl_coefficient=0.2, kl_coefficient=0.1),
 }
 

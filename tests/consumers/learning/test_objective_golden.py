@@ -17,6 +17,7 @@ from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
 from penstock.consumers.learning.objectives.sapo import Sapo
 from penstock.consumers.learning.objectives.terms import PolicyObjective
+from penstock.consumers.learning.objectives.tvpo import Tvpo
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 NONE = CorrectionConfig("none")
@@ -72,6 +73,8 @@ VARIANTS: dict[tuple[str, str], tuple[PolicyObjective, CorrectionConfig]] = {
     ),
     ("nemo-rl", "cispo"): (Cispo(clip_high=0.2), NONE),
     ("nemo-rl", "dapo_clip_higher_dual"): (Dapo(dual_clip=3.0), NONE),
+    ("open-instruct", "tvpo@0.15"): (Tvpo(bound=0.15), NONE),
+    ("open-instruct", "tvpo@0.3"): (Tvpo(bound=0.3), NONE),
     ("prime-rl", "default"): (DppoTv(behavior_kl_coefficient=1e-3), NONE),
     ("slime", "ppo_clip"): (Grpo(**SEQUENCE), NONE),
     ("slime", "dapo_clip_higher"): (Dapo(**SEQUENCE), NONE),

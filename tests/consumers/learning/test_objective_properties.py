@@ -11,6 +11,7 @@ from fp64_oracle import OracleToken, objective_loss
 from objective_cases import OBJECTIVES, changed, gradients, packed_inputs, poisoned, selected
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.gspo import Gspo
+from penstock.consumers.learning.objectives.tvpo import Tvpo
 
 SEEDS = st.integers(0, 2**32)
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
@@ -90,7 +91,7 @@ def test_micro_batches_of_whole_rows_add_up(name, seed, lengths, data) -> None:
 def test_an_objective_that_says_so_is_token_level(name, seed, lengths) -> None:
     objective, inputs = OBJECTIVES[name], packed_inputs(seed, lengths, kept=0.8)
     if not objective.token_level:
-        assert isinstance(objective, Gspo)
+        assert isinstance(objective, Gspo | Tvpo)
         return
     _, whole, whole_entropy = gradients(objective, inputs)
     for at in range(len(whole)):

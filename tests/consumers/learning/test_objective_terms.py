@@ -17,12 +17,14 @@ from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
 from penstock.consumers.learning.objectives.sapo import Sapo
 from penstock.consumers.learning.objectives.terms import reference_kl
+from penstock.consumers.learning.objectives.tvpo import Tvpo
 from penstock.schemas.config import Plug
 from penstock.schemas.process.plugins import construct
 
-EVERY_CLASS = [Grpo, Dapo, Gspo, Cispo, Reinforce, DecoupledPpo, Sapo, DppoTv, DppoKl]
-TRUSTED: list[type] = [DppoTv, DppoKl]
-"""Those whose trust region is around the behavior policy."""
+SIDES = ("bound_low", "bound_high")
+EVERY_CLASS = [Grpo, Dapo, Gspo, Cispo, Reinforce, DecoupledPpo, Sapo, DppoTv, DppoKl, Tvpo]
+TRUSTED: dict[type, tuple[str, ...]] = {DppoTv: SIDES, DppoKl: SIDES, Tvpo: ("bound",)}
+"""Those whose trust region is around the behavior policy, and its bounds."""
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -109,7 +111,7 @@ def test_what_the_trainer_reads_off_an_objective() -> None:
         for kind in EVERY_CLASS
     }
     of_sampler = {kind.__name__ for kind in TRUSTED}
-    assert attributes == {name: (name != "Gspo", False, name in of_sampler) for name in attributes}
+    assert attributes == {name: (name not in ("Gspo", "Tvpo"), False, name in of_sampler) for name in attributes}
     assert DecoupledPpo(proximal="linear", total_weight_cap=2.0).reads_behavior
     for kind in EVERY_CLASS:
         assert not kind().trains_every_row
@@ -123,11 +125,11 @@ def test_what_the_trainer_reads_off_an_objective() -> None:
 def test_an_infinite_trust_region_is_reinforce_on_the_ratio_to_the_sampler(kind) -> None:
     inputs = packed_inputs(9, drift=0.8, kept=0.7)
     bypassed = changed(inputs, proximal_logprobs=inputs.behavior_logprobs)
-    found = gradients(kind(bound_low=1e9, bound_high=1e9), inputs)[1]
+    found = gradients(kind(**dict.fromkeys(TRUSTED[kind], 1e9)), inputs)[1]
     torch.testing.assert_close(found, gradients(Reinforce(ratio_cap=1e9), bypassed)[1])
 
 
-@pytest.mark.parametrize("kind", TRUSTED)
+@pytest.mark.parametrize("kind", [DppoTv, DppoKl])
 def test_a_token_is_masked_where_its_advantage_would_move_it_further_away(kind) -> None:
     # Likelier by more than each bound, less likely by more, and within it; then the certain and the impossible.
     p = torch.tensor([0.9, 0.9, 0.3, 0.3, 0.5, 0.5, 1.0, 1e-30], dtype=torch.float64).log().float()
@@ -146,6 +148,21 @@ def test_a_token_is_masked_where_its_advantage_would_move_it_further_away(kind) 
     torch.testing.assert_close(gradient[kept], (-(p - q).exp() * sign / inputs.denominator).detach()[kept])
     names = ("policy_clipped_frac", "policy_clipped_low_frac", "policy_clipped_high_frac")
     assert [int(kind()(inputs).metrics[name]) for name in names] == [4, 2, 2]
+
+
+def test_tvpo_masks_by_the_whole_rows_divergence_what_would_move_it_further() -> None:
+    # A row that is too far away, and one with a token as far that is near on the whole; a masked token counts in none.
+    ratio = torch.tensor([1.5, 0.9, 0.7, 9.0, 1.5, 1.0, 1.01], dtype=torch.float64)
+    inputs = changed(
+        packed_inputs(0, (4, 3)),
+        current_logprobs=(ratio.log() - 2).requires_grad_(),
+        behavior_logprobs=torch.full_like(ratio, -2.0),
+        importance_weights=torch.ones_like(ratio),
+        advantages=torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64),
+        loss_mask=torch.tensor([True, True, True, False, True, True, True]),
+    )
+    gradient = gradients(Tvpo(bound=0.25), inputs)[1] * -inputs.denominator
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 0.9, 0.0, 0.0, 1.5, 1.0, 1.01], dtype=torch.float64))
 
 
 OF_ANY = (
@@ -175,12 +192,7 @@ BAD: list[tuple[type, dict[str, Any]]] = [
     (Cispo, {"clip_low": 0.0}),
     (Cispo, {"clip_high": 0.0}),
     (Reinforce, {"ratio_cap": 0.5}),
-    *(
-        (kind, {bound: value})
-        for kind in (DppoTv, DppoKl)
-        for bound in ("bound_low", "bound_high")
-        for value in (0, "1")
-    ),
+    *((kind, {bound: value}) for kind, bounds in TRUSTED.items() for bound in bounds for value in (0, "1")),
     (Sapo, {"temperature_positive": 0.0}),
     (Sapo, {"temperature_negative": -1.0}),
     (DecoupledPpo, {"proximal": "old"}),
