@@ -14,14 +14,14 @@ that the long row exceeds them. Where training in `dtype` uses another attention
 comparison is repeated in `dtype`: there a leak has to exceed what rounding to `dtype` changes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.consumers.learning.batch.batch import MicroBatch
 from penstock.consumers.learning.batch.packing import pack_segments
@@ -82,6 +82,17 @@ def check_model(module: Any, forward: Forward, in_dtype: Forward | None = None, 
     except Exception as error:  # an untried architecture may raise anything: it cannot be trained
         way = "in rectangles" if in_rectangles else "over packed rows"
         raise ModelCheckError(f"cannot be run {way}: {str(error) or type(error).__name__}") from error
+
+
+@torch.no_grad()
+def uncalled(layers: Mapping[str, nn.Module], forward: Forward, device: torch.device, in_rectangles: bool) -> list[str]:
+    """Returns the names of the layers that a pass over a short row does not call. See `check_model`."""
+    called: set[nn.Module] = set()
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for layer in layers.values()]
+    _logprobs([list(range(_PREFIX + 1))], forward, device, in_rectangles)
+    for hook in hooks:
+        hook.remove()
+    return [name for name, layer in layers.items() if layer not in called]
 
 
 def _compare(found: Tensor, expected: Tensor, what: str, allowed: float | None = None) -> None:

@@ -31,8 +31,8 @@ from penstock.consumers.learning.model.loading import (
     softcap,
     tensors_of,
 )
-from penstock.consumers.learning.model.lora import adapt, adapter_of, adapter_share, published_name
-from penstock.consumers.learning.model.model_check import ModelCheckError, check_model
+from penstock.consumers.learning.model.lora import LoraLinear, adapt, adapter_of, adapter_share, published_name
+from penstock.consumers.learning.model.model_check import ModelCheckError, check_model, uncalled
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import dither
 from penstock.consumers.learning.model.shards import fill, gathered, held, shard
@@ -70,8 +70,8 @@ class PackedModel:
 
     Raises:
         ConfigError: no such model, incomplete weights, a head that is not one linear map or that contradicts the
-            configuration, an architecture that is computed wrongly in every way (see `model_check`), or one without the
-            adapters' targets.
+            configuration, an architecture that is computed wrongly in every way (see `model_check`), or one that lacks
+            the adapters' targets or bypasses them.
     """
 
     def __init__(
@@ -140,6 +140,18 @@ class PackedModel:
             self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._kept, self._named)
             fill(self.module, None if whole is None else whole.module, self._ranks, device)
         self._dtype = DTYPES[dtype]
+        if lora is not None and self._ranks.mesh is None:
+            self._check_adapters(lora)
+
+    def _check_adapters(self, lora: LoraConfig) -> None:
+        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, LoraLinear)}
+        device = self.module.get_output_embeddings().weight.device
+        if names := uncalled(layers, self.forward, device, self.in_rectangles):
+            raise ConfigError(
+                f"lora.targets = {list(lora.targets)!r}: {type(self.module).__name__} reads the weight of {names[0]} "
+                "without calling the layer, and would ignore its adapter; expected targets without "
+                f"{names[0].rpartition('.')[2]!r}"
+            )
 
     def _freeze(self, dtype: torch.dtype) -> None:
         """Holds the parameters as they are published, untrained."""

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from penstock.consumers.learning.model import model_check
 from penstock.consumers.learning.model import packed_model as model
 from penstock.consumers.learning.model.packed_model import PackedModel
-from penstock.schemas.config import ConfigError, ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.config import ConfigError, LoraConfig, ModelConfig, RunConfig, TrainerConfig
 from rank_processes import on_ranks
 from rank_work import step_once, train
 from training_groups import configuration, random_group, tiny_model
@@ -170,6 +170,21 @@ def test_two_ranks_publish_the_same_tensors_in_float32(tmp_path) -> None:
             assert tensor.dtype == (torch.float32 if is_kept else torch.bfloat16), name
             if is_kept and not name.endswith("gate.weight"):
                 assert torch.equal(tensor, saved[kind][name]), f"{name} has no gradient, and moved"
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside", "bypassed"),
+    [("jamba", "in_proj", "dt_proj"), ("mamba", "x_proj", "dt_proj"), ("longcat_flash", "o_proj", "classifier")],
+)
+def test_an_adapter_that_the_architecture_would_bypass_is_refused(tmp_path, kind, beside, bypassed) -> None:
+    small_model(kind).save_pretrained(tmp_path)
+    for targets in ((beside,), (beside, bypassed)):
+        settings = {"lora": LoraConfig(rank=2, targets=targets)}
+        if bypassed not in targets:
+            PackedModel(str(tmp_path), "bfloat16", torch.device("cpu"), **settings)
+            continue
+        with pytest.raises(ConfigError, match=rf"reads the weight of \S+{bypassed} .* targets without '{bypassed}'"):
+            PackedModel(str(tmp_path), "bfloat16", torch.device("cpu"), **settings)
 
 
 def test_ranks_are_checked_in_the_mode_in_which_they_train(tmp_path) -> None:
