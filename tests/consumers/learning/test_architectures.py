@@ -235,4 +235,5 @@ def test_two_ranks_find_logprobs_and_gradients_of_one_process(on_one_and_two, ki
     for place, findings in expected.items():
         logprobs, others = (np.frombuffer(each.proximal_logprobs, np.float32) for each in (findings, found[place]))
         assert len(logprobs)
-        np.testing.assert_allclose(others, logprobs, atol=1e-5)
+        # One process alone is up to 1.1e-5 from float64, in the delta nets.
+        np.testing.assert_allclose(others, logprobs, rtol=0, atol=3e-5)
