@@ -6,11 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 from penstock.producers.environments.dataset import task_of
-from penstock.producers.interfaces import Conversation, RolloutFacts
+from penstock.producers.environments.stepping import OneAnswer
+from penstock.producers.interfaces import Conversation
 from penstock.schemas.process.stopping import stop_signals
 from penstock.schemas.prompt import Message, Prompt, Reward
-
-Json = dict[str, Any]
 
 
 class Library(Protocol):
@@ -90,7 +89,7 @@ class VerifiersEnvironment:
 
     async def reward(self, prompt: Prompt, completion: str) -> Reward:
         """Returns the reward of a conversation with this answer alone; there is no room for another turn."""
-        return await self.converse(prompt, _OneAnswer(completion))
+        return await self.converse(prompt, OneAnswer(completion))
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
         tasks = getattr(self._library, prompt.metadata["set"])
@@ -99,26 +98,6 @@ class VerifiersEnvironment:
     def _pose(self, name: str, number: int) -> Prompt:
         messages, answer = self._library.pose(getattr(self._library, name)[number])
         return Prompt(messages=messages, answer=answer, metadata={"set": name, "row": str(number)})
-
-
-class ContextFullError(Exception):
-    """There is no room for another turn."""
-
-    code = "context_length_exceeded"
-
-
-class _OneAnswer:
-    """A `Conversation` with one given answer."""
-
-    facts = RolloutFacts(num_prompt_tokens=0, num_tokens=0, max_tokens=0, finish_reason="stop")
-
-    def __init__(self, text: str) -> None:
-        self._left = [text]
-
-    async def chat(self, messages: list[Json], **fields: Any) -> Json:
-        if not self._left:
-            raise ContextFullError("there is one answer; this model's maximum context length is reached")
-        return {"role": "assistant", "content": self._left.pop()}
 
 
 def _library(id: str, args: Mapping[str, Any], env: Mapping[str, Any], num_evaluation_prompts: int | None) -> Library:

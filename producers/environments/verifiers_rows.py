@@ -7,11 +7,9 @@ from typing import Any
 import verifiers as vf
 from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient, OpenAIChatResponse
 
+from penstock.producers.environments.stepping import TOO_LONG
 from penstock.producers.interfaces import Conversation
 from penstock.schemas.prompt import Message, Reward
-
-TOO_LONG = ("context_length_exceeded", "rollout_too_large")
-"""Codes of calls for which no room is left."""
 
 
 class RowsLibrary:

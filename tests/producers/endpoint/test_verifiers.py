@@ -5,7 +5,6 @@ import re
 import signal
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from penstock.schemas.keys import Field, Kind
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import decode_group, unpack_ids
 from producer_run import KEYS
+from scripted_conversation import ScriptedConversation
 from scripted_engine import ScriptedEngine
 from waiting import until
 
@@ -131,20 +131,6 @@ def test_another_release_is_named_with_those_that_serve(monkeypatch: pytest.Monk
         opened()
 
 
-class Scripted:
-    """A conversation whose answers are written down."""
-
-    facts = SimpleNamespace(finish_reason="stop")
-
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers = list(answers)
-        self.asked: list[Any] = []
-
-    async def chat(self, messages: list[Any], **fields: Any) -> dict[str, Any]:
-        self.asked.append(messages)
-        return {"role": "assistant", "content": "", **self.answers.pop(0)}
-
-
 async def test_the_example_computes_scores_and_is_told_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs/examples"))
     small = {"num_problems": 4, "num_held_out": 2}
@@ -156,13 +142,13 @@ async def test_the_example_computes_scores_and_is_told_what_is_wrong(monkeypatch
         return {"tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
     asked = prompt.messages[0].content.removeprefix("What is ").removesuffix("?")
-    conversation = Scripted(call("9**9"), call(asked), {"content": prompt.answer})
+    conversation = ScriptedConversation(call("9**9"), call(asked), {"content": prompt.answer})
     reward = await environment.converse(prompt, conversation)
     assert reward.value == reward.parts["exact"] == 1.0
     assert reward.parts["calculator_calls"] == 2.0 and reward.parts["num_turns"] == 3.0
     tools = [message["content"] for message in conversation.asked[-1] if message["role"] == "tool"]
     assert tools == ["expected integers, + - * and parentheses", prompt.answer]
-    assert (await environment.converse(prompt, Scripted({"content": "about 7"}))).value == 0.0
+    assert (await environment.converse(prompt, ScriptedConversation({"content": "about 7"}))).value == 0.0
 
 
 @pytest.mark.parametrize("endless", [False, True])
