@@ -262,7 +262,7 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 BUDGET = {
     "schemas": 6_000,
-    "producers": 13_350,
+    "producers": 13_450,
     "consumers": 17_500,
     "deploy": 14_300,
     "bench": 6_150,

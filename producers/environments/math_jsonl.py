@@ -9,8 +9,9 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
+from penstock.producers.environments.answers import same_answer
 from penstock.producers.environments.dataset import Dataset, task_of, unlike
-from penstock.producers.environments.quantities import as_latex, bare, of_a_letter, quantities, same, visible, words
+from penstock.producers.environments.quantities import as_latex, quantities, visible
 from penstock.producers.environments.rows import Row
 from penstock.schemas.prompt import Prompt, Reward
 
@@ -22,7 +23,6 @@ _NO_WORDS = re.compile(r"\\(text\w*|mbox|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _EMPTY = re.compile(r"\\(?:text\w*|math\w+|mbox|operatorname|[lcv]?dots|q?quad|square|phantom|left|right)\b|[\W_]")
 """Matches what a box without an answer may hold; `\\{\\}` and the like are compared as they are."""
-_VARIABLE = re.compile(r"^\s*\\?[A-Za-z]\w{0,9}\s*(?:=|\\approx\b|\u2248)")
 _SENTENCE = re.compile(r"\b(is|are|was|were|be|has|have|had|it|he|she|they|we|you|answer|therefore)\b", re.IGNORECASE)
 _MOST_WORDS = 3
 """Of an answer, as in `60 miles per hour`. math-verify accepts more words too, as a product of letters."""
@@ -112,7 +112,7 @@ class MathJsonl(Dataset):
     def _check_answers(self, prompts: list[Prompt]) -> None:
         odd = list({prompt.answer: prompt for prompt in prompts if not quantities(prompt.answer)}.values())
         checked = odd[:: max(1, math.ceil(len(odd) / MOST_CHECKED))]
-        wrong = [each for each in checked if not _verified(self._scorer, each.answer, _boxed(each.answer))]
+        wrong = [each for each in checked if not _verified(self._scorer, each.answer, each.answer)]
         if wrong:
             raise ValueError(
                 f"MathJsonl: {len(wrong)} of {len(checked)} answers are not right by their own measure, first "
@@ -139,19 +139,15 @@ def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed:
     if require_boxed and not box:
         return 0.0
     guess = (box or completion).rpartition("####")[2].strip()
-    if bare(guess) == bare(gold) or of_a_letter(gold, guess):
-        return 1.0
-    text = _boxed(as_latex(guess)) if box else as_latex(guess)
-    # `x = 5` is an answer to a question of 5, not of `x = 5`.
-    written, answered = quantities(gold), quantities(guess) or quantities(_VARIABLE.sub("", guess))
-    decided = same(written, answered) if written and answered else None
-    if decided is None and (word := words(gold)) and words(guess):
-        decided = word == words(guess)
-    return float(_verified(scorer, gold, text) if decided is None else decided)
+    decided = same_answer(gold, guess)
+    if decided is None:
+        decided = _verified(scorer, gold, guess, is_boxed=bool(box))
+    return float(decided)
 
 
-def _verified(scorer: "_Scorer", gold: str, text: str) -> bool:
-    return scorer.is_correct(as_latex(gold), text)
+def _verified(scorer: "_Scorer", gold: str, guess: str, is_boxed: bool = True) -> bool:
+    text = as_latex(guess)
+    return scorer.is_correct(as_latex(gold), _boxed(text) if is_boxed else text)
 
 
 def _box(text: str) -> str:

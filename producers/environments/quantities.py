@@ -41,22 +41,33 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL})(?:\s*{_FRACTION % (('b',) * 4)}|\s+(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     rf"|{_POWER}|\s*/\s*(?P<by>[+-]?(?:{_DECIMAL})))?)"
 )
-_RATE = r"(?:[ck]?m|[km]?g|L|J|W|N)\s*/\s*(?:s|h|L|m|kg)\b(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
-    r"(?:\s|(?<=\s)"
-    + _RATE
-    + r"|\u27e8[^\u27e8\u27e9\d]*\u27e9|(?<![A-Za-z])[A-Za-z]{2,}\.?|(?<=[\u27e9A-Za-z])\s*\^\s*\{?-?\d\}?"
-    r"|(?<=[a-z]),(?=\s+\d)|[%/$\u20ac\u00a3\u00a5\u20b9\u00a2-])*"
+    r"(?:\s|\^\s*\{?\s*\u27e8(?:st|nd|rd|th)\u27e9\s*\}?"
+    r"|\u27e8[^\u27e8\u27e9\d]*\u27e9|(?<![A-Za-z])[A-Za-z]{2,}\.?|(?<=[\u27e9A-Za-z])\s*\^\s*\{?-?\d\}?"
+    r"|(?<=\s)h(?=\s*\d)|(?<=[a-z]),(?=\s+\d)|[%/$\u20ac\u00a3\u00a5\u20b9\u00a2-])*"
 )
 """Matches what may follow a number as its unit: text, words, powers of these, and signs."""
-_MATHEMATICS = frozenset("pi sqrt ln log sin cos tan exp mod or to inf infinity is are am pm".split())  # noqa: SIM905
+MATHEMATICS = frozenset("pi sqrt ln log sin cos tan exp mod or to inf infinity is are am pm".split())  # noqa: SIM905
 """Words that are no unit."""
-_LETTER = re.compile(r"(?P<space>\s*)\u27e8?\s*(?P<letter>[A-Za-z])\s*\u27e9?")
-_UNITS_OF_A_LETTER = frozenset("ACFJKLNTVWghms")
+_MAGNITUDES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MAGNITUDE = re.compile(
+    rf"(?<![\w.,/^])(\d[\d,]*(?:\.\d+)?)((?:\s|\\(?:text\w*|mathrm|mbox)\s*\{{)*)({'|'.join(_MAGNITUDES)})s?(?![a-z])",
+    re.IGNORECASE,
+)
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")
+_MINUS = re.compile(r"^\s*\u27e8?\s*(?:minus|negative)\b\s*\u27e9?\s*(?=[\d.$\\])", re.IGNORECASE)
+_ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_ROOTS = {"\u221a": r"\sqrt", "\u221b": r"\sqrt[3]"}
+_AS_LATEX = {
+    "\u221e": r"\infty ", "\u2205": r"\emptyset ", r"\varnothing": r"\emptyset ", "\u222a": r"\cup ",
+    "\u2229": r"\cap ", "\u00b7": r"\cdot ", "\u2208": r"\in ", "\u2216": r"\setminus ", "\u211d": r"\mathbb{R}",
+}  # fmt: skip
+"""What math-verify does not read, and what it does."""
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,3})(?![\d.])")
-_INVISIBLE = re.compile(r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}|\\rule\s*\{[^{}]*\}\s*\{[^{}]*\}")
+_INVISIBLE = re.compile(
+    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}|\\rule\s*\{[^{}]*\}\s*\{[^{}]*\}"
+)
 _HALF_OF_THE_DAY = re.compile(r"(?<=[\d \u27e8])([ap])\.?\s?m(?![A-Za-z])\.?", re.IGNORECASE)
-_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 
 
 class Quantity(NamedTuple):
@@ -71,16 +82,16 @@ def quantities(text: str) -> tuple[Quantity, ...]:
     """Returns the quantities that a text consists of, with nothing else in it; empty if it is anything else."""
     if len(text) > MOST_CHARACTERS:
         return ()
-    rest, found = _plain(text), []
+    rest, found = plain(text), []
     while rest:
-        number = _NUMBER.match(rest)
-        value = None if number is None else _value(number)
-        if number is None or value is None:
+        number = leading_number(rest)
+        if number is None:
             return ()
-        unit = _UNIT.match(rest, number.end())
+        value, rest = number
+        unit = _UNIT.match(rest)
         assert unit is not None  # it may be empty
         words = re.findall(r"[A-Za-z%]+", unit[0])
-        if len(words) > MOST_WORDS or _MATHEMATICS & {word.lower() for word in words}:
+        if len(words) > MOST_WORDS or MATHEMATICS & {word.lower() for word in words}:
             return ()
         if not words and unit.end() < len(rest):  # two numbers in a row are no quantity
             return ()
@@ -89,35 +100,11 @@ def quantities(text: str) -> tuple[Quantity, ...]:
     return tuple(found)
 
 
-def same(gold: tuple[Quantity, ...], guess: tuple[Quantity, ...]) -> bool | None:
-    """Returns whether two answers have the same numbers, whatever units are written behind them; None if a percentage
-    or a sum of several quantities leaves that open."""
-    if len(gold) == len(guess) and all(_equal(one.value, other.value) for one, other in zip(gold, guess, strict=True)):
-        return True
-    is_open = len(gold) > 1 or len(guess) > 1 or gold[0].is_percent or guess[0].is_percent
-    return None if is_open else False
-
-
-def of_a_letter(gold: str, guess: str) -> bool:
-    """Returns whether two answers are one number, at least one of them with a letter behind it, `5e-05 m`, that is the
-    other's too, or a unit where the other is the number alone. A letter may be a variable: `5 x` is not 5."""
-    one, other = (_lettered(_plain(text)) for text in (gold, guess))
-    if one is None or other is None or not _equal(one[0], other[0]):
-        return False
-    return one[1] == other[1] or (not (one[1] and other[1]) and one[2] and other[2])
-
-
-def _lettered(plain: str) -> tuple[Fraction, str, bool] | None:
-    """Returns number, letter (or none) and whether the letter can be a unit; None if the text is anything else."""
-    number = _NUMBER.match(plain)
+def leading_number(text: str) -> tuple[Fraction, str] | None:
+    """Returns the number that a `plain` text begins with, and what follows it."""
+    number = _NUMBER.match(text)
     value = None if number is None else _value(number)
-    if number is None or value is None:
-        return None
-    rest = plain[number.end() :]
-    letter = _LETTER.fullmatch(rest)
-    if letter is None:
-        return None if rest.strip() else (value, "", True)
-    return value, letter["letter"], bool(letter["space"]) and letter["letter"] in _UNITS_OF_A_LETTER
+    return None if number is None or value is None else (value, text[number.end() :])
 
 
 def visible(text: str) -> str:
@@ -131,41 +118,50 @@ def as_latex(text: str) -> str:
     found = quantities(text)
     if len(found) != 1:
         infinity = re.fullmatch(r"\s*([+-]?)\s*(?:inf|infinity|\u221e)\s*", text.replace("\u2212", "-"), re.IGNORECASE)
-        return _SCIENTIFIC.sub(_written_out, text) if infinity is None else f"{infinity[1]}\\infty"
+        return _SCIENTIFIC.sub(_written_out, _signs_as_latex(text)) if infinity is None else f"{infinity[1]}\\infty"
     value, _, is_percent = found[0]
     sign, size = "-" if value < 0 else "", abs(value)
     number = str(size) if size.denominator == 1 else f"\\frac{{{size.numerator}}}{{{size.denominator}}}"
     return f"{sign}{number}" + ("\\%" if is_percent else "")
 
 
+def _signs_as_latex(text: str) -> str:
+    text = _ROOT.sub(lambda root: f"{_ROOTS[root[1]]}{{{root[2] or root[3] or root[4]}}}", text)
+    for sign, latex in _AS_LATEX.items():
+        text = text.replace(sign, latex)
+    return _lowered(text)
+
+
+def _lowered(text: str) -> str:
+    """Returns a text with `^{2}` for the character of a small 2 above the line."""
+    return _SUPERSCRIPTS.sub(
+        lambda power: "^{" + unicodedata.normalize("NFKC", power[0]).replace("\u2212", "-") + "}", text
+    )
+
+
+def _as_ratio(number: re.Match[str]) -> str:
+    """Returns `1/6` of `0.1\\overline{6}`."""
+    whole, before, repeated = number[1], number[2], number[3]
+    rest = int(whole + before + repeated) - int(whole + before or "0")
+    return f"{rest}/{(10 ** len(repeated) - 1) * 10 ** len(before)}"
+
+
 def _written_out(number: re.Match[str]) -> str:
     return format(Decimal(number[1]).scaleb(int(number[2])), "f")
 
 
-def bare(text: str) -> str:
-    """Returns a text without the marks that change nothing, and with spaces between digits alone: `5m` of
-    `5\\text{ m}`."""
-    return re.sub(r"[\u27e8\u27e9]|(?<!\d)\s+|\s+(?!\d)", "", _plain(text))
-
-
-def words(text: str) -> str:
-    """Returns an answer that consists of words alone in lower case; empty if it is anything else, or letters only."""
-    plain = " ".join(_plain(text).replace("\u27e8", " ").replace("\u27e9", " ").split())
-    is_words = _WORDS.fullmatch(plain) and any(len(word) > 3 for word in plain.split())
-    return plain.lower() if is_words else ""
-
-
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Returns a text without the marks of LaTeX and Unicode that change nothing; its `\\text{}` in angle brackets."""
     text = "".join(map(_character, visible(text)))
-    text = _SUPERSCRIPTS.sub(
-        lambda power: "^{" + unicodedata.normalize("NFKC", power[0]).replace("\u2212", "-") + "}", text
-    )
+    text = _lowered(text)
     text = text.replace("{,}", ",").replace(r"\$", "$").replace(r"\%", "%").replace("\\\n", " ")
     text = _DEGREES.sub(" degrees ", _SPACES.sub(" ", _DROPPED.sub("", text)))
+    text = re.sub(r"(?<!\})\{10\}(?=\s*\^)", "10", text)
+    text = _MAGNITUDE.sub(lambda number: f"{number[1]}e{_MAGNITUDES[number[3].lower()]}{number[2]}", text)
+    text = _REPEATING.sub(_as_ratio, text)
     for _ in range(4):  # one in another
         text = _TEXT.sub(_unwrapped, text)
-    text = _HALF_OF_THE_DAY.sub(lambda half: half[1].lower() + "m", text)
+    text = _MINUS.sub("-", _HALF_OF_THE_DAY.sub(lambda half: half[1].lower() + "m", text))
     text = re.sub(r"(?<=\d)_(?=\d{3}(?!\d))", "", text).strip()
     for begin, end in _MATH * 2:
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) + len(end):
@@ -201,13 +197,13 @@ def _value(number: re.Match[str]) -> Fraction | None:
         if part["decimal"] is None:
             value = _ratio(part["na"] or part["n1a"], part["da"] or part["d1a"])
         else:
-            value = _decimal(part["decimal"])
+            value = decimal(part["decimal"])
             if part["nb"] or part["n1b"]:
                 value += _ratio(part["nb"] or part["n1b"], part["db"] or part["d1b"])
             elif part["over"]:
                 value += _ratio(part["over"], part["under"])
             elif part["by"]:
-                value /= _decimal(part["by"])
+                value /= decimal(part["by"])
             elif power := part["e"] or part["p"]:
                 if abs(int(power)) > MOST_DIGITS:
                     return None
@@ -218,14 +214,14 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _ratio(numerator: str, denominator: str) -> Fraction:
-    return _decimal(numerator) / _decimal(denominator)
+    return decimal(numerator) / decimal(denominator)
 
 
-def _decimal(text: str) -> Fraction:
+def decimal(text: str) -> Fraction:
     return Fraction(text.replace(",", "").replace(" ", "").rstrip(".") or "x")
 
 
-def _equal(one: Fraction, other: Fraction) -> bool:
+def equal(one: Fraction, other: Fraction) -> bool:
     if one == other or (one.denominator == 1 and other.denominator == 1):
         return one == other
     return abs(one - other) <= TOLERANCE * min(Fraction(1), max(abs(one), abs(other)))

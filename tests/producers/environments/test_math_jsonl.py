@@ -84,108 +84,6 @@ def test_answers_are_compared_as_mathematics(scored: MathJsonl):
         assert (reward.value, reward.parts) == (value, {"correct": value}), completion
 
 
-PAIRS = [
-    ("5e-05 m", "5\\times10^{-5}\\text{ m}", 1),
-    ("5e-05 m", "0.00005 m", 1),
-    ("5e-05 m", "0.00005", 1),
-    ("5e-05 m", "8.59 m", 0),
-    ("5e-05 m", "5e-04 m", 0),
-    ("2e3 J", "2000\\text{ J}", 1),
-    ("2e3 J", "2000 J", 1),
-    ("2e3 J", "2000", 1),
-    ("2e3 J", "200 J", 0),
-    ("2e-3 g", "0.002\\,\\mathrm{g}", 1),
-    ("2e-3 g", "0.002 kg", 1),
-    ("5 m", "5\\text{ m}", 1),
-    ("5 m", "5", 1),
-    ("5 x", "5", 0),
-    ("5x", "5x", 1),
-    ("5x", "5", 0),
-    ("(1e-3, 2e-3)", "(0.001, 0.002)", 1),
-    ("(1e-3, 2e-3)", "(0.001, 0.003)", 0),
-    ("1e-3, 2e-3", "0.001, 0.002", 1),
-    ("[1e3,2e3]", "[1000, 2000]", 1),
-    ("[1e3,2e3]", "[1000, 2001]", 0),
-    ("x=1e-3", "0.001", 1),
-    ("x=1e-3", "x = 0.001", 1),
-    ("x=1e-3", "x = 0.01", 0),
-    ("1e-3x", "0.001x", 1),
-    ("1e-3x", "0.002x", 0),
-    ("10:30 a.m.", "10:30\\text{ a.m.}", 1),
-    ("10:30 a.m.", "10:30 AM", 1),
-    ("10:30 a.m.", "10:30\\text{ p.m.}", 0),
-    ("10:30 a.m.", "10:30", 0),
-    ("5 p.m.", "5 a.m.", 0),
-    ("5 p.m.", "5\\text{ PM}", 1),
-    ("1_000", "1000", 1),
-    ("1_000_000", "10^6", 1),
-    ("1000", "1_000", 1),
-    ("12_7", "12_{7}", 1),
-    ("5", "\\phantom{5}", 0),
-    ("5", "5\\phantom{0}", 1),
-    ("5", "\\hspace{5}", 0),
-    ("1", "\\rule{1cm}{1pt}", 0),
-    ("1,000", "1{,}000", 1),
-    ("1000", "1\\,000", 1),
-    ("1000", "1,00", 0),
-    ("\\frac{1}{2}", "0.5", 1),
-    ("1\\frac{1}{2}", "1.5", 1),
-    ("1 1/2", "\\frac{3}{2}", 1),
-    ("-\\frac{3}{4}", "-0.75", 1),
-    ("-\\frac34", "\\frac{-3}{4}", 1),
-    ("\\$18", "18", 1),
-    ("$18", "\\$18.00", 1),
-    ("18 dollars", "18\\text{ dollars}", 1),
-    ("18", "\\$19", 0),
-    ("50\\%", "50", 1),
-    ("50\\%", "0.5", 1),
-    ("50\\%", "5", 0),
-    ("90^\\circ", "90", 1),
-    ("90^\\circ", "90 degrees", 1),
-    ("\\pi", "3.14", 0),
-    ("6.02e23", "6.02\\times 10^{23}", 1),
-    ("6.02e23", "6.02 \\cdot 10^{23}", 1),
-    ("6.02e23", "6.02\\times 10^{22}", 0),
-    ("3.0 \\times 10^8", "300000000", 1),
-    ("3.0 \\times 10^8 m/s", "3\\times10^{8}\\text{ m/s}", 1),
-    ("(-\\infty, 3]", "(-\\infty,3]", 1),
-    ("(-\\infty, 3]", "(-\\infty,3)", 0),
-    ("\\{1,2\\}", "\\{2,1\\}", 1),
-    ("(1,2)", "(2,1)", 0),
-    ("\\begin{pmatrix}1 \\\\ 2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", 1),
-    ("\\text{(B)}", "\\text{B}", 1),
-    ("\\text{(B)}", "(B)", 1),
-    ("\\text{(B)}", "C", 0),
-    ("x=5", "5", 1),
-    ("5", "x=5", 1),
-    ("y = 2x + 3", "y=2x+3", 1),
-    ("y=2x+3", "2x+3", 1),
-    ("1 \\pm \\sqrt{19}", "1 \\pm \\sqrt{19}", 1),
-    ("3\\sqrt{2}", "\\sqrt{18}", 1),
-    ("6 - 5i", "6-5i", 1),
-    ("x \\in [1e-2, 1]", "x \\in [0.01, 1]", 1),
-    ("1.5e+2", "150", 1),
-    ("2e", "2e", 1),
-    ("2e^3", "2e^{3}", 1),
-    ("2e", "5.43656", 0),
-    ("36", "36\\text{ ways}", 1),
-    ("0.001 s", "1e-3\\text{ s}", 1),
-    ("7 h", "7\\text{ hours}", 1),
-    ("20 \\mbox{ cm}^2", "20", 1),
-    ("20\\text{ cm}", "20\\text{ m}", 1),
-]
-"""Gold answer, answer in the box, its worth: as GSM8K, MATH and AIME write them, and as models do."""
-
-
-def test_numbers_are_equal_however_they_and_their_units_are_written(scored: MathJsonl):
-    wrong = [
-        (gold, answer, worth)
-        for gold, answer, worth in PAIRS
-        if scored.reward(Prompt(text="?", answer=gold), f"\\boxed{{{answer}}}").value != worth
-    ]
-    assert wrong == []
-
-
 def test_an_answer_without_a_box_can_be_allowed(prompts_file: str):
     environment = MathJsonl(seed=0, prompts_file=prompts_file, require_boxed=False, scoring_timeout_s=30.0)
     for completion in ("so the answer is 7", "3 + 4 = 7\n#### 7", "7 dollars", "\\boxed{7}", "\\boxed{} 7"):
@@ -263,7 +161,7 @@ def test_answers_as_data_sets_have_them_are_taken(tmp_path: Path):
         "10\\text{ square inches}", "20 \\mbox{ cm}^2", "60 miles per hour", "5 hours 30 minutes", "\\$32,\\!348",
         "90^\\circ", "11:30 a.m.", "x < 5 or x > 7", "y = 2x + 3", "\\{1, 2\\}", "1 \\pm \\sqrt{19}", "6 - 5i", "5\\%",
         "\\sin^2 x + \\cos x + \\tan x + \\cot x", "\\begin{pmatrix}\n1 \\\\ 2\n\\end{pmatrix}",
-        "So the answer is \\boxed{22}.",
+        "So the answer is \\boxed{22}.", "[0, 1e3]", "(-\u221e, 3]", "12 kg\u00b7m", "\u221a(2+x)",
     ]  # fmt: skip
     file = write(tmp_path / "train.jsonl", [{"problem": str(n), "answer": each} for n, each in enumerate(answers)])
     environment = MathJsonl(seed=0, prompts_file=file, scoring_timeout_s=30.0)
