@@ -8,13 +8,14 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.producers.interfaces import Environment, RolloutFacts
 from penstock.schemas.config import OWN_REWARD, ConfigError, Plug, RewardConfig, RunConfig
-from penstock.schemas.process.plugins import definition, place_in, resolve, shown_value
+from penstock.schemas.process.plugins import definition, ends_caller, is_whole, place_in, resolve, shown_value
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import MAX_REWARD, check_part_names, shown_error
 
@@ -131,14 +132,15 @@ def component(
         takes_group=names[1:2] == ["completions"],
         takes_facts=takes_facts,
         is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
-        num_threads=reward_threads(function),
+        num_threads=reward_threads(function, field),
         name=name,
         weight=weight,
     )
 
 
-def reward_components(config: RunConfig, environment: Environment) -> tuple[RewardComponent, ...]:
-    """Returns the functions that `[reward]` names; without one the environment's own.
+def reward_components(config: RunConfig, environment: Environment, asked: str) -> tuple[RewardComponent, ...]:
+    """Returns the functions that `[reward]` names; without one the environment's own. asked: the environment's field
+    and path, for messages.
 
     Raises:
         ConfigError: one cannot be imported or does not fit; or limits for coroutines are set and none is a coroutine.
@@ -146,11 +148,11 @@ def reward_components(config: RunConfig, environment: Environment) -> tuple[Rewa
     settings = config.reward
     if settings.components:
         found = tuple(
-            _component_of(each, f"reward.components[{n}]", environment, name=each.name, weight=each.weight)
+            _component_of(each, f"reward.components[{n}]", environment, asked, name=each.name, weight=each.weight)
             for n, each in enumerate(settings.components)
         )
     else:
-        found = (_component_of(settings, "reward", environment),)
+        found = (_component_of(settings, "reward", environment, asked),)
     for name in ("concurrency", "timeout_s", "retries"):
         value = getattr(settings, name)
         if value != getattr(RewardConfig(), name) and not any(each.is_async for each in found):
@@ -158,13 +160,15 @@ def reward_components(config: RunConfig, environment: Environment) -> tuple[Rewa
     return found
 
 
-def _component_of(plug: Plug, field: str, environment: Environment, **named: Any) -> RewardComponent:
-    function = environment.reward if plug.path == OWN_REWARD else resolve(plug, field)
-    return component(function, f"{field}.path = {plug.path!r}", kwargs=plug.kwargs, **named)
+def _component_of(plug: Plug, field: str, environment: Environment, asked: str, **named: Any) -> RewardComponent:
+    is_own = plug.path == OWN_REWARD
+    function = environment.reward if is_own else resolve(plug, field)
+    return component(function, asked if is_own else f"{field}.path = {plug.path!r}", kwargs=plug.kwargs, **named)
 
 
-def reward_threads(function: RewardFunction) -> int:
+def reward_threads(function: RewardFunction, field: str) -> int:
     """Returns the attribute `reward_threads` of the environment or of the function itself, else `REWARD_THREADS`.
+    field: of the run file, for messages.
 
     Raises:
         ConfigError: it is not a whole number from 1.
@@ -173,15 +177,15 @@ def reward_threads(function: RewardFunction) -> int:
     owner = getattr(function, "__self__", function)
     try:
         threads = getattr(owner, "reward_threads", REWARD_THREADS)
-    except Exception as error:  # of the user's own property
-        where = f"{shown_value(owner)}: reading reward_threads"
-        raise ConfigError(f"{where} raises {shown_error(error)}{place_in(error)}") from error
-    if not isinstance(threads, int) or threads < 1:
+    except BaseException as error:  # of the user's own property
+        if ends_caller(error):
+            raise
+        raise ConfigError(f"{field}: reading reward_threads raises {shown_error(error)}{place_in(error)}") from error
+    if not is_whole(threads) or threads < 1:
         raise ConfigError(
-            f"{shown_value(owner)}: reward_threads = {shown_value(threads)}, expected a whole number from 1"
-            f"{definition(function)}"
+            f"{field}: reward_threads = {shown_value(threads)}, expected a whole number from 1{definition(function)}"
         )
-    return threads
+    return operator.index(threads)
 
 
 def weighted(components: Sequence[RewardComponent], rewards: Sequence[Reward]) -> Reward:

@@ -53,7 +53,7 @@ class RunEnvironment:
         return cls(
             name=settings.name,
             environment=environment,
-            rewards=reward_components(config, environment),
+            rewards=reward_components(config, environment, f"{field}.path = {settings.path!r}"),
             sampling=training_sampling(config, settings),
             evaluation_sampling=evaluation_sampling(config, settings),
             num_samples=config.held_out[settings.name].num_samples,

@@ -104,7 +104,8 @@ def construct(plug: Plug, field: str, protocol: type, **context: Any) -> Any:
     except BaseException as error:  # the code is the user's, and may raise anything
         if ends_caller(error):
             raise
-        text = str(error) if isinstance(error, ConfigError | ValueError) else shown_error(error)
+        is_message = isinstance(error, ConfigError | ValueError) and str(error)
+        text = one_line(str(error)) if is_message else shown_error(error)
         place = place_in(error, plug) or definition(factory)
         raise ConfigError(f"{field}: {plug.path}: {text}{place}") from error
     check_protocol(built, protocol, field, plug.path)

@@ -76,7 +76,7 @@ def test_the_reward_function_of_its_page_is_called_with_its_arguments(lab: Any) 
     lab("docs/environments.md")
     [config] = [config for config in configs("docs/environments.md") if config.reward.kwargs]
     environment = construct(config.environment, "environment", Environment, seed=0)
-    (component,) = reward_components(config, environment)
+    (component,) = reward_components(config, environment, "environment")
     reward = component.function(Prompt(text="2+2=", answer="4"), "4")
     assert reward.value == pytest.approx(0.999)
 

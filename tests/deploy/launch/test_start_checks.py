@@ -184,7 +184,17 @@ UNSOUND_CODE = [
     ),
     ("    evaluation_prompt = 3", r"lacks a method; expected Environment.evaluation_prompt.* \(FILE:4\)"),
     ("    converse = 3", r"lacks a method; expected ConversingEnvironment.converse.* \(FILE:4\)"),
-    ("    reward_threads = '4'", r"reward_threads = '4', expected a whole number from 1 \(FILE:9\)"),
+    (
+        "    reward_threads = '4'",
+        r"^environment.path = 'lab_\d+:A': reward_threads = '4', expected a whole.* \(FILE:9\)",
+    ),
+    ("    reward_threads = True", r"reward_threads = True, expected a whole number from 1 \(FILE:9\)"),
+    (
+        "    reward_threads = property(lambda self: exit(3))",
+        r"reading reward_threads raises SystemExit: 3 \(FILE:10, in",
+    ),
+    ("    def __init__(self, *, seed): raise ValueError", r"lab_\d+:A: ValueError \(FILE:10, in __init__\)$"),
+    ("    def __init__(self, *, seed): raise ValueError('a\\n' * 9999)", r"A: a.* \(FILE:10, in __init__\)$"),
     ("    async def __init__(self, *, seed): ...", r"an async def; expected a class, or a function .* \(FILE:10\)"),
     ("    def __new__(cls, *, seed): return None", r"lacks a method; expected Environment.* \(FILE:4\)"),
     ("Meta.__signature__ = property(lambda cls: 1 // 0)", r"its signature cannot be read; .* \(FILE:10, in"),

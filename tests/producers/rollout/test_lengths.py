@@ -58,7 +58,7 @@ async def test_they_are_named_by_path_beside_the_environments_reward(make_config
             )
         )
     )
-    scorer = RewardScorer(reward_components(config, RewardedEnvironment()), config.reward)  # type: ignore[arg-type]
+    scorer = RewardScorer(reward_components(config, RewardedEnvironment(), "environment"), config.reward)  # type: ignore[arg-type]
     assert await scorer.score(PROMPT, ["2", "3"], [facts(3, max_tokens=8), facts(7, max_tokens=8)]) == (
         Reward(value=1.0, parts={"right": 1.0, "long": 0.0, "relative": 0.0}),
         Reward(value=-0.375, parts={"right": 0.0, "long": -0.75, "relative": -0.5}),

@@ -104,12 +104,12 @@ def test_the_number_of_threads_is_the_environments_the_functions_or_the_default(
         return scale
 
     judged.reward_threads = 64  # type: ignore[attr-defined]
-    assert reward_threads(OneAtATime().reward) == 1
-    assert reward_threads(functools.partial(judged, scale=2.0)) == 64
-    assert reward_threads(length_reward) == REWARD_THREADS
+    assert reward_threads(OneAtATime().reward, "reward") == 1
+    assert reward_threads(functools.partial(judged, scale=2.0), "reward") == 64
+    assert reward_threads(length_reward, "reward") == REWARD_THREADS
     judged.reward_threads = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="reward_threads = 0, expected a whole number from 1"):
-        reward_threads(judged)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^reward: reward_threads = 0, expected a whole number from 1"):
+        reward_threads(judged, "reward")  # type: ignore[arg-type]
 
 
 async def test_coroutine_rewards_are_awaited_side_by_side_on_the_event_loop() -> None:
@@ -319,7 +319,7 @@ async def test_a_reward_that_never_returns_holds_up_its_own_group_only() -> None
 
 async def score(config: RunConfig, *completions: str, environment: object = None, **facts: int) -> list[Reward]:
     """What the rewards of a run file make of one group's completions."""
-    components = reward_components(config, environment or PosesNothing())  # type: ignore[arg-type]
+    components = reward_components(config, environment or PosesNothing(), "environment")  # type: ignore[arg-type]
     scorer = RewardScorer(components, config.reward)
     try:
         return list(await scorer.score(PROMPT, completions, [known(len(text), **facts) for text in completions]))
@@ -352,7 +352,7 @@ def test_a_reward_that_cannot_be_called_is_refused_at_start(make_config) -> None
         ({"components": (component,)}, r"reward.components\[0\].path = .*no_reward': too many positional arguments"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            reward_components(make_config(reward=RewardConfig(**plug)), PosesNothing())  # type: ignore[arg-type]
+            reward_components(make_config(reward=RewardConfig(**plug)), PosesNothing(), "environment")  # type: ignore[arg-type]
 
 
 def cost_of_facts(prompt: Prompt, completion: str, *, facts: RolloutFacts, cost: float = 1.0) -> float:
