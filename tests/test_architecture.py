@@ -263,14 +263,14 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 BUDGET = {
     "schemas": 6_000,
     "producers": 13_450,
-    "consumers": 17_500,
+    "consumers": 17_600,
     "deploy": 14_300,
     "bench": 6_150,
     "tests": 52_200,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 108
+MOST_IMPORTED_BY_THE_TRAINER = 109
 
 
 def test_the_house_keeps_its_budget():

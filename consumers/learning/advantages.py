@@ -8,11 +8,13 @@ With r the rewards of a group's siblings, mean and std (n - 1) over them unless 
     reinforce_plus_plus   (r - M) / sqrt(V + 1e-8), M and V mean and variance      REINFORCE++; with group_baseline
                           over the batch's sampled tokens                          r - mean takes the place of r
     per_component         sum over the parts c of w_c * group_relative(r_c)        GDPO
+    length_weighted       r - (sum of n * r) / (sum of n), n the sampled tokens    OPO
     maximum_likelihood    (r - mean) / mean, 0 where the mean is 0                 MaxRL
 
 Sources: GRPO DeepSeekMath (arXiv 2402.03300, section 4.1.2), Dr. GRPO arXiv 2503.20783, RLOO Ahmadian et al. (arXiv
 2402.14740), Lite PPO arXiv 2508.08221, REINFORCE++ and its baseline variant arXiv 2501.03262, GDPO arXiv 2601.05242,
-MaxRL arXiv 2602.02710 (read on the authors' page, zanette-labs.github.io/MaxRL: theorem 2 and its estimator).
+OPO arXiv 2505.23585 (read in verl's `opo`), MaxRL arXiv 2602.02710 (read on the authors' page,
+zanette-labs.github.io/MaxRL: theorem 2 and its estimator).
 
 Peers: TRL's `scale_rewards` "group", "none" and "batch" are the first, the first without std, and the third, with its
 1e-4; verl takes 1e-6 there. `reinforce_plus_plus` is verl's, of gamma = 1: a rollout of n tokens counts n times.
@@ -136,6 +138,20 @@ def per_component(rewards: BatchRewards, *, weights: Mapping[str, float]) -> np.
             raise ValueError(f"weights has {name!r}, expected parts that the batch's rewards have: {known}") from None
         total += weight * rewards.of_groups(partial(_normalized, by_std=True), part)
     return total
+
+
+def length_weighted(rewards: BatchRewards) -> np.ndarray:
+    """Subtracts the mean of each group's rewards over its tokens: the baseline of least variance if the squared norms
+    of the rollouts' gradients are as their lengths, and one policy sampled them."""
+    scale = _scale(rewards.values)
+    each = rewards.by_group(rewards.values / scale), rewards.by_group(rewards.num_tokens)
+    return np.concatenate([_above(values, num_tokens) * scale for values, num_tokens in zip(*each, strict=True)])
+
+
+def _above(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    if (values == values[:1]).all() or not num_tokens.any():
+        return np.zeros(len(values))
+    return values - (num_tokens * values).sum() / num_tokens.sum()
 
 
 def maximum_likelihood(rewards: BatchRewards) -> np.ndarray:

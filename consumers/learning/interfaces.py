@@ -60,7 +60,7 @@ class LossOutputs:
 class Objective(Protocol):
     """The loss of a policy update: a pure function of tensors. Constructed with the run file's keyword arguments.
 
-    Four attributes, of the class or of the object, tell the trainer about it. A missing one counts as False:
+    Attributes of the class or of the object tell the trainer about it. A missing one counts as False, or as None:
 
     token_level: True promises that a token's part of the loss depends on that token's own inputs and on the batch-wide
         denominators only, so that its gradient can be taken while the head's logits are in memory.
@@ -69,6 +69,8 @@ class Objective(Protocol):
         importance weight would count one gap twice, so the trainer refuses a correction with it.
     trains_every_row: True if the loss has terms that are not 0 where every advantage is 0, such as a KL to the
         reference or an entropy bonus: groups without reward variance are then trained on like the others.
+    full_rate_ess: the share of effective rows, above 0 and up to 1, below which a step has a lower learning rate (see
+        `penstock.consumers.learning.loss.ess`); None: every step has the schedule's.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
@@ -87,6 +89,12 @@ def check_objective(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             f"correction.proximal = {correction.proximal!r} with objective.path = {config.objective.path!r}: this "
             "objective forms current / behavior itself; expected 'consumed'"
+        )
+    share = getattr(objective, "full_rate_ess", None)
+    if not (share is None or (isinstance(share, int | float) and 0 < share <= 1)):
+        raise ConfigError(
+            f"objective.path = {config.objective.path!r}: its full_rate_ess is {share!r}, expected a share above 0 and "
+            "up to 1, or None"
         )
     reads_reference = getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient > 0
     if config.model.reference is not None and not reads_reference:

@@ -21,6 +21,7 @@ from penstock.consumers.learning.batch.sharing import Sharing
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.learner.batch_tally import BatchTally, metric_sums
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.loss.ess import rate_factor, weight_sums
 from penstock.consumers.learning.loss.sampled_version import Policies
 from penstock.consumers.learning.loss.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
@@ -92,6 +93,7 @@ class Learner:
         check_advantage(config.advantage)
         check_siblings(config)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
+        self._full_rate_ess: float | None = getattr(objective, "full_rate_ess", None)
         if self.scorer.sampled is not None:
             self.scorer.sampled.before_change = lambda: self.before_update()
         self.optimizer = make_optimizer(trainer, self.model.parameters())
@@ -135,15 +137,15 @@ class Learner:
 
     def _step(self, batch: Batch) -> StepReport:
         tally = BatchTally(self.config, self.ranks, batch, self.device)
-        rate = learning_rate(self.config, self.num_steps)
+        rates = [learning_rate(self.config, self.num_steps)]  # what is reported if no step is taken
         self.ranks.phase = "forward"
         batch, constants = self.scorer.step_constants(batch)
         tally.end_phase("forward")
         for epoch in range(self.config.trainer.num_epochs):
             for place, minibatch in enumerate(batch.minibatches):
                 if place not in tally.failed:
-                    self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
-        report = tally.report(batch, rate)
+                    rates += self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
+        report = tally.report(batch, rates[min(1, len(rates) - 1)])
         if self._movement is not None:
             report.metrics["published_movement"] = self._movement.published_share()
         self.ranks.phase = BETWEEN_STEPS
@@ -243,9 +245,13 @@ class Learner:
         tally: BatchTally,
         *,
         first_epoch: bool,
-    ) -> None:
-        """Takes one optimizer step, unless `BatchTally.end_step` finds a reason against it."""
-        scored, sums = [], []
+    ) -> list[float]:
+        """Takes one optimizer step, unless `BatchTally.end_step` finds a reason against it.
+
+        Returns the step's learning rate; nothing if it is not taken.
+        """
+        scored, sums, rates = [], [], []
+        weights = torch.zeros(3, dtype=torch.float64, device=self.device)
         num_trained = len(minibatch.microbatches)
         self.optimizer.zero_grad()
         for number, cpu_microbatch in enumerate((*minibatch.microbatches, *minibatch.skipped)):
@@ -261,6 +267,9 @@ class Learner:
                 continue
             if is_trained:
                 scored.append(part)
+                if self._full_rate_ess is not None:
+                    tokens = microbatch.behavior_logprobs, microbatch.loss_mask, microbatch.row_ids
+                    weights += weight_sums(part.current_logprobs, *tokens)
             scale = None if is_trained else minibatch.skipped_scale
             if first_epoch:
                 tally.diagnose(place, microbatch, part, scale)
@@ -270,12 +279,18 @@ class Learner:
         norms = self._grad_norms()
         grad_norm = norms.norm()
         if tally.end_step(place, minibatch, scored, sums, grad_norm):
-            self._update(norms, grad_norm)
+            rates.append(learning_rate(self.config, self.num_steps) * self._rate_factor(weights))
+            self._update(norms, grad_norm, rates[0])
             self.num_steps += 1
         elif place in tally.failed:
             tally.blame(place, self._is_finite, minibatch)
         self.optimizer.zero_grad()
         tally.end_phase("optimizer")
+        return rates
+
+    def _rate_factor(self, weights: Tensor) -> float:
+        full = self._full_rate_ess
+        return 1.0 if full is None else rate_factor(self.ranks.add(weights.cpu()), full)
 
     def _is_finite(self, minibatch: MiniBatch) -> bool:
         """Returns whether a mini-batch's loss and gradient are finite, with the present weights as proximal policy."""
@@ -300,7 +315,7 @@ class Learner:
         norms = torch.stack([zero if p.grad is None else p.grad.norm() for p in self.model.parameters()])
         return norms.full_tensor() if isinstance(norms, DTensor) else norms
 
-    def _update(self, norms: Tensor, grad_norm: Tensor) -> None:
+    def _update(self, norms: Tensor, grad_norm: Tensor, rate: float) -> None:
         parameters = self.model.parameters()
         for parameter, norm in zip(parameters, norms.tolist(), strict=True):
             if norm == 0 and self._adapter is None:
@@ -308,6 +323,6 @@ class Learner:
                 parameter.grad = None
         torch.nn.utils.clip_grads_with_norm_(parameters, self.config.trainer.max_grad_norm, grad_norm, foreach=True)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, self.num_steps)
+            group["lr"] = rate
         self.before_update()
         self.optimizer.step()

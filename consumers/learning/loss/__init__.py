@@ -2,5 +2,5 @@
 
 `scoring` puts them together around an objective, of `penstock.consumers.learning.objectives` or the user's own.
 `importance.Correction` corrects, `sampled_version` recomputes under older policies, `rows` has the
-statistics of rows, `teacher` distils, `diagnostics.MismatchSums` measures.
+statistics of rows, `teacher` distils, `diagnostics.MismatchSums` measures, `ess` sizes the step.
 """

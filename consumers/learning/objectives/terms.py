@@ -110,6 +110,8 @@ class PolicyObjective(ABC):
     """Share of the token entropy that is subtracted from the loss."""
     behavior_kl_coefficient: float = number(0.0, at_least=0)
     """Weight of the squared log-ratio to the policy that sampled the token."""
+    full_rate_ess: float | None = number(None, above=0, at_most=1)
+    """Steps of a lower effective sample size have a lower learning rate (`penstock.consumers.learning.loss.ess`)."""
 
     @property
     def needs_reference(self) -> bool:

@@ -33,6 +33,7 @@ WHITENED = "penstock.consumers.learning.advantages:reinforce_plus_plus"
 SAMPLED = CorrectionConfig(proximal="sampled_version")
 GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
 DPPO = "penstock.consumers.learning.objectives.dppo:DppoTv"
+TVPO = "penstock.consumers.learning.objectives.tvpo:Tvpo"
 OFF = CorrectionConfig(mode="none")
 
 
@@ -66,6 +67,9 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
         "reference": run(objective=kl, reference="untied"),
         "trusted": run(objective=Plug(path=DPPO, kwargs={"behavior_kl_coefficient": 0.1}), correction=OFF),
+        "trusted-rows": run(
+            objective=Plug(path=TVPO, kwargs={"full_rate_ess": 1.0}), correction=OFF, trainer=_trainer(num_epochs=2)
+        ),
         "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
         "lora": run(lora=LORA, objective=kl, trainer=_trainer(learning_rate=1e-2, gradient_checkpointing=True)),
         "lora-bfloat16": run(

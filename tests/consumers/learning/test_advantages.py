@@ -20,6 +20,7 @@ from penstock.consumers.learning.advantages import (
     group_relative,
     has_variance,
     leave_one_out,
+    length_weighted,
     make_advantage,
     maximum_likelihood,
     per_component,
@@ -37,6 +38,7 @@ EVERY = {
     "batch_normalized": {},
     "reinforce_plus_plus": {},
     "per_component": {"weights": {"exact": 1.0, "brief": 0.5}},
+    "length_weighted": {},
     "maximum_likelihood": {},
 }
 KL = {"kl_coefficient": 0.1}
@@ -86,6 +88,8 @@ def test_each_function_is_the_formula_of_its_source(groups, group_baseline) -> N
         parts = _by_group(rewards, rewards.parts[name])
         expected = expected + weight * torch.cat([(r - r.mean()) / (_std(r) + 1e-4) for r in parts])
     _assert_close(per_component(rewards, weights={"exact": 1.0, "brief": -0.5}), expected[None])
+    lengths = _by_group(rewards, rewards.num_tokens)
+    _assert_close(length_weighted(rewards), [r - (r * n).sum() / n.sum() for r, n in zip(own, lengths, strict=True)])
     success = BatchRewards(**vars(rewards) | {"values": np.abs(rewards.values)})  # MaxRL divides by the pass rate
     rates = [(r, r.mean()) for r in _by_group(success, success.values)]
     _assert_close(maximum_likelihood(success), [(r - mean) / (mean if mean > 0 else 1.0) for r, mean in rates])
@@ -171,6 +175,7 @@ def test_a_reward_or_part_of_any_finite_size_has_its_exact_advantage(size) -> No
     apart = np.array([-3.0, 1.0, 1.0, 1.0])
     np.testing.assert_allclose(group_relative(same_sign, normalize_std=False), apart / 8 * size, rtol=1e-12)
     np.testing.assert_allclose(leave_one_out(same_sign), apart / 6 * size, rtol=1e-12)
+    np.testing.assert_allclose(length_weighted(same_sign), apart / 8 * size, rtol=1e-12)
     np.testing.assert_allclose(reinforce_plus_plus(same_sign, group_baseline=True), apart / np.sqrt(36 / 11), rtol=1e-9)
     parts = [(0.0, 3, size, 0.0), (0.0, 3, -size, 0.0), (0.0, 3, 0.0, 1.0)]
     got = per_component(_rewards([parts]), weights={"exact": 1.0, "brief": 0.0})

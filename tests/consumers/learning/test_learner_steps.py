@@ -201,6 +201,7 @@ def test_bypass_puts_the_behavior_policy_in_the_proximal_place_with_weights_of_1
 def test_what_does_not_go_together_is_refused(folder, tmp_path, monkeypatch) -> None:
     module = types.ModuleType("plugged")
     module.ReadsBehavior = lambda: RecordingObjective(reads_behavior=True)  # type: ignore[attr-defined]
+    module.NoShare = type("NoShare", (RecordingObjective,), {"full_rate_ess": 1.5})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "plugged", module)
     reads, kl = Plug(path="plugged:ReadsBehavior"), Plug(path=GRPO, kwargs={"kl_coefficient": 0.1})
     tiny_model(tmp_path, vocab_size=VOCABULARY - 1)
@@ -208,6 +209,7 @@ def test_what_does_not_go_together_is_refused(folder, tmp_path, monkeypatch) -> 
     for message, changes in (
         (r"ReadsBehavior.*counted twice; expected correction\.mode = 'none'", {"objective": reads}),
         (r"ReadsBehavior.*counted twice", {"objective": reads, "correction": BYPASS}),
+        (r"NoShare'.*full_rate_ess is 1\.5, expected a share", {"objective": Plug(path="plugged:NoShare")}),
         (r"model\.reference = .*has no KL term", {"model": ModelConfig(path=str(folder), reference=str(folder))}),
         (r"model\.reference = .*a vocabulary of 22, expected the model's 23", {"objective": kl, "model": smaller}),
     ):

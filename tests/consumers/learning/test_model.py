@@ -222,7 +222,7 @@ def test_weight_decay_moves_no_parameter_without_a_gradient(folder) -> None:
         for number, parameter in enumerate(learner.model.parameters()):
             parameter.grad = torch.ones_like(parameter) if number else unreached and unreached(parameter)
         norms = learner._grad_norms()
-        learner._update(norms, norms.norm())
+        learner._update(norms, norms.norm(), 0.1)
         after = learner.model.parameters()
         moved = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
         assert not moved[0] and all(moved[1:])

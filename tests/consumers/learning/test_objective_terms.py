@@ -174,6 +174,8 @@ OF_ANY = (
     {"kl_estimator": "k4"},
     {"entropy_coefficient": "0.1"},
     {"behavior_kl_coefficient": -1e-3},
+    {"full_rate_ess": 0.0},
+    {"full_rate_ess": 1.5},
 )
 OF_CLIPPED = (
     {"clip_low": 0.0},
