@@ -98,12 +98,15 @@ class Dataset:
 
     def _open(self, field: str, source: str, split: str, subset: str | None, revision: str | None) -> DataRows:
         try:
-            columns = list(self._columns.values())
-            rows = open_rows(source, split=split, subset=subset, revision=revision, columns=columns)
+            rows = open_rows(source, split=split, subset=subset, revision=revision, columns=self._read())
             self._pose(rows, 0)  # raises for a column that is missing or of another type, before anything is sampled
             return rows
         except ValueError as error:
             raise ValueError(f"{self._name}: {field}: {error}") from error
+
+    def _read(self) -> list[str]:
+        """Returns the columns that are read; none means all."""
+        return list(self._columns.values())
 
     def _pose(self, rows: DataRows, number: int) -> Prompt:
         row, place = rows[number], rows.place(number)

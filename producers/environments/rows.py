@@ -48,7 +48,7 @@ def open_rows(
     the Hugging Face Hub.
 
     split, subset, revision: of a Hugging Face dataset. columns: read from Parquet files and Hugging Face datasets; all
-    of theirs if one is missing.
+    of theirs if none is named, or one is missing.
 
     Raises:
         ValueError: it cannot be read, or has no row; the message names it and what was expected.
@@ -137,7 +137,8 @@ class _Parquet:
         sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
         self._starts = [0, *itertools.accumulate(sizes)]
         # If one is missing, rows have all columns, which the message lists.
-        self._columns = tuple(columns) if set(columns) <= set(self._file.schema_arrow.names) else None
+        names = set(self._file.schema_arrow.names)
+        self._columns = tuple(columns) if columns and set(columns) <= names else None
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -178,7 +179,8 @@ class _HuggingFace:
                 f"{source!r} with {said}: {one_line(f'{type(error).__name__}: {error}')}; expected a folder of .jsonl "
                 "or .parquet files, one that `datasets` has saved, or a name on the Hugging Face Hub"
             ) from error
-        self._rows = loaded.select_columns(list(columns)) if set(columns) <= set(loaded.column_names) else loaded
+        named = columns and set(columns) <= set(loaded.column_names)
+        self._rows = loaded.select_columns(list(columns)) if named else loaded
         self._name = f"{source}/{split}"
 
     def __len__(self) -> int:

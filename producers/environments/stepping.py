@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from penstock.producers.interfaces import Conversation, RolloutFacts
 from penstock.schemas.prompt import Message, Prompt, Reward
@@ -29,22 +29,28 @@ class Step(NamedTuple):
     is_done: bool
 
 
-class Episode(Protocol):
+class Episode(ABC):
     """One episode, begun."""
 
+    @abstractmethod
     async def step(self, action: str) -> Step: ...
 
     async def give_up(self) -> float:
         """Returns what adds to the reward of an episode that is not played to its end."""
-        ...
+        return 0.0
 
     def parts(self) -> Mapping[str, float]:
         """Returns further figures of the episode, for the parts of its reward."""
-        ...
+        return {}
+
+    async def close(self) -> None:  # noqa: B027
+        """Gives back what the episode holds. Called once, at its end or after an error."""
 
 
-async def play(episode: Episode, prompt: Prompt, conversation: Conversation, max_turns: int) -> Reward:
+async def play(episode: Episode, begun: Sequence[Json], conversation: Conversation, max_turns: int) -> Reward:
     """Plays an episode to its end, for `max_turns` answers, or until the context has no room for another.
+
+    begun: the messages that it begins with.
 
     Returns the sum of its rewards, with the part `finished`: 1 for an episode that has ended by itself, else 0.
 
@@ -52,23 +58,25 @@ async def play(episode: Episode, prompt: Prompt, conversation: Conversation, max
         ApiError: the conversation refuses a request; the first one also for want of room.
         ValueError: a reward is no finite number.
     """
-    messages: list[Json] = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
-    total, is_done = 0.0, False
-    for turn in range(max_turns):
-        try:
-            reply = await conversation.chat(messages)
-        except Exception as error:
-            if turn == 0 or getattr(error, "code", None) not in TOO_LONG:
-                raise
-            break
-        said, reward, is_done = await episode.step(reply.get("content") or "")
-        total += _finite(reward)
-        if is_done:
-            break
-        messages += [reply, *said]
-    if not is_done:
-        total += _finite(await episode.give_up())
-    return Reward(value=total, parts={"finished": float(is_done), **episode.parts()})
+    messages, total, is_done = list(begun), 0.0, False
+    try:
+        for turn in range(max_turns):
+            try:
+                reply = await conversation.chat(messages)
+            except Exception as error:
+                if turn == 0 or getattr(error, "code", None) not in TOO_LONG:
+                    raise
+                break
+            said, reward, is_done = await episode.step(reply.get("content") or "")
+            total += _finite(reward)
+            if is_done:
+                break
+            messages += [reply, *said]
+        if not is_done:
+            total += _finite(await episode.give_up())
+        return Reward(value=total, parts={"finished": float(is_done), **episode.parts()})
+    finally:
+        await episode.close()
 
 
 class SeededTasks(ABC):
@@ -103,7 +111,8 @@ class SeededTasks(ABC):
         return await self.converse(prompt, OneAnswer(completion))
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
-        return await play(await self.begin(int(prompt.metadata["seed"])), prompt, conversation, self._max_turns)
+        begun = as_dicts(prompt)
+        return await play(await self.begin(int(prompt.metadata["seed"])), begun, conversation, self._max_turns)
 
     def _pose(self, seed: int) -> Prompt:
         return Prompt(messages=(Message(role="user", content=self.pose(seed)),), metadata={"seed": str(seed)})
@@ -127,6 +136,11 @@ class OneAnswer:
         if not self._left:
             raise ContextFullError("there is one answer; this model's maximum context length is reached")
         return {"role": "assistant", "content": self._left.pop()}
+
+
+def as_dicts(prompt: Prompt) -> list[Json]:
+    """Returns the messages of a prompt as a request has them."""
+    return [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
 
 
 def seed_of(*key: str | int) -> int:

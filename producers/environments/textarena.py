@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.producers.environments.global_random import GlobalRandom
-from penstock.producers.environments.stepping import MAX_TURNS, SeededTasks, Step, library, text_of, unknown
+from penstock.producers.environments.stepping import MAX_TURNS, Episode, SeededTasks, Step, library, text_of, unknown
 
 PLAYER = 0
 MAX_EMPTY = 64
@@ -56,7 +56,7 @@ class TextArenaEnvironment(SeededTasks):
         return await asyncio.to_thread(_Game, self._made, seed)
 
 
-class _Game:
+class _Game(Episode):
     """One game, begun. said: what the player is told first."""
 
     def __init__(self, made: Any, seed: int) -> None:

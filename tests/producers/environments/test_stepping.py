@@ -9,19 +9,20 @@ import pytest
 
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, too_long
 from penstock.producers.environments.global_random import GlobalRandom
-from penstock.producers.environments.stepping import Step, library, play, seed_of, text_of, unknown
-from penstock.schemas.prompt import Message, Prompt, Reward
+from penstock.producers.environments.stepping import Episode, Step, library, play, seed_of, text_of, unknown
+from penstock.schemas.prompt import Reward
 from scripted_conversation import ScriptedConversation
 
-PROMPT = Prompt(messages=(Message(role="user", content="begin"),))
+BEGUN = [{"role": "user", "content": "begin"}]
 TOO_LONG = too_long(10, 20)
 
 
-class Counting:
+class Counting(Episode):
     """Every action is worth its number, `end` ends the episode, and giving up costs 10."""
 
     def __init__(self, reward: Callable[[str], Any] = float) -> None:
         self.reward = reward
+        self.num_closed = 0
 
     async def step(self, action: str) -> Step:
         is_done = action == "end"
@@ -32,6 +33,9 @@ class Counting:
 
     def parts(self) -> dict[str, float]:
         return {"moves": 3.0}
+
+    async def close(self) -> None:
+        self.num_closed += 1
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ class Counting:
 )
 async def test_rewards_add_up_until_the_end_the_limit_or_a_full_context(answers, value: float, finished: float) -> None:
     conversation = ScriptedConversation(*answers)
-    reward = await play(Counting(), PROMPT, conversation, max_turns=4)
+    reward = await play(Counting(), BEGUN, conversation, max_turns=4)
     assert reward == Reward(value=value, parts={"finished": finished, "moves": 3.0})
     assert [[said["content"] for said in asked] for asked in conversation.asked[:2]] == [
         ["begin"],
@@ -63,8 +67,10 @@ async def test_rewards_add_up_until_the_end_the_limit_or_a_full_context(answers,
 )
 async def test_what_is_no_reward_is_an_error(answers, reward, error: Any) -> None:
     expected = (ValueError, error) if isinstance(error, str) else (error, None)
+    episode = Counting(reward)
     with pytest.raises(expected[0], match=expected[1]):
-        await play(Counting(reward), PROMPT, ScriptedConversation(*answers), max_turns=4)
+        await play(episode, BEGUN, ScriptedConversation(*answers), max_turns=4)
+    assert episode.num_closed == 1
 
 
 def test_observations_are_text_and_unknown_names_come_with_known_ones() -> None:
