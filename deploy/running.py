@@ -139,6 +139,7 @@ def check(
 
 def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[Checked, Placement]":
     from penstock.deploy.launch import start_checks
+    from penstock.deploy.launch.posed_tasks import check_in_another_process
     from penstock.deploy.launch.prompt_checks import check_prompts
 
     check_environment()
@@ -154,6 +155,7 @@ def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[Checked, P
 
         checked.warnings.extend(check_resumed(config, runs))
     checked.warnings.extend(check_prompts(checked))
+    check_in_another_process(config, checked.tasks)
     placement = start_checks.place_parts(config)
     if table := placement.table():
         print(table, file=sys.stderr)

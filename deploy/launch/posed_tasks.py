@@ -1,10 +1,16 @@
-"""Poses some of a run's tasks before anything is started: the first, the last, and some between."""
+"""Poses some of a run's tasks before anything is started: the first, the last, and some between. Run as a program, it
+does so for the configuration on its standard input, and writes the prompts to its standard output."""
 
 import math
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments, pose
+import msgspec
+
+from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments, open_environments, pose
 from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, EnvironmentConfig, RunConfig, environment_fields
 from penstock.schemas.process.plugins import definition, ends_caller, place_in
 from penstock.schemas.prompt import Prompt
@@ -68,12 +74,39 @@ def _posed(
     for number, prompt in prompts.items():
         asked = f"{field}.path = {plug.path!r}: {name}({number})"
         if prompt != again[number]:
-            first, second = (one_line(str(each.text or each.messages)) for each in (prompt, again[number]))
-            raise ConfigError(
-                f"{asked} differs when it is asked twice, {first} and {second}, or in its answer or metadata; expected "
-                f"the same task for an index, always and in every process{definition(_method(source, name))}"
-            )
+            raise _differs(PosedTask(asked, source, prompt), again[number], "when it is asked twice")
         yield PosedTask(asked, source, prompt)
+
+
+def check_in_another_process(config: RunConfig, tasks: Sequence[PosedTask]) -> None:
+    """Poses the tasks again in a new process, unless all environments are Penstock's own.
+
+    Raises:
+        ConfigError: a task differs there, or cannot be posed.
+    """
+    if all(plug.path.startswith("penstock.") for _, plug in environment_fields(config)):
+        return
+    done = subprocess.run(
+        (sys.executable, "-m", __name__),
+        input=msgspec.json.encode(config),
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    if done.returncode:
+        *_, said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ConfigError(f"a second process cannot pose the tasks that this one poses: {one_line(said)}")
+    for task, prompt in zip(tasks, msgspec.msgpack.decode(done.stdout, type=list[Prompt]), strict=True):
+        if task.prompt != prompt:
+            raise _differs(task, prompt, "between processes, as with hash() or the order of a set")
+
+
+def _differs(task: PosedTask, prompt: Prompt, when: str) -> ConfigError:
+    first, second = (one_line(str(each.text or each.messages)) for each in (task.prompt, prompt))
+    name = task.asked.rpartition(": ")[2].partition("(")[0]
+    return ConfigError(
+        f"{task.asked} differs {when}, {first} and {second}, or in its answer or metadata; expected the same task for "
+        f"an index, always and in every process{definition(_method(task.source, name))}"
+    )
 
 
 def _method(source: RunEnvironment, name: str) -> Any:
@@ -84,3 +117,12 @@ def _spread(last: int) -> set[int]:
     """Returns the first numbers up to `last`, the last one, and some between."""
     between = {last * part // _PARTS for part in range(1, _PARTS + 1)}
     return {number for number in {*range(1, _FIRST + 1), *between} if 1 <= number <= last}
+
+
+if __name__ == "__main__":
+    standard_output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the environment prints
+    given = msgspec.json.decode(sys.stdin.buffer.read(), type=RunConfig)
+    prompts = [task.prompt for task in pose_tasks(given, open_environments(given))]
+    standard_output.write(msgspec.msgpack.encode(prompts))
+    standard_output.close()

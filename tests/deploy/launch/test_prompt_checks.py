@@ -1,6 +1,7 @@
 """A dry run finds what would let every group die: prompts that do not fit the model, parts that no reward has."""
 
 import json
+import os
 
 import pytest
 
@@ -42,6 +43,19 @@ class SumsWithoutParts(SumsInRoles):
         return Reward(value=1.0)
 
 
+class SumsByHash(SumsInRoles):
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(text=f"{hash(str(index))}=", answer="2")
+
+
+class SumsOfOneProcess(SumsInRoles):
+    def __init__(self, *, seed: int, first: int) -> None:
+        super().__init__(seed=seed)
+        print("opened")
+        if os.getpid() != first:
+            raise OSError("port 8000 is taken")
+
+
 class SumsOfWords(SumsInRoles):
     def reward(self, prompt: Prompt, completion: str) -> str:  # type: ignore[override]
         return "right"
@@ -70,6 +84,10 @@ REFUSED = (
     (PARTS, None, {"checkpoint.best": "reward/x"}, r"no such part; expected reward$"),
     ({"kwargs": {"roles": ["user"]}}, THINKS, {"checkpoint.best": "reward/exakt", "endpoint.port": 0},
      r"best = 'reward/exakt': the reward .*; expected reward or reward/digits or"),
+    ({"path": f"{__name__}:SumsByHash"}, None, {},
+     r"SumsByHash': prompt\(1\) differs between processes, .*=, or in its .* \(.*checks.py:\d+\)$"),
+    ({"path": f"{__name__}:SumsOfOneProcess", "kwargs": {"first": os.getpid()}}, None, {},
+     r"a second process cannot pose the tasks that this one poses: .*OSError: port 8000 is taken \(.*checks.py:\d+"),
     ({"path": f"{__name__}:SumsOfWords"}, None, {},
      r"prompt\(1\): its reward: 'right' for completion '2', expected a finite number .* \(.*checks.py:\d+\)$"),
 )
