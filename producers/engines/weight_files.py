@@ -102,8 +102,8 @@ def read_tensors(paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora: LoraConfig | None = None) -> None:
-    """Checks that the file at `path` is the announced one and fits the model in names, shapes and dtype; with `lora`,
-    that it fits as an adapter.
+    """Checks that the file at `path` is the announced one and fits the model in names, shapes and dtype, beside which
+    some tensors may be float32; with `lora`, that it fits as an adapter.
 
     Raises:
         WeightLoadError: names the tensor, what was expected and what was found.
@@ -130,10 +130,11 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora
         raise WeightLoadError(
             f"{where}: tensors missing: {sorted(missing)[:5]}, not in the model: {sorted(unknown)[:5]}"
         )
+    has_dtype = any(tensor.dtype == dtype for tensor in found.values())
     for name, tensor in found.items():
         if tensor.shape != shapes.get(name, tensor.shape):
             raise WeightLoadError(f"{where}: {name}: shape {tensor.shape}, the model's is {shapes[name]}")
-        if tensor.dtype != dtype:
+        if tensor.dtype != dtype and not (has_dtype and tensor.dtype == "float32"):
             raise WeightLoadError(f"{where}: {name}: dtype {tensor.dtype}, expected model.dtype = {dtype}")
 
 

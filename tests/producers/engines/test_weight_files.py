@@ -63,6 +63,8 @@ def test_weights_of_the_models_names_shapes_and_type_pass(base, tmp_path):
     check(path, manifest, base, "float32")
     path, manifest = written(WEIGHTS | {"lm_head.weight": torch.zeros(8, 4)}, tmp_path)
     check(path, manifest, base, "float32")
+    beside = WEIGHTS | {"model.embed_tokens.weight": torch.zeros(8, 4).bfloat16()}  # a router's bias stays in float32
+    check(*written(beside, tmp_path), base, "bfloat16")
 
 
 def test_weights_that_do_not_fit_or_are_not_announced_are_named(base, tmp_path):
