@@ -54,12 +54,15 @@ def read_header(path: str | Path) -> dict[str, TensorSpec]:
     return tensors
 
 
+_HEAD = "lm_head.weight"
+"""The files of a tied model may hold a copy of it, and a published policy does not, or the other way round."""
+
+
 class BaseModel:
     """The model folder that an engine starts from.
 
     files: its safetensors files; none in a folder that came from Redis, without weights.
     shapes: every parameter's shape by its name in the checkpoint; empty without files.
-    optional: names that a published policy may or may not hold (a head that is tied to the embedding).
 
     Raises:
         EngineError: the folder does not exist or is not a transformers model.
@@ -70,14 +73,21 @@ class BaseModel:
         if not os.path.isdir(folder):
             raise EngineError(f"{where}: no such folder; expected one with a transformers model")
         try:
-            config = json.loads(Path(folder, "config.json").read_text("utf-8"))
+            json.loads(Path(folder, "config.json").read_text("utf-8"))
             self.files = _checkpoint_files(Path(folder))
             tensors = [tensor for file in self.files for tensor in read_header(file).values()]
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise EngineError(f"{where}: not a transformers model with safetensors weights: {error}") from error
         self.folder = folder
         self.shapes: Shapes = {tensor.name: tensor.shape for tensor in tensors}
-        self.optional = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+
+    @cached_property
+    def is_tied(self) -> bool:
+        """True if the head is the embedding, which config.json may leave to its class or to its text model."""
+        from transformers import AutoConfig  # takes seconds, for a difference that few models have
+
+        config: Any = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
     @cached_property
     def digest(self) -> str:
@@ -125,8 +135,8 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora
     own_shapes = {name: tensor.shape for name, tensor in found.items()}
     shapes = (base.shapes or own_shapes) if lora is None else _of_adapter(own_shapes, base, lora)
     expected = set(shapes)
-    missing, unknown = expected - set(found) - base.optional, set(found) - expected - base.optional
-    if missing or unknown:
+    missing, unknown = expected - set(found), set(found) - expected
+    if missing | unknown and not (missing | unknown == {_HEAD} and base.is_tied):
         raise WeightLoadError(
             f"{where}: tensors missing: {sorted(missing)[:5]}, not in the model: {sorted(unknown)[:5]}"
         )

@@ -20,7 +20,7 @@ WEIGHTS = {"model.embed_tokens.weight": torch.zeros(8, 4), "model.norm.weight": 
 def base(tmp_path) -> BaseModel:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "tie_word_embeddings": True}))
     save_file(WEIGHTS, folder / "model.safetensors")
     return BaseModel(str(folder))
 
@@ -65,6 +65,26 @@ def test_weights_of_the_models_names_shapes_and_type_pass(base, tmp_path):
     check(path, manifest, base, "float32")
     beside = WEIGHTS | {"model.embed_tokens.weight": torch.zeros(8, 4).bfloat16()}  # a router's bias stays in float32
     check(*written(beside, tmp_path), base, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("config", "is_tied"),
+    [
+        ({"model_type": "gemma2"}, True),
+        ({"model_type": "qwen3"}, False),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, False),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "tie_word_embeddings": True}}, True),
+    ],
+)
+def test_a_copy_of_the_embedding_as_head_may_be_left_out_if_the_architecture_ties_them(tmp_path, config, is_tied):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(WEIGHTS | {"lm_head.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
+    base, update = BaseModel(str(tmp_path)), written(WEIGHTS, tmp_path)
+    if is_tied:
+        check(*update, base, "float32")
+    else:
+        with pytest.raises(WeightLoadError, match=r"tensors missing: \['lm_head.weight'\]"):
+            check(*update, base, "float32")
 
 
 def test_weights_that_do_not_fit_or_are_not_announced_are_named(base, tmp_path):
