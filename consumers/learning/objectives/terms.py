@@ -29,6 +29,7 @@ These expectations are over the current policy, though behavior policies sampled
 default, TRL and slime leave it at that. `kl_importance_weighted` multiplies kl_t by an estimate of current / behavior::
 
     w_t * current / proximal   the importance weight, detached, times the policy ratio, under gradient
+    current / behavior         for an objective that forms this ratio itself, with weights of 1 (`reads_behavior`)
 
 With a gradient through the ratio, k1 and k3 then both have that of KL(current || reference) in expectation over the
 sampling policy, as far as w_t is proximal / behavior; k2 stays biased. Source: DeepSeek-V3.2 (arXiv 2512.02556).
@@ -150,7 +151,9 @@ class PolicyObjective(ABC):
         if inputs.reference_logprobs is not None:
             divergence = reference_kl(inputs.current_logprobs, inputs.reference_logprobs, self.kl_estimator)
             if self.kl_importance_weighted:
-                divergence = inputs.importance_weights * policy_ratio(inputs) * divergence
+                sampled_by = "behavior_logprobs" if getattr(self, "reads_behavior", False) else "proximal_logprobs"
+                ratio = bounded_exp(inputs.current_logprobs - getattr(inputs, sampled_by))
+                divergence = inputs.importance_weights * ratio * divergence
             metrics["reference_kl"] = divergence.detach().sum()
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * self.aggregate(divergence, inputs)

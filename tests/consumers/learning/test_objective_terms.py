@@ -28,7 +28,8 @@ TRUSTED: dict[type, tuple[str, ...]] = {DppoTv: SIDES, DppoKl: SIDES, Tvpo: ("bo
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_a_weighted_kl_has_the_gradient_of_the_current_policys_whoever_sampled_the_tokens(estimator) -> None:
+@pytest.mark.parametrize("kind", [Grpo, DppoTv])
+def test_a_weighted_kl_has_the_gradient_of_the_current_policys_whoever_sampled_the_tokens(kind, estimator) -> None:
     generator = torch.Generator().manual_seed(5)
     theta = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
     reference, proximal, behavior = torch.randn(3, 6, generator=generator, dtype=torch.float64).log_softmax(1)
@@ -40,14 +41,14 @@ def test_a_weighted_kl_has_the_gradient_of_the_current_policys_whoever_sampled_t
         current_logprobs=current,
         proximal_logprobs=proximal,
         behavior_logprobs=behavior,
-        importance_weights=(proximal - behavior).exp(),
+        importance_weights=torch.ones_like(proximal) if kind in TRUSTED else (proximal - behavior).exp(),
         advantages=torch.zeros(6, dtype=torch.float64),
         reference_logprobs=reference,
         denominator=1.0,
     )
 
     def gradient(**arguments: Any) -> torch.Tensor:
-        loss = Grpo(kl_coefficient=1.0, kl_estimator=estimator, **arguments)(inputs).loss
+        loss = kind(kl_coefficient=1.0, kl_estimator=estimator, **arguments)(inputs).loss
         by_logprob = torch.autograd.grad(loss, current)[0]
         return torch.autograd.grad((behavior.exp() * by_logprob * log_p).sum(), theta, retain_graph=True)[0]
 
