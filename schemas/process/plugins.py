@@ -142,6 +142,9 @@ def _check_signature(method: Callable[..., Any], expected: Any, named: str, show
     may_be_coroutine = inspect.iscoroutinefunction(expected) or getattr(expected, "may_be_coroutine", False)
     if not may_be_coroutine and (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)):
         raise ConfigError(f"{named} is an async def, which nobody awaits; expected {shown}{definition(method)}")
+    called = (inspect.unwrap(method), type(method).__call__)
+    if inspect.iscoroutinefunction(expected) and not any(map(inspect.iscoroutinefunction, called)):
+        raise ConfigError(f"{named} is no async def, and is awaited; expected {shown}{definition(method)}")
     wanted = [p for p in inspect.signature(expected).parameters.values() if p.name != "self"]
     try:
         signature = inspect.signature(method)

@@ -184,6 +184,8 @@ UNSOUND_CODE = [
     ),
     ("    evaluation_prompt = 3", r"lacks a method; expected Environment.evaluation_prompt.* \(FILE:4\)"),
     ("    converse = 3", r"lacks a method; expected ConversingEnvironment.converse.* \(FILE:4\)"),
+    ("    def converse(self, prompt, conversation): ...", r"converse is no async def, and is awaited; .* \(FILE:10\)$"),
+    ("    async def converse(self, prompt, conversation): yield", r"converse is no async def, .* \(FILE:10\)$"),
     (
         "    reward_threads = '4'",
         r"^environment.path = 'lab_\d+:A': reward_threads = '4', expected a whole.* \(FILE:9\)",
