@@ -53,6 +53,7 @@ from penstock.schemas.process import clock, logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
+from penstock.schemas.rollout import shown_error
 from penstock.schemas.weights.reading import WeightReader
 
 log = logging.getLogger(__name__)
@@ -88,11 +89,11 @@ def main(
     except StoppedError as stopped:
         log.info("%s", stopped)
         return 0
-    except (Exception, SystemExit) as error:  # objective, advantage and curriculum may be the user's
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # objective, advantage and curriculum may be the user's
         if watch is not None:
             watch.leave(error)
-        elif isinstance(error, SystemExit):
-            log.error("the trainer ends: the user's code called sys.exit(%s)", error, exc_info=error)
+        elif not isinstance(error, Exception):
+            log.error("the trainer ends: the user's code raised %s", shown_error(error), exc_info=error)
         else:
             raise
         return 1

@@ -34,6 +34,7 @@ from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.ports import authority
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.process.stopping import stop_signals
+from penstock.schemas.rollout import shown_error
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def main(
 
     It is 0 after a clean stop. Otherwise one line is logged: 2 means that the settings cannot be used, 1 that the
     producer cannot start or continue for another reason (Redis, the engine, an id in use, a quarantine, a `sys.exit()`
-    in a task that the user's code started).
+    or KeyboardInterrupt in a task that the user's code started).
     """
     name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
     logs.configure("producer", run=config.name, id=name)
@@ -72,9 +73,9 @@ def main(
         first = _first(errors)
         log.error("producer %s ends: %s", name, first)
         status = 2 if isinstance(first, ConfigError) else 1
-    except* SystemExit as errors:
+    except* (SystemExit, KeyboardInterrupt) as errors:  # Ctrl-C raises none here
         ended = _first(errors)
-        log.error("producer %s ends: the user's code called sys.exit(%s)", name, ended, exc_info=ended)
+        log.error("producer %s ends: the user's code raised %s", name, shown_error(ended), exc_info=ended)
         status = 1
     finally:
         end_programs()

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import operator
+import signal
 import sys
 import sysconfig
 import traceback
@@ -22,12 +23,14 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 def ends_caller(error: BaseException) -> bool:
     """Returns whether an exception that the user's code let out is to end its caller: the cancellation of the running
-    task, or Ctrl-C. Anything else is that code's own failure, whatever its class: `sys.exit()`, a panic in Rust, or
-    the cancellation of a future that it awaited."""
+    task, or Ctrl-C. Anything else is that code's own failure, whatever its class: `sys.exit()`, a panic in Rust, the
+    cancellation of a future that it awaited, or a KeyboardInterrupt where the event loop handles the signal."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
-    return isinstance(error, KeyboardInterrupt | GeneratorExit)
+    if isinstance(error, KeyboardInterrupt):  # after `add_signal_handler` the signal raises none
+        return getattr(signal.getsignal(signal.SIGINT), "__module__", "") != "asyncio.unix_events"
+    return isinstance(error, GeneratorExit)
 
 
 def offers(*names: str, coroutine: bool = False) -> Callable[[F], F]:

@@ -120,7 +120,7 @@ def test_a_trainer_stopped_while_it_boots_to_resume_leaves_the_run_as_it_was(ben
 def test_a_trainer_that_an_objective_ends_leaves_a_status_and_a_line(bench, processes):
     bench.producer()
     assert processes.start("ended", program=ENDED_BY_AN_OBJECTIVE).wait(60) == 1, processes.log("ended")
-    assert "the trainer ends: the user's code called sys.exit(0)" in processes.log("ended")
+    assert "the trainer ends: the user's code raised SystemExit: 0" in processes.log("ended")
 
 
 def test_a_trainer_stopped_while_it_loads_its_checkpoint_changes_only_the_epoch(bench, redis_client, processes, marker):

@@ -139,7 +139,7 @@ def test_the_programs_of_a_reward_end_with_the_producer(begin, tmp_path: Path) -
 def test_an_environment_that_ends_the_process_leaves_a_status_and_a_line(begin) -> None:
     run = begin(1, environment=EnvironmentConfig(path=f"{__name__}:Leaves"))
     assert run.start(environment=HERE).wait(timeout=90) == 1
-    assert "producer producer-0 ends: the user's code called sys.exit(0)" in run.log()
+    assert "producer producer-0 ends: the user's code raised SystemExit: 0" in run.log()
 
 
 def is_running(pid: int) -> bool:

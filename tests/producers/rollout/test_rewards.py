@@ -4,6 +4,7 @@ import asyncio
 import functools
 import math
 import re
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -216,6 +217,19 @@ async def test_a_cancellation_of_our_own_and_ctrl_c_pass_through_a_reward() -> N
     with pytest.raises(asyncio.CancelledError):
         await scoring
     assert scoring.cancelled() and ends_caller(KeyboardInterrupt()) and not ends_caller(SystemExit())
+
+
+async def test_where_the_loop_handles_ctrl_c_a_keyboard_interrupt_is_the_rewards_own_failure() -> None:
+    async def judged(prompt: Prompt, completion: str) -> float:
+        raise KeyboardInterrupt
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    try:
+        with pytest.raises(RewardError, match=r"^KeyboardInterrupt"):
+            await scored(judged, "a", "b")
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 async def test_a_judge_is_asked_again_as_often_and_by_as_many_at_once_as_the_run_file_says(monkeypatch) -> None:
