@@ -5,6 +5,7 @@ for an exception, `traceback`. JSON is the default unless standard error is a te
 overrides it. Records of libraries are written in the same way.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -67,7 +68,8 @@ class LogHandler(logging.Handler):
 
 
 def configure(role: str, *, run: str, id: str) -> None:
-    """Routes this process' records from INFO up, uncaught exceptions and warnings through one handler.
+    """Routes this process' records from INFO up, uncaught exceptions and warnings through one handler. A fatal signal,
+    as in a library of the user's code, leaves the frames of its threads on stderr.
 
     Raises:
         ConfigError: PENSTOCK_LOG is neither "json" nor "text".
@@ -84,6 +86,7 @@ def configure(role: str, *, run: str, id: str) -> None:
     for library in map(logging.getLogger, _CHATTY):
         if library.level == logging.NOTSET:
             library.setLevel(logging.WARNING)
+    faulthandler.enable(2)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
     adopt()

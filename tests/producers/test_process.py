@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -93,13 +94,16 @@ class RunsPrograms(Numbers):
 
 
 class Leaves(Numbers):
-    """Its reward starts a task that ends the process."""
+    """Its reward starts a task that ends the process as `how` says."""
 
-    def __init__(self, *, seed: int) -> None: ...
+    def __init__(self, *, seed: int, how: str) -> None:
+        self.how = how
 
     async def reward(self, prompt: Prompt, completion: str) -> float:
         async def leave() -> None:
-            sys.exit(0)
+            if self.how == "segfault":
+                ctypes.string_at(0)
+            raise SystemExit(0) if self.how == "exit" else KeyboardInterrupt
 
         await asyncio.create_task(leave())
         return 1.0
@@ -136,10 +140,20 @@ def test_the_programs_of_a_reward_end_with_the_producer(begin, tmp_path: Path) -
     wait_for(lambda: not any(is_running(int(program.name)) for program in programs.iterdir()))
 
 
-def test_an_environment_that_ends_the_process_leaves_a_status_and_a_line(begin) -> None:
-    run = begin(1, environment=EnvironmentConfig(path=f"{__name__}:Leaves"))
-    assert run.start(environment=HERE).wait(timeout=90) == 1
-    assert "producer producer-0 ends: the user's code raised SystemExit: 0" in run.log()
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ("exit", 1, "producer producer-0 ends: the user's code raised SystemExit: 0"),
+        ("interrupt", 1, "producer producer-0 ends: the user's code raised KeyboardInterrupt"),
+        ("segfault", -signal.SIGSEGV, 'test_process.py", line '),
+    ],
+)
+def test_an_environment_that_ends_the_process_leaves_a_status_and_a_line(
+    begin, how: str, status: int, said: str
+) -> None:
+    run = begin(1, environment=EnvironmentConfig(path=f"{__name__}:Leaves", kwargs={"how": how}))
+    assert run.start(environment=HERE).wait(timeout=90) == status
+    assert said in run.log()
 
 
 def is_running(pid: int) -> bool:
