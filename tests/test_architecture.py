@@ -261,12 +261,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_000,
+    "schemas": 6_050,
     "producers": 13_700,
     "consumers": 17_600,
-    "deploy": 14_300,
+    "deploy": 14_400,
     "bench": 6_150,
-    "tests": 52_350,
+    "tests": 52_600,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""

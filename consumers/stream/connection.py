@@ -65,7 +65,7 @@ class TrainerConnection:
             RedisGoneError: Redis was unreachable for `outage_s`, or refuses the credentials or the command.
             redis.ResponseError: any other error reply.
         """
-        num_failures = 0
+        num_failures, was_refused = 0, False
         while True:
             started = time.monotonic()
             try:
@@ -79,12 +79,12 @@ class TrainerConnection:
                 if isinstance(error, redis.ResponseError):
                     # The address may resolve to another server by now, and this connection lead to a demoted one.
                     self.client.connection_pool.disconnect(inuse_connections=False)
-                self._outage.failed(error)
+                was_refused |= self._outage.failed(error)
                 self._check_stopped(error)
                 num_failures += 1
                 self.pause(pause_s(num_failures))
             else:
-                self._outage.answered(started)
+                self._outage.answered(started, was_refused=was_refused)
                 return result
 
     def pause(self, seconds: float) -> None:

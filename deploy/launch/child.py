@@ -17,8 +17,8 @@ _LAST_LINES = 15
 _LOG_BYTES = 65536
 _MOST_CHARACTERS = 2000
 _NUMBERS = re.compile(r"\d+")
-_ERROR = re.compile(r"\d{4}-\S+ \S+ (?:ERROR|CRITICAL) \S+ (?:v[\d:]+ )?(.*)")
-"""A line of `penstock.schemas.process.logs.as_text` that reports an error."""
+_RECORD = re.compile(r"(\d{4}-\S+ \S+) ([A-Z]+) \S+ (?:v[\d:]+ )?(.*)")
+"""A line of `penstock.schemas.process.logs.as_text`: time, level, message."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: between fork and exec nothing may be loaded.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -117,13 +117,30 @@ class Child:
 
     def last_error(self) -> str:
         """Returns the last error that this process has logged, in one line; empty if it has logged none."""
-        found = (_ERROR.match(line) for line in reversed(self._end_of_log()))
-        return next((match[1][:_MOST_CHARACTERS] for match in found if match), "")
+        found = (_RECORD.match(line) for line in reversed(self._end_of_log()))
+        errors = (match[3] for match in found if match and match[2] in ("ERROR", "CRITICAL"))
+        return next(errors, "")[:_MOST_CHARACTERS]
+
+    def last_record(self, since_s: float) -> str:
+        """Returns the message that this process has logged last, if at `since_s` (unix time) or later; else empty."""
+        found = (_RECORD.match(line) for line in reversed(self._end_of_log()))
+        match = next(filter(None, found), None)
+        is_new = match is not None and match[1] >= time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(since_s))
+        return match[3] if match is not None and is_new else ""
+
+    def is_suspended(self) -> bool:
+        """Returns whether a signal such as SIGSTOP keeps the process from running."""
+        with contextlib.suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
 
     def _end_of_log(self) -> list[str]:
-        with self.log.open("rb") as file:
-            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:  # someone has removed the run's folder
+            return []
         return "\n".join(map(line_as_text, lines)).splitlines()
 
 

@@ -157,7 +157,7 @@ class Launcher:
             url = self._server.url
         self._url = url
         self._client = connect(url)
-        self._standstill = Standstill(self._config, self._runs, self._client)
+        self._standstill = Standstill(self._config, self._runs, self._client, self._view.progress)
         if self._resume:
             # A resumed run may have ended; its producers would exit at once.
             self._client.hdel(self._keys.commit, Commit.FINISHED)
@@ -189,10 +189,14 @@ class Launcher:
         server = self._server.child if self._server is not None else None
         if server is not None and (status := server.poll()) is not None:
             raise PartDied(server, describe_status(status))
-        heartbeats = self._standstill.look(self._pool.num_booting)
+        heartbeats = self._standstill.look(self._children(), self._pool.num_booting)
         self._view.blocked(self._standstill.reason)
         self._pool.tick(heartbeats, finished=self._finished)
         self._pause()
+
+    def _children(self) -> list[Child]:
+        own = self._server.child if self._server is not None else None
+        return [child for child in (own, self._trainer, *self._pool.children) if child is not None]
 
     def _serve(self) -> None:
         """Waits until the trainer has finished. Raises PartDied or Interrupted."""

@@ -80,8 +80,10 @@ class View:
             self.note(f"{part}: {state}")
 
     def blocked(self, reason: str) -> None:
-        """Says why the run cannot go on, again every `repeat_s`, and once it goes on. reason: empty if it can."""
-        if reason and (not self._blocked or time.monotonic() >= self._blocked_next):
+        """Says why the run cannot go on, again every `repeat_s`, and once it goes on. reason: empty if it can; what is
+        before its first colon is compared with the last one's, so that another reason is told at once."""
+        is_other = reason.partition(": ")[0] != self._blocked.partition(": ")[0]
+        if reason and (is_other or time.monotonic() >= self._blocked_next):
             self._blocked_next = time.monotonic() + self.repeat_s
             self.note(f"the run stands still: {reason}")
         elif self._blocked and not reason:

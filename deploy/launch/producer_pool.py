@@ -131,6 +131,7 @@ class ProducerPool:
         if status == 0 and finished():
             return
         died = describe_status(status)
+        left = ""
         if status == _UNUSABLE_INPUT:
             raise PartDied(child, f"{died}: it cannot use its settings")
         if seat.served_since is None:
@@ -146,7 +147,8 @@ class ProducerPool:
                 raise PartDied(child, f"{died} after {seat.num_restarts} restarts")
             delay_s = _BACKOFF_S * 2**seat.num_restarts
             seat.num_restarts += 1
-        self._view.state(seat.name, f"{died}, starting again in {delay_s:.0f} s; log: {child.log}")
+            left = f"others take its groups over within {self._view.config.producers.claim_idle_s:.0f} s; "
+        self._view.state(seat.name, f"{died}, starting again in {delay_s:.0f} s; {left}log: {child.log}")
         seat.child = None
         seat.served_since = None
         seat.start_at = time.monotonic() + delay_s

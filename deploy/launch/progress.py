@@ -124,6 +124,11 @@ class Progress:
         self._scraped_after = update
 
     @property
+    def seen_at(self) -> float | None:
+        """When a batch was seen last, in monotonic seconds; None before the first."""
+        return self._seen[-1][0] if self._seen else None
+
+    @property
     def num_idle(self) -> int:
         """Batches since the last one that trained a group."""
         trained = (n for n, update in enumerate(reversed(self.lines.updates)) if update.num_groups_trained)

@@ -131,6 +131,7 @@ class ProducerConnection:
             redis.exceptions.ResponseError: any other error answer.
         """
         num_failures = num_refused = 0
+        was_refused = False
         usual_s = ANSWER_S + num_bytes / SLOWEST_BYTES_PER_S
         while True:
             started, limit_s = time.monotonic(), self._limit_s(usual_s)
@@ -153,7 +154,7 @@ class ProducerConnection:
                 elif limit.expired() and time.monotonic() - self._last_answer < limit_s / 2:
                     self._note_slow(error, limit_s, num_bytes)
                 else:
-                    self._note_away(error, limit_s)
+                    was_refused |= self._note_away(error, limit_s)
                 if limit.expired():
                     self._timeout.exceeded(usual_s, limit_s)
                 if isinstance(error, exceptions.ResponseError):
@@ -162,7 +163,7 @@ class ProducerConnection:
                     await self.blocking.connection_pool.disconnect(inuse_connections=False)
             else:
                 self._last_answer = time.monotonic()
-                self._outage.answered(started)
+                self._outage.answered(started, was_refused=was_refused)
                 self._timeout.answered(usual_s, time.monotonic() - started)
                 if num_refused:
                     self._note_free()
@@ -226,10 +227,10 @@ class ProducerConnection:
                 limit_s,
             )
 
-    def _note_away(self, error: Exception, limit_s: float) -> None:
+    def _note_away(self, error: Exception, limit_s: float) -> bool:
         timed_out = isinstance(error, (exceptions.TimeoutError, TimeoutError))
         self._metrics.stream_errors.labels("timeout" if timed_out else "connection").inc()
-        self._outage.failed(error, str(error) or f"no answer in {limit_s:g} s")
+        return self._outage.failed(error, "" if str(error) else f"no answer in {limit_s:g} s")
 
 
 async def _awaited(command: Callable[[], Awaitable[T]]) -> T:

@@ -1,5 +1,5 @@
-"""Outages of Redis: which errors are temporary, how long an outage may last, and one log line when it begins and one
-when it ends.
+"""Outages of Redis: which errors are temporary, how long an outage may last, and one log line when it begins, one each
+minute, and one when it ends.
 
 The producer retries its commands in an event loop and the trainer in threads; both share these rules. redis-py's own
 `Retry` bounds the number of attempts, but an outage is bounded in time and by a signal, so only redis-py's backoff is
@@ -7,6 +7,7 @@ used.
 """
 
 import logging
+import re
 import threading
 import time
 from typing import Any, TypeVar
@@ -36,6 +37,16 @@ _PASSING = (
     exceptions.ExecAbortError,
 )
 _PASSING_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "UNBLOCKED", "BUSY")
+_REMEDIES = {
+    "MISCONF": "make room on its disk",
+    "READONLY": "point redis.url at the primary, or make this server one (REPLICAOF NO ONE)",
+    "NOREPLICAS": "start its replicas, or lower its min-replicas-to-write",
+}
+"""Answers of a server that reads but does not write, and what helps."""
+_SURE_S = 5.0
+"""A server that has refused no write for so long writes again. Longer than the pause between two attempts."""
+_REPEAT_S = 60.0
+_IN_PIPELINE = re.compile(r"Command # .* of pipeline caused error: (?:\((['\"])(.*)\1,\)|(.*))", re.DOTALL)
 _REFUSALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 
 
@@ -59,6 +70,7 @@ class OutageTracker:
         self.num_ended = 0
         self._url = url
         self._noting = threading.Lock()
+        self._refused_at = self._told_at = 0.0
 
     def check_refused(self, error: BaseException) -> None:
         """Raises for an error that waiting cannot fix. While connecting, redis-py wraps a refusal in a ConnectionError.
@@ -75,28 +87,39 @@ class OutageTracker:
         if problem is not None:
             raise RedisGoneError(problem) from error
 
-    def failed(self, error: BaseException, reason: str = "") -> None:
-        """Notes that a command found Redis unreachable. reason: for the log, in place of the error's own text.
+    def failed(self, error: BaseException, reason: str = "") -> bool:
+        """Notes that a command found Redis unreachable, or was refused. reason: for the log, in place of the error's
+        own text. Returns True if a write was refused.
 
         Raises:
             RedisGoneError: the outage has lasted for `outage_s`.
         """
-        now, reason = time.monotonic(), reason or str(error)
+        now, reason, remedy = time.monotonic(), reason or said_by(error), what_helps(error)
+        what = f"refuses to write ({reason}): {remedy}" if remedy else f"is away ({reason})"
         with self._noting:
+            if remedy:
+                self._refused_at = now
             if self.since is None:
-                self.since = now
+                self.since = self._told_at = now
                 self.num_begun += 1
-                log.warning("%s is away (%s); trying again for up to %.0f s", self.where, reason, self.outage_s)
-            elif now - self.since > self.outage_s:
+                log.warning("%s %s; trying again for up to %.0f s", self.where, what, self.outage_s)
+            elif (lasted_s := now - self.since) > self.outage_s:
                 raise RedisGoneError(
-                    f"{self.where} has been away for {now - self.since:.0f} s "
-                    f"(redis.outage_s = {self.outage_s:g}): {reason}"
+                    f"{self.where} has {'refused to write' if remedy else 'been away'} for {lasted_s:.0f} s "
+                    f"(redis.outage_s = {self.outage_s:g}): {'; '.join(filter(None, (reason, remedy)))}"
                 ) from error
+            elif now - self._told_at > _REPEAT_S:
+                self._told_at = now
+                log.warning("%s still %s, after %.0f s of at most %.0f", self.where, what, lasted_s, self.outage_s)
+        return bool(remedy)
 
-    def answered(self, started: float) -> None:
-        """Notes a reply to a command sent at `started`; a command sent before the outage does not end it."""
+    def answered(self, started: float, *, was_refused: bool = False) -> None:
+        """Notes a reply to a command sent at `started`; a command sent before the outage does not end it, and while
+        writes are refused, no read does. was_refused: `failed` returned True for the same command."""
         with self._noting:
-            if self.since is not None and started >= self.since:
+            if self.since is None or started < self.since:
+                return
+            if was_refused or started - self._refused_at > _SURE_S:
                 log.info("%s is back after %.1f s", self.where, time.monotonic() - self.since)
                 self.since = None
                 self.num_ended += 1
@@ -143,6 +166,23 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError, *_PASSING)):
         return True
     return isinstance(error, exceptions.ResponseError) and has_code(error, *_PASSING_CODES)
+
+
+def what_helps(error: BaseException) -> str:
+    """Returns what helps a server that answers but refuses to write; empty for any other error."""
+    if not isinstance(error, exceptions.ResponseError):
+        return ""
+    if isinstance(error, exceptions.ReadOnlyError):  # redis-py leaves out the code
+        return _REMEDIES["READONLY"]
+    return next((remedy for code, remedy in _REMEDIES.items() if has_code(error, code)), "")
+
+
+def said_by(error: BaseException) -> str:
+    """Returns the text of an error in one line, without the command of a pipeline that redis-py puts before it."""
+    text = str(error)
+    if (match := _IN_PIPELINE.fullmatch(text)) is not None:
+        text = match[2] or match[3]
+    return " ".join(text.split()) or type(error).__name__
 
 
 def takes_no_more(error: BaseException) -> bool:

@@ -148,7 +148,7 @@ def test_what_keeps_a_run_from_going_on_is_told_and_its_end(start):
     with redis.Redis.from_url(connection["url"], protocol=2) as client:
         server = client.info("server")["process_id"]
         os.kill(server, signal.SIGSTOP)
-        run.wait_for("the run stands still: the run's own Redis does not answer: ")
+        run.wait_for("the run stands still: redis is suspended (SIGSTOP): ")
         os.kill(server, signal.SIGCONT)
         run.wait_for("the run goes on")
     run.process.terminate()

@@ -16,7 +16,8 @@ class Pool:
         self.children: dict[str, Any] = {}
         self._heartbeats: dict[str, Any] = {}
         self.states: dict[str, str] = {}
-        view: Any = SimpleNamespace(state=self.states.__setitem__)
+        config = SimpleNamespace(producers=ProducersConfig())
+        view: Any = SimpleNamespace(state=self.states.__setitem__, config=config)
         self.pool = ProducerPool(count, boots_at_once, self._start, view)
 
     def _start(self, name: str) -> Any:
