@@ -130,8 +130,7 @@ class ProducerPool:
         status = child.poll() or 0
         if status == 0 and finished():
             return
-        died = describe_status(status)
-        left = ""
+        died, left = describe_status(status), ""
         if status == _UNUSABLE_INPUT:
             raise PartDied(child, f"{died}: it cannot use its settings")
         if seat.served_since is None:
@@ -147,8 +146,9 @@ class ProducerPool:
                 raise PartDied(child, f"{died} after {seat.num_restarts} restarts")
             delay_s = _BACKOFF_S * 2**seat.num_restarts
             seat.num_restarts += 1
-            left = f"others take its groups over within {self._view.config.producers.claim_idle_s:.0f} s; "
-        self._view.state(seat.name, f"{died}, starting again in {delay_s:.0f} s; {left}log: {child.log}")
+            left = f"others take its groups over within {self._view.config.producers.claim_idle_s:.0f} s"
+        told = (f"{died}, starting again in {delay_s:.0f} s", child.last_error(), left, f"log: {child.log}")
+        self._view.state(seat.name, "; ".join(filter(None, told)))
         seat.child = None
         seat.served_since = None
         seat.start_at = time.monotonic() + delay_s

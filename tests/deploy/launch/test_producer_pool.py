@@ -24,6 +24,7 @@ class Pool:
         pid = len(self._heartbeats) + 100
         self.children[name] = SimpleNamespace(name=name, pid=pid, status=None, log=Path(name), started_s=2e9)
         self.children[name].poll = lambda child=self.children[name]: child.status
+        self.children[name].last_error = lambda: "it is quarantined: 0.3 nats"
         self.children[name].end = lambda child=self.children[name]: setattr(child, "status", -9)
         return self.children[name]
 
@@ -77,6 +78,19 @@ def test_a_producer_that_did_not_boot_beside_another_is_tried_again_alone(monkey
     assert pool.tick() == []
     pool.serve("producer-1")
     assert pool.tick() == ["producer-0"]
+
+
+def test_a_producer_that_ends_while_it_serves_is_told_with_its_reason_and_who_takes_its_groups():
+    pool = Pool(1, boots_at_once=1)
+    pool.tick()
+    pool.serve("producer-0")
+    pool.tick()
+    pool.children["producer-0"].status = 1
+    pool.tick()
+    assert pool.states["producer-0"] == (
+        "ended with status 1, starting again in 1 s; it is quarantined: 0.3 nats; others take its groups over within "
+        "30 s; log: producer-0"
+    )
 
 
 def test_engines_boot_side_by_side_as_far_as_their_threads_have_cores(monkeypatch):
