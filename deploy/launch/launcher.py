@@ -249,7 +249,8 @@ class Launcher:
         while waiting:
             for child in waiting:
                 if (status := child.poll()) is not None:
-                    self._view.state(child.name, "stopped" if status == 0 else describe_status(status))
+                    ended = "; ".join(filter(None, (describe_status(status), child.last_error())))
+                    self._view.state(child.name, "stopped" if status == 0 else ended)
                 elif time.monotonic() > deadline or self._signals.count:
                     child.kill()
             waiting = [child for child in waiting if child.returncode is None]
