@@ -262,11 +262,11 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 BUDGET = {
     "schemas": 6_050,
-    "producers": 13_700,
+    "producers": 13_850,
     "consumers": 17_600,
     "deploy": 14_400,
     "bench": 6_150,
-    "tests": 52_600,
+    "tests": 52_750,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""

@@ -1,0 +1,79 @@
+"""A server of the library OpenEnv, over its own client."""
+
+import random
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from penstock.producers.environments.openenv import OpenEnvEnvironment
+from penstock.producers.interfaces import Environment
+from penstock.schemas.config import EnvironmentConfig
+from penstock.schemas.process.plugins import construct
+from scripted_conversation import ScriptedConversation
+
+# It brings gradio, fastmcp and 25 other packages, too many for the dev extra.
+pytest.importorskip("openenv", reason="openenv-core is not installed: pip install 'penstock[openenv]'")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    from openenv_server import app
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        assert thread.is_alive()
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+async def test_resets_steps_and_rewards_are_the_server_s(url: str) -> None:
+    settings = {"url": url, "observation": "text", "reset": {"most": 5}, "instructions": "Be quick."}
+    environment = OpenEnvEnvironment(seed=1, **settings)
+    prompt = environment.prompt(1)
+    secret = random.Random(int(prompt.metadata["seed"])).randint(1, 5)
+    conversation = ScriptedConversation("0", "9", str(secret))
+    reward = await environment.converse(prompt, conversation)
+    assert (reward.value, reward.parts) == (0.75, {"finished": 1.0})
+    begun = [{"role": "system", "content": "Be quick."}, {"role": "user", "content": "Guess a number from 1 to 5."}]
+    assert conversation.asked[0] == begun and conversation.read[1:] == ["higher", "lower"]
+    assert (await environment.reward(prompt, "0")).parts == {"finished": 0.0}
+    whole = ScriptedConversation(str(secret))
+    await OpenEnvEnvironment(seed=1, url=url, reset={"most": 5}).converse(prompt, whole)
+    assert whole.read == ['{"text": "Guess a number from 1 to 5.", "picture": []}']
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fields": {"mode": "unrewarded"}}, "no step of the episode had a reward"),
+        ({"fields": {"mode": "broken"}}, "the dice are lost"),
+        ({"action": "guess"}, "VALIDATION_ERROR"),
+        ({"observation": "board"}, "no field 'board' in the observation, found ['picture', 'text']"),
+        ({"observation": "picture"}, "the observation's field 'picture' is of type list, expected text"),
+    ],
+)
+async def test_a_rollout_dies_of_what_the_server_refuses_or_lacks(url: str, settings: dict, message: str) -> None:
+    environment = OpenEnvEnvironment(seed=1, url=url, **settings)
+    for _ in range(2):  # the server's only session is free again
+        with pytest.raises(Exception, match=re.escape(message)):
+            await environment.reward(environment.prompt(1), "3")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/health"), ("my-lab", "no OpenEnv")],
+)
+def test_a_server_that_does_not_answer_is_an_error_of_the_run_file(url: str, message: str) -> None:
+    kwargs: dict[str, Any] = {"url": url}
+    plug = EnvironmentConfig(path="penstock.producers.environments.openenv:OpenEnvEnvironment", kwargs=kwargs)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        construct(plug, "environment", Environment, seed=0)
