@@ -252,7 +252,12 @@ def _assemble(
     lag_of = LagTable(make_version(epoch, 0), state.forks, state.announced)
     leadership.restore_from(ledger, lag_of)
     progress = RunProgress(epoch, state)
-    check = partial(check_trainable, vocabulary=learner.vocabulary, needs_teacher=config.teacher_url is not None)
+    check = partial(
+        check_trainable,
+        vocabulary=learner.vocabulary,
+        needs_teacher=config.teacher_url is not None,
+        experts=learner.experts,
+    )
     shard = open_shard(config, learner.ranks, connection.call, learner)
     recomputes = config.correction.proximal == "sampled_version"
     is_kept = (lambda version: shard.policy(version) is not None) if recomputes else None

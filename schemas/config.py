@@ -175,6 +175,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the model's chat template wherever it renders messages, such as `{ enable_thinking = false }` for
     Qwen3. A request to the endpoint may set others."""
+    replay_routes: bool = False
+    """For a mixture of experts: the engine returns which experts it chose for every token, and the trainer computes
+    with these, weighted by its own routers. Two computations of one router choose differently wherever scores are
+    close, the largest mismatch of such models ([models.md](models.md#routes)). Costs layers x experts per token bytes
+    a token on the stream."""
     rounding: Literal["nearest", "dithered"] | None = None
     """How a bfloat16 policy follows the trainer's float32 weights. "nearest": a weight changes once it has moved by
     half a unit in the last place, which takes tens of updates at small rates. "dithered": each weight begins at a

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.schemas.metrics import MAX_PART_CHARACTERS, MAX_PARTS
 from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.routes import Routes
 
 SCHEMA_VERSION = 1
 MAX_ENTRY_BYTES = 4 * 1024 * 1024
@@ -107,6 +108,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
         that the token was sampled from.
     sampling_mask: per sampled token the ids that the sampler kept (top-k/top-p), int32 bytes each; None without one.
     teacher_logprobs: float32 little-endian bytes, `[num_sampled_tokens]`, of a teacher's server; unset without one.
+    routes: the experts that the engine chose for every token but the last, when it was first computed; unset unless
+        `model.replay_routes`.
     """
 
     token_ids: bytes
@@ -116,6 +119,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason = "stop"
     sampling_mask: tuple[bytes, ...] | None = None
     teacher_logprobs: bytes | msgspec.UnsetType = msgspec.UNSET
+    routes: Routes | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def num_tokens(self) -> int:
@@ -197,6 +201,8 @@ class EngineFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool
     other: dict[str, str] = {}
     """Every other engine argument that the run file sets."""
+    route_bytes: int = 0
+    """Bytes of each token's `Routes`; 0 if it returns none."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -452,6 +458,8 @@ def _check_segment(segment: Segment, where: str) -> None:
             f"{where}.teacher_logprobs: {len(teacher)} bytes for {num_sampled} sampled tokens, expected "
             f"{logprobs_bytes}"
         )
+    if segment.routes is not msgspec.UNSET and (problem := segment.routes.problem(num_tokens - 1)):
+        raise RecordError(f"{where}.routes: {problem}")
 
 
 def _check_values(segment: Segment, where: str) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.schemas.prefixes import PrefixTrie
 from penstock.schemas.rollout import FinishReason, RecordError, Segment, VersionSpan
+from penstock.schemas.routes import Routes, joined_routes
 
 _ID_BYTES = 4
 
@@ -28,6 +29,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: tile `[0, num_sampled)`.
     delivered: whether the answer reached the client; None if unknown.
     sampling_mask: see `Segment`.
+    routes: of the prompt and the sampled tokens, without the last one.
     """
 
     call_id: str
@@ -39,6 +41,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason = "stop"
     delivered: bool | None = None
     sampling_mask: tuple[bytes, ...] | None = None
+    routes: Routes | None = None
 
 
 class Chain(NamedTuple):
@@ -137,9 +140,12 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
     runs: list[tuple[int, int]] = []
     spans: list[VersionSpan] = []
     masks: list[tuple[bytes, ...] | None] = []
+    routes: list[Routes | None] = []
     end = 0
     for call, trained in zip(calls, trains, strict=True):
         start = len(call.prompt_token_ids) // _ID_BYTES
+        # A later call computes its context again, or finds it cached: the first choice is the one sampled by.
+        routes.append(call.routes and call.routes.part(max(end - 1, 0)))
         pieces.append(call.prompt_token_ids[end * _ID_BYTES :])
         pieces.append(call.generation_token_ids)
         end = start + len(call.generation_token_ids) // _ID_BYTES
@@ -158,6 +164,7 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
         version_spans=tuple(spans),
         finish_reason=calls[-1].finish_reason,
         sampling_mask=joined_masks(masks),
+        routes=joined_routes(routes) or msgspec.UNSET,
     )
 
 

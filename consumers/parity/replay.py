@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import Support
 from penstock.consumers.learning.batch.layout import make_layout
-from penstock.consumers.learning.batch.packing import pack_segments
+from penstock.consumers.learning.batch.packing import pack_segments, segment_routes
 from penstock.consumers.learning.loss.scoring import head_logprobs
 from penstock.consumers.learning.model.attention import Scores, attend
 from penstock.consumers.learning.model.head import OutputHead
@@ -140,6 +140,7 @@ class PolicyStore:
                 self.device,
                 lora=self.lora,
                 max_model_len=self._config.engine.max_model_len,
+                replays_routes=self._config.model.replay_routes,
             )
             self._held = Path(self._config.model.path)
         return self._model
@@ -277,7 +278,10 @@ class Replay:
                 "rows sampled by several policies cannot be replayed: no packed pass is exact for "
                 f"{type(model.module).__name__}, whose keys and values could be kept; expected rows of one version"
             )
-        hidden, head = model.run(ids, positions, cache)
+        routes = [(segment_routes(plan.row.segment), start, end) for plan, _, start, end in parts]
+        known = [rows[start:end] for rows, start, end in routes if rows is not None]
+        forced = self._tensor(known) if len(known) == len(parts) else None
+        hidden, head = model.run(ids, positions, cache, forced)
         scored: list[tuple[ReplayPlan, np.ndarray, np.ndarray]] = []
         """Plan, offsets among its sampled tokens, and the places in the pass that predict them."""
         num_before = 0

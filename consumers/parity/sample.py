@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from penstock.consumers.parity.report import ParityError
@@ -203,6 +204,7 @@ def _part_of(segment: Segment, runs: tuple[tuple[int, int], ...], first: int, la
         version_spans=tuple(spans),
         finish_reason=segment.finish_reason,
         sampling_mask=None if segment.sampling_mask is None else segment.sampling_mask[first:last],
+        routes=segment.routes.part(0, end - 1) if segment.routes else UNSET,
     )
 
 

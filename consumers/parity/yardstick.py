@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import MicroBatch
-from penstock.consumers.learning.batch.packing import pack_segments
+from penstock.consumers.learning.batch.packing import pack_segments, segment_routes
 from penstock.consumers.learning.loss.scoring import head_logprobs
 from penstock.consumers.learning.model.head import OutputHead
 from penstock.consumers.learning.model.packed_model import PackedModel
@@ -67,7 +67,9 @@ def _row_by_row(model: PackedModel, microbatch: MicroBatch, segments: Sequence[S
     parts, head, device = [], OutputHead(torch.empty(0)), microbatch.token_ids.device
     for segment in segments:
         token_ids = torch.tensor(list(unpack_ids(segment.token_ids)), device=device)
-        hidden, head = model.run(token_ids, torch.arange(len(token_ids), device=device), None)
+        routes = segment_routes(segment)
+        forced = None if routes is None else torch.from_numpy(routes).to(device)
+        hidden, head = model.run(token_ids, torch.arange(len(token_ids), device=device), None, forced)
         parts += [hidden[start - 1 : end - 1] for start, end in segment.loss_mask]
     hidden = model.scaled(torch.cat(parts))
     return head_logprobs(hidden, head, replace(microbatch, predicting=torch.arange(len(hidden), device=device)))[0]

@@ -97,7 +97,7 @@ class CallLedger:
     spells out the calls of an answer as text, by their ids; any other message by its content.
 
     max_bytes: the rollout's share of its group's stream entry; also bounds the memory used here.
-    token_bytes: the encoded size of a sampled token; a token of the context has its id alone.
+    token_bytes, context_bytes: the encoded size of a sampled token, and of one of the context.
     num_bytes: an upper bound for what the calls take of it.
     num_begun: calls that have begun.
     unread: the numbers of calls whose answers count as unread.
@@ -105,6 +105,7 @@ class CallLedger:
 
     max_bytes: int = MAX_ENTRY_BYTES
     token_bytes: int = SamplingSettings().token_bytes
+    context_bytes: int = 4
     calls: list[Call] = field(default_factory=list)
     num_bytes: int = 0
     num_begun: int = 0
@@ -142,7 +143,8 @@ class CallLedger:
         Raises:
             ApiError: 400, no token fits.
         """
-        left = self.max_bytes - self.num_bytes - CALL_BYTES - SPAN_BYTES - 4 * self._num_context(base, num_prompt)
+        left = self.max_bytes - self.num_bytes - CALL_BYTES - SPAN_BYTES
+        left -= self.context_bytes * self._num_context(base, num_prompt)
         if left < self.token_bytes:
             raise self._too_large()
         return left // self.token_bytes
@@ -181,7 +183,8 @@ class CallLedger:
 
     def _add(self, call: Call) -> None:
         prompt = call.prompt
-        num_bytes = 4 * self._num_context(call.base, len(prompt) // 4) + self.token_bytes * call.num_sampled
+        num_bytes = self.context_bytes * self._num_context(call.base, len(prompt) // 4)
+        num_bytes += self.token_bytes * call.num_sampled
         num_bytes += CALL_BYTES + SPAN_BYTES * len(call.completion.version_spans)
         if self.num_bytes + num_bytes > self.max_bytes:
             raise self._too_large()
@@ -229,6 +232,7 @@ class CallLedger:
                 finish_reason=call.completion.finish_reason,
                 delivered=call.number in read,
                 sampling_mask=call.completion.sampling_mask,
+                routes=call.completion.routes,
             )
             for call in self.calls
             if call.number in read or call.digest not in digests

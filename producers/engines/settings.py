@@ -96,6 +96,9 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
     }
     if config.sampling.is_truncated:
         arguments["return_sampling_mask"] = True
+    if config.model.replay_routes:
+        # Hooks on the CPU build's routers do not fire in a compiled graph.
+        arguments["enforce_eager" if cpu else "enable_return_routed_experts"] = True
     if engine.max_model_len is not None:
         arguments["max_model_len"] = engine.max_model_len
     if (lora := config.lora) is not None:
@@ -227,4 +230,5 @@ def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> E
         prefix_caching=report["enable_prefix_caching"],
         async_scheduling=report["async_scheduling"],
         other=other,
+        route_bytes=report["route_bytes"] if config.model.replay_routes else 0,
     )

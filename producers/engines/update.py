@@ -1,4 +1,5 @@
-"""vLLM plug-in, loaded in every engine process: updates the weights in flight by one call of the engine core.
+"""vLLM plug-in, loaded in every engine process: updates the weights in flight by one call of the engine core, and hands
+over the experts of what is sampled.
 
 vLLM's own API needs five calls to pause, load, label and resume, and on a busy machine nothing is sampled while each
 waits for its turn.
@@ -14,14 +15,23 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
+from penstock.producers.engines.routes import CAPTURE_ROUTES, RouteOutputs
+
 UPDATE = "penstock_update"
 TRY = "penstock_try"
 """The worker's method that calls another one and returns its error instead of raising it."""
 
 
 def install() -> None:
-    """Adds the utility call `UPDATE` to vLLM's engine core."""
+    """Adds the utility calls `UPDATE` and `CAPTURE_ROUTES` to vLLM's engine core."""
     setattr(EngineCore, UPDATE, _update)
+    setattr(EngineCore, CAPTURE_ROUTES, _capture_routes)
+
+
+def _capture_routes(core: Any) -> None:
+    """Hands over every request's experts from now on. Raises RuntimeError: the model has none."""
+    results_of(core.model_executor.collective_rpc(TRY, args=(CAPTURE_ROUTES,)))
+    core.scheduler.aux_output_connector = RouteOutputs()
 
 
 def _update(core: Any, paths: list[str], version: str, forget_prefixes: bool, drained: bool) -> Future[Any]:

@@ -19,8 +19,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from penstock.producers.engines.completions import pack, pack_unfinished
+from penstock.producers.engines.completions import Reported, pack, pack_unfinished
 from penstock.producers.engines.engine_process import boot, ends_alone, set_environment, shut_down
+from penstock.producers.engines.routes import CAPTURE_ROUTES
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import TRY, UPDATE, results_of
 from penstock.producers.engines.weight_files import BaseModel, check
@@ -29,6 +30,7 @@ from penstock.producers.interfaces import CaptureError, Completion, EngineError,
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
+from penstock.schemas.routes import kind_of
 
 PARAMS_KEPT = 256
 """`SamplingParams` kept for reuse: agents' calls ask for any number of tokens up to the context."""
@@ -52,7 +54,8 @@ class VllmEngine:
         self._base = base
         self._dtype = config.model.dtype
         self._salted = config.engine.prefix_caching
-        self._masked = config.sampling.is_truncated
+        kind = kind_of(llm.vllm_config.model_config.get_num_experts()) if config.model.replay_routes else None
+        self._reported = Reported(config.sampling.is_truncated, kind)
         self._drained = config.engine.update == "drained"
         self._lora = config.lora
         self._adapter = None if config.lora is None else LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
@@ -103,6 +106,8 @@ class VllmEngine:
             verify(arguments, config, reports)
             engine = cls(llm, fingerprint(config, reports[0], __version__), config, base)
             await engine._on_ranks("penstock_unlink_memory")
+            if config.model.replay_routes and cpu:
+                await engine._answered(llm.engine_core.call_utility_async(CAPTURE_ROUTES))
             await engine._warm_up(config)
         except BaseException:
             await shut_down(llm)
@@ -129,7 +134,7 @@ class VllmEngine:
         """
         # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
-        params = sampling_params(sampling, num_siblings, masked=self._masked, stop=tuple(stop), seed=seed)
+        params = sampling_params(sampling, num_siblings, masked=self._reported.masks, stop=tuple(stop), seed=seed)
         return await self._run(prompt_token_ids, params, request_id, salt)
 
     def sampled(self, request_id: str) -> list[Completion]:
@@ -142,8 +147,8 @@ class VllmEngine:
             return []
         parent = states[0].parent_req
         outputs: list[Any] = [None] if parent is None else parent.output_aggregator
-        found = {n: pack(one, request_id, masked=self._masked) for n, one in enumerate(outputs) if one is not None}
-        found |= {one.request_index: pack_unfinished(one, request_id, masked=self._masked) for one in states}
+        found = {n: pack(one, request_id, self._reported) for n, one in enumerate(outputs) if one is not None}
+        found |= {one.request_index: pack_unfinished(one, request_id, self._reported) for one in states}
         # A sibling that vLLM has not been handed yet is in neither place.
         return [found[n] for n in range(len(outputs))] if len(found) == len(outputs) else []
 
@@ -165,7 +170,7 @@ class VllmEngine:
             raise EngineError(f"request {request_id}: {error.__cause__!r}") from error
         if final is None or final.prompt_token_ids != prompt_token_ids:
             raise EngineError(f"request {request_id}: the engine has answered a different prompt")
-        return [pack(output, request_id, masked=self._masked) for output in final.outputs]
+        return [pack(output, request_id, self._reported) for output in final.outputs]
 
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
         """Replaces the weights in flight with those of the safetensors file at `path`, which is verified; see
@@ -226,7 +231,7 @@ class VllmEngine:
         """Computes a sequence again, bypassing the prefix cache."""
         name = f"replay-{uuid.uuid4()}"
         salt = name if self.fingerprint.prefix_caching else None
-        params = sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1, masked=self._masked)
+        params = sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1, masked=self._reported.masks)
         await self._run(token_ids, params, name, salt)
 
     async def check(self) -> None:

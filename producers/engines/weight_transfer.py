@@ -27,7 +27,9 @@ from penstock.producers.engines import update
 from penstock.producers.engines.direct_writes import direct_writes
 from penstock.producers.engines.hidden_states import HiddenStateCapture
 from penstock.producers.engines.parent_death import bind_children
+from penstock.producers.engines.routes import RouteCapture
 from penstock.producers.engines.weight_files import read_tensors
+from penstock.schemas.routes import row_bytes
 
 BACKEND = "penstock_safetensors"
 ADAPTER_ID = 1
@@ -130,7 +132,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
                 layer.quant_method.process_weights_after_loading(layer)
 
 
-class EngineReport(HiddenStateCapture):
+class EngineReport(HiddenStateCapture, RouteCapture):
     """Mixed into vLLM's worker: the methods that Penstock calls on every rank of the running engine."""
 
     def penstock_try(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
@@ -184,7 +186,10 @@ class EngineReport(HiddenStateCapture):
         sampler = getattr(worker.model_runner, "sampler", None)
         if (lora := config.lora_config) is not None:
             report |= {"max_loras": lora.max_loras, "max_lora_rank": lora.max_lora_rank}
+        model = config.model_config
+        shape = model.get_total_num_hidden_layers(), model.get_num_experts(), model.get_num_experts_per_tok()
         return report | {
+            "route_bytes": row_bytes(*shape),
             "enable_lora": config.lora_config is not None,
             "device": worker.device.type,
             "dtype": _name(config.model_config.dtype),

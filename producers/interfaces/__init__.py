@@ -31,6 +31,7 @@ from penstock.schemas.policy import WeightManifest
 from penstock.schemas.process.plugins import offers
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings, VersionSpan
+from penstock.schemas.routes import Routes
 
 Restore = Callable[[], Awaitable[str]]
 
@@ -42,6 +43,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     behavior_logprobs: float32 bytes, `[num_sampled]`, processed, natural log.
     version_spans: tile `[0, num_sampled)`.
     sampling_mask: see `penstock.schemas.rollout.Segment`.
+    routes: of the prompt and the sampled tokens, without the last one; in a later part, of the token before each of its
+        own. None unless `model.replay_routes`.
     """
 
     token_ids: bytes
@@ -49,14 +52,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     sampling_mask: tuple[bytes, ...] | None = None
+    routes: Routes | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
 
+    @property
+    def num_context_routes(self) -> int:
+        """Tokens in `routes` before the one whose hidden states chose the first sampled token."""
+        return 0 if self.routes is None else self.routes.num_rows - self.num_tokens
+
     def part(self, start: int, end: int) -> "Completion":
         """Returns the tokens from `start` to before `end`."""
         inside = (span for span in self.version_spans if span.start < end and span.end > start)
+        context = self.num_context_routes
         return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[4 * start : 4 * end],
@@ -65,6 +75,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
                 VersionSpan(span.version, max(span.start, start) - start, min(span.end, end) - start) for span in inside
             ),
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[start:end],
+            routes=None if self.routes is None else self.routes.part(context + start if start else 0, context + end),
         )
 
 

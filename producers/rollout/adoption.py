@@ -85,4 +85,5 @@ def _completion(rollout: Rollout, n: int, context: bytes, group: RolloutGroup) -
         ),
         finish_reason=segment.finish_reason,
         sampling_mask=segment.sampling_mask,
+        routes=segment.routes or None,
     )

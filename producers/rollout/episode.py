@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.producers.interfaces import Completion, Engine, EngineError, RolloutFacts
@@ -269,6 +270,7 @@ def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollou
         ),
         finish_reason=completion.finish_reason,
         sampling_mask=completion.sampling_mask,
+        routes=completion.routes or UNSET,
     )
     return Rollout(segments=(segment,), reward=reward)
 

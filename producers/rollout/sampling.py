@@ -12,6 +12,7 @@ from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.schemas.config import EnvironmentConfig, RunConfig
 from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.rollout import ReproducibleSampling, SamplingSettings, VersionSpan, unpack_ids
+from penstock.schemas.routes import Routes, joined_routes
 from penstock.schemas.segments import joined_masks
 
 log = logging.getLogger(__name__)
@@ -163,4 +164,11 @@ def join(parts: Sequence[Completion]) -> Completion:
         version_spans=tuple(spans),
         finish_reason=parts[-1].finish_reason,
         sampling_mask=joined_masks(part.sampling_mask for part in parts),
+        routes=_joined_routes(parts),
     )
+
+
+def _joined_routes(parts: Sequence[Completion]) -> Routes | None:
+    """Keeps the context's routes of the first part that has tokens: later ones computed it again."""
+    first, *later = [part for part in parts if part.routes is not None] or [parts[0]]
+    return joined_routes([first.routes, *(part.routes and part.routes.part(part.num_context_routes) for part in later)])

@@ -14,6 +14,9 @@ from penstock.consumers.learning.advantages import BatchRewards
 from penstock.consumers.learning.batch.layout import PackedLayout, make_layout
 from penstock.schemas.metrics import LAG_LABELS, lag_label
 
+UNKNOWN_EXPERT = -1
+"""In a micro-batch's routes: the trainer's router chooses."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -34,6 +37,8 @@ class MicroBatch:
     rollouts: [rows] int64, the place of each row's rollout among all of the batch.
     support: the tokens that the sampler chose from; None if it excluded none (top-k, top-p).
     teacher_logprobs: [M] float32, from a teacher's server; None without one.
+    routes: [N, layers, experts per token] int16, the experts that the engine chose, `UNKNOWN_EXPERT` where it is not
+        known; None if some row has none.
     older: by version in `versions`, the rows with its tokens, in the same order; its values stay on the host.
     """
 
@@ -54,6 +59,7 @@ class MicroBatch:
     rollouts: Tensor
     support: "Support | None" = None
     teacher_logprobs: Tensor | None = None
+    routes: Tensor | None = None
     older: Mapping[int, "MicroBatch"] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 from penstock.consumers.learning.advantages import batch_rewards, make_advantage
-from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch, Place, Support, idle_microbatch
+from penstock.consumers.learning.batch.batch import (
+    UNKNOWN_EXPERT,
+    Batch,
+    MicroBatch,
+    MiniBatch,
+    Place,
+    Support,
+    idle_microbatch,
+)
 from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
 from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, make_layout
 from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatches_of, shared_out, spread
@@ -20,6 +28,7 @@ from penstock.consumers.learning.outcome import outcome
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment
+from penstock.schemas.routes import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -42,9 +51,10 @@ class _Row:
         return self.segment.loss_mask[0][0]
 
     @property
-    def prefix(self) -> tuple[int, bytes]:
-        """Group and bytes of the context: rows with an equal prefix share it."""
-        return self.place.group, self.segment.token_ids[: 4 * self.prefix_length]
+    def prefix(self) -> tuple[int, bytes, bytes]:
+        """Group, bytes of the context, and those of its routes: rows with an equal prefix share it."""
+        routes = self.segment.routes.part(0, self.prefix_length).ids if self.segment.routes else b""
+        return self.place.group, self.segment.token_ids[: 4 * self.prefix_length], routes
 
     @property
     def length(self) -> int:
@@ -336,7 +346,7 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
     lengths = np.array([row.length for row in rows])
     prefix_lengths = np.array([row.prefix_length for row in rows])
 
-    prefix_ids: dict[tuple[int, bytes], int] = {}
+    prefix_ids: dict[tuple[int, bytes, bytes], int] = {}
     prefix_of = np.array([prefix_ids.setdefault(row.prefix, len(prefix_ids)) for row in rows])
     first_with = np.unique(prefix_of, return_index=True)[1]
     unique_lengths = prefix_lengths[first_with]
@@ -378,6 +388,7 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
         rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),
         teacher_logprobs=_teacher_logprobs([row.segment for row in rows]),
+        routes=_routes([row.segment for row in rows], bases + positions),
     )
 
 
@@ -386,6 +397,24 @@ def _teacher_logprobs(segments: list[Segment]) -> torch.Tensor | None:
     if len(found) < len(segments):
         return None
     return torch.from_numpy(np.frombuffer(b"".join(found), dtype=np.float32).copy())
+
+
+def _routes(segments: list[Segment], tokens: np.ndarray) -> torch.Tensor | None:
+    """Returns the routes of some of the segments' tokens, by their places in the concatenated segments."""
+    found = [segment_routes(segment) for segment in segments]
+    known = [routes for routes in found if routes is not None]
+    return torch.from_numpy(np.concatenate(known)[tokens]) if len(known) == len(found) else None
+
+
+def segment_routes(segment: Segment) -> np.ndarray | None:
+    """Returns the experts of a segment's tokens, [num_tokens, layers, experts per token] int16; None without any."""
+    routes = segment.routes
+    if not routes:
+        return None
+    ids = np.frombuffer(routes.ids, dtype=f"<{routes.kind}").reshape(-1, routes.num_layers, routes.per_token)
+    found = ids.astype(np.int16)
+    found[ids == UNKNOWN[routes.kind]] = UNKNOWN_EXPERT
+    return np.pad(found, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT)
 
 
 def _support(segments: list[Segment]) -> Support | None:

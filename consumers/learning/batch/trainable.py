@@ -5,14 +5,22 @@ import math
 import numpy as np
 
 from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
+from penstock.schemas.routes import UNKNOWN, Routes
 
 
-def check_trainable(group: RolloutGroup, vocabulary: int, *, needs_teacher: bool = False) -> None:
+def check_trainable(
+    group: RolloutGroup,
+    vocabulary: int,
+    *,
+    needs_teacher: bool = False,
+    experts: tuple[int, int, int] | None = None,
+) -> None:
     """Raises RecordError, naming the group, if the trainer cannot reproduce a decoded group's logprobs.
 
     Args:
         vocabulary: rows of the model's head; token ids must be below it.
         needs_teacher: requires a teacher's logprobs, from its server.
+        experts: requires routes for a model of so many layers, experts, and experts per token.
     """
     sampling = group.sampling
     if not 0 <= sampling.temperature < math.inf:
@@ -29,6 +37,8 @@ def check_trainable(group: RolloutGroup, vocabulary: int, *, needs_teacher: bool
         for segment in rollout.segments:
             if needs_teacher:
                 check_taught(group, segment)
+            if experts is not None and segment.loss_mask:
+                _check_routed(group, segment.routes or None, *experts)
             largest = np.frombuffer(segment.token_ids, dtype=np.int32).max(initial=0)
             if largest >= vocabulary:
                 raise RecordError(
@@ -58,3 +68,17 @@ def check_taught(group: RolloutGroup, segment: Segment) -> None:
         raise RecordError(
             f"group {group.index}: no teacher_logprobs, which its producer should have requested from teacher.url"
         )
+
+
+def _check_routed(
+    group: RolloutGroup, routes: Routes | None, num_layers: int, num_experts: int, per_token: int
+) -> None:
+    where = f"group {group.index}: routes"
+    if routes is None:
+        raise RecordError(f"{where}: none, expected those of every token (model.replay_routes = true)")
+    if (found := (routes.num_layers, routes.per_token)) != (wanted := (num_layers, per_token)):
+        raise RecordError(f"{where} of {found} layers and experts per token, expected the model's {wanted}")
+    ids = np.frombuffer(routes.ids, dtype=f"<{routes.kind}")
+    largest = ids[ids != UNKNOWN[routes.kind]].max(initial=0)
+    if largest >= num_experts:
+        raise RecordError(f"{where} with expert {largest}, expected less than the model's {num_experts}")

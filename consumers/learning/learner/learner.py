@@ -82,6 +82,7 @@ class Learner:
             seed=config.seed,
             dithered=config.dithers,
             max_model_len=config.engine.max_model_len,
+            replays_routes=config.model.replay_routes,
         )
         self._movement: Movement | None = None
         """Of a policy that is rounded."""
@@ -236,6 +237,12 @@ class Learner:
     def vocabulary(self) -> int:
         """Token ids must be below this."""
         return self.model.vocabulary
+
+    @property
+    def experts(self) -> tuple[int, int, int] | None:
+        """Layers, experts and experts per token of the routes that rollouts must have; None if they need none."""
+        routing = self.model.routing
+        return None if routing is None else (routing.num_layers, routing.num_experts, routing.per_token)
 
     def _train(
         self,

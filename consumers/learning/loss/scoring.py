@@ -113,6 +113,7 @@ class TokenScorer:
                 frozen=True,
                 field="model.reference" if config.model.reference else "model.path",
                 max_model_len=config.engine.max_model_len,
+                replays_routes=config.model.replay_routes and config.model.reference is None,
             )
             if self.reference.vocabulary != model.vocabulary:
                 raise ConfigError(

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from penstock.consumers.learning.batch.batch import MicroBatch
+from penstock.consumers.learning.batch.batch import MicroBatch, idle_microbatch
 from penstock.consumers.learning.batch.layout import PackedLayout
 from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention, is_unpadded
 from penstock.consumers.learning.model.blocks import compile_blocks
@@ -35,6 +36,7 @@ from penstock.consumers.learning.model.lora import LoraLinear, adapt, adapter_of
 from penstock.consumers.learning.model.model_check import ModelCheckError, check_model, uncalled
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import dither
+from penstock.consumers.learning.model.routing import RouteReplay
 from penstock.consumers.learning.model.shards import fill, gathered, held, shard
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
@@ -67,6 +69,7 @@ class PackedModel:
         field: the run file's field whose value is `path`.
         max_model_len: the engine's longest sequence in tokens, `engine.max_model_len`, which decides some rotary
             frequencies (`fix_rope`).
+        replays_routes: rows are computed by their routes, the experts that the engine chose.
 
     Raises:
         ConfigError: no such model, incomplete weights, a head that is not one linear map or that contradicts the
@@ -89,6 +92,7 @@ class PackedModel:
         dithered: bool = False,
         field: str = "model.path",
         max_model_len: int | None = None,
+        replays_routes: bool = False,
     ) -> None:
         self._named = f"{field} = {path!r}"
         self._max_model_len = max_model_len
@@ -120,11 +124,16 @@ class PackedModel:
                     dithered=dithered,
                     field=field,
                     max_model_len=max_model_len,
+                    replays_routes=replays_routes,
                 )
             module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype], max_model_len)
         self._take(module, gradient_checkpointing)
+        self.routing: RouteReplay | None = RouteReplay(self.module, self._named) if replays_routes else None
         if self._ranks.mesh is None:
             self._choose_pass(DTYPES[dtype])
+            if self.routing is not None:
+                idle = idle_microbatch().to(device)
+                self.routing.check(lambda routes: self.forward(replace(idle, routes=routes.to(device))))
             if dithered:
                 dither(self.module, DTYPES[dtype], seed, self._kept)
         if lora is not None or frozen:
@@ -248,20 +257,27 @@ class PackedModel:
 
     def forward(self, microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
         """Returns hidden states [N, H], `scaled`, and the head: published values, in `dtype`."""
-        hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
+        hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout, microbatch.routes)
         return self.scaled(hidden), head
 
     def run(
-        self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention | None
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        layout: PackedLayout | OwnAttention | None,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, OutputHead]:
         """Runs the body over [N] tokens; returns the hidden states before `scaled`, and the head.
 
         If several ranks share the model, every rank must run it, on any tokens, and the head is valid until the next
-        run. layout: None for one row while the model attends by transformers' own attention.
+        run. layout: None for one row while the model attends by transformers' own attention. routes: see `MicroBatch`.
 
         Raises:
             NotImplementedError: an `OwnAttention`, of a model that runs in rectangles.
         """
+        if self.routing is not None:
+            is_padded = routes is not None and isinstance(layout, PackedLayout) and self.in_rectangles
+            self.routing.take(routes[layout.buckets[0]].flatten(0, 1) if is_padded else routes)
         if layout is None or not self.in_rectangles:
             hidden, head = self._run(input_ids=token_ids[None], position_ids=position_ids[None], layout=layout)
             return hidden[0], head
