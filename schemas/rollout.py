@@ -201,8 +201,8 @@ class EngineFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool
     other: dict[str, str] = {}
     """Every other engine argument that the run file sets."""
-    route_bytes: int = 0
-    """Bytes of each token's `Routes`; 0 if it returns none."""
+    route_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    """Bytes of each token's `Routes`; unset if it returns none."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

@@ -291,7 +291,7 @@ class AgentGroup:
 
     def new_ledger(self) -> CallLedger:
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
-        route_bytes = self.fingerprint.route_bytes
+        route_bytes = self.fingerprint.route_bytes or 0
         return CallLedger(calls_bytes, self.sampling.token_bytes + route_bytes, 4 + route_bytes)
 
     def missing(self) -> str:

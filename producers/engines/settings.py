@@ -230,5 +230,5 @@ def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> E
         prefix_caching=report["enable_prefix_caching"],
         async_scheduling=report["async_scheduling"],
         other=other,
-        route_bytes=report["route_bytes"] if config.model.replay_routes else 0,
+        route_bytes=report["route_bytes"] if config.model.replay_routes else msgspec.UNSET,
     )

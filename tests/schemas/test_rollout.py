@@ -26,6 +26,7 @@ from penstock.schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
+from penstock.schemas.routes import Routes
 
 WIRE = Path(__file__).parents[1] / "golden" / "wire"
 
@@ -102,6 +103,9 @@ def test_a_segment_that_disagrees_with_itself_is_refused_on_both_sides():
         ({"version_spans": (VersionSpan(7, 3, 5),)}, r"version_spans .* do not tile loss_mask"),
         ({"version_spans": (VersionSpan(-2, 3, 6),)}, r"version -2, expected -1 \(unknown\) or more"),
         ({"sampling_mask": (b"",)}, r"sampling_mask: 1 entries for 3 sampled tokens"),
+        ({"routes": Routes(2, 1, "B", bytes(12))}, r"routes: 12 bytes, expected 5 rows of 2"),
+        ({"routes": Routes(2, 1, "Q", bytes(10))}, r"routes: 2 layers, 1 experts of kind 'Q', expected kind 'B' or"),
+        ({"routes": Routes(0, 1, "B", b"")}, r"routes: 0 layers, 1 experts of kind 'B', expected"),
         ({"teacher_logprobs": b""}, r"teacher_logprobs: 0 bytes for 3 sampled tokens, expected 12"),
         ({"teacher_logprobs": pack_floats([-1.0] * 4)}, r"teacher_logprobs: 16 bytes for 3 sampled tokens"),
     ]:

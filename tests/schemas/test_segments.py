@@ -21,6 +21,7 @@ from penstock.schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
+from penstock.schemas.routes import Routes
 from penstock.schemas.segments import CallError, Chain, RecordedCall, segments
 from wire_examples import group
 
@@ -108,6 +109,21 @@ def test_an_answer_that_the_client_had_is_trained_even_if_it_asked_again():
 def test_equal_answers_to_one_prompt_are_two_and_the_later_one_is_continued():
     calls = call("a", 0, [1], [2], delivered=True), call("b", 1, [1], [2]), call("c", 2, [1, 2, 3], [4])
     assert outcome(*calls) == ([("a",), ("b", "c")], {})
+
+
+def test_a_token_has_the_routes_of_the_call_that_computed_it_first():
+    """A row names its call and token: `t` and the place in the call."""
+
+    def routed(name: str, t: int, prompt: list[int], generated: list[int]) -> RecordedCall:
+        rows = bytes(byte for place in range(len(prompt) + len(generated) - 1) for byte in (t, place))
+        return call(name, t, prompt, generated, routes=Routes(1, 2, "B", rows))
+
+    first, second = routed("a", 0, [1, 2], [3, 4]), routed("b", 1, [1, 2, 3, 4, 9, 9], [5])
+    forked = routed("c", 2, [1, 2, 3, 4, 8], [6])
+    chains, _ = segments([first, second, forked])
+    ids = [bytes([0, 0, 0, 1, 0, 2, t, 3, *own]) for t, own in ((1, (1, 4, 1, 5)), (2, (2, 4)))]
+    assert [chain.segment.routes for chain in chains] == [Routes(1, 2, "B", rows) for rows in ids]
+    check_wire(chains)
 
 
 def test_calls_without_context_between_them_are_one_run_with_the_spans_of_both():

@@ -3,16 +3,20 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.producers.engines import completions
+from penstock.producers.engines.completions import Reported
 from penstock.producers.interfaces import Completion, EngineError
+from penstock.producers.rollout.sampling import join
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_floats, unpack_ids
+from penstock.schemas.routes import Routes
 
 
 def pack(given: Any, request_id: str, *, masked: bool = False) -> Completion:
-    return completions.pack(given, request_id, masked=masked)
+    return completions.pack(given, request_id, Reported(masked, None))
 
 
 def output(
@@ -22,6 +26,7 @@ def output(
     spans=((4, 0, 2), (5, 2, 3)),
     reason="stop",
     kept=None,
+    experts=None,
 ):
     versions = [SimpleNamespace(version=str(version), start=start, end=end) for version, start, end in spans]
     flat = SimpleNamespace(token_ids=list(token_ids if logprob_ids is None else logprob_ids), logprobs=list(logprobs))
@@ -31,6 +36,7 @@ def output(
         weight_versions=versions,
         finish_reason=reason,
         sampling_mask=None if kept is None else SimpleNamespace(token_ids=kept),
+        routed_experts=experts,
     )
 
 
@@ -59,7 +65,7 @@ def test_an_output_that_contradicts_itself_is_an_error():
             pack(given, "r", masked=masked)
 
 
-def unfinished(chunks, **parts):
+def unfinished(chunks, experts=(), **parts):
     """What vLLM keeps of a sibling that it samples, with masks as its sampler gives them."""
     whole = output(**parts)
 
@@ -74,16 +80,34 @@ def unfinished(chunks, **parts):
             SimpleNamespace(token_ids=np.array(ids, np.int32), offsets=None if ends is None else np.array(ends))
             for ids, ends in chunks
         ],
+        routed_experts_chunks=list(experts),
     )
 
 
 def test_what_is_still_sampled_packs_like_an_aborted_output():
     chunks = [([7, 3], None), ([8, 1, 9, 2], [0, 1, 4])]
-    found = completions.pack_unfinished(unfinished(chunks), "r", masked=True)
+    found = completions.pack_unfinished(unfinished(chunks), "r", Reported(True, None))
     assert found == pack(output(reason="abort", kept=[[7, 3], [8], [1, 9, 2]]), "r", masked=True)
-    assert completions.pack_unfinished(unfinished([]), "r", masked=False) == pack(output(reason="abort"), "r")
+    assert completions.pack_unfinished(unfinished([]), "r", Reported(False, None)) == pack(output(reason="abort"), "r")
     with pytest.raises(EngineError, match="request r: 3 tokens, but a sampling mask of 1"):
-        completions.pack_unfinished(unfinished(chunks[:1]), "r", masked=True)
+        completions.pack_unfinished(unfinished(chunks[:1]), "r", Reported(True, None))
+
+
+def test_experts_are_packed_with_those_of_the_prompt():
+    experts = np.arange(5 * 2 * 2, dtype=np.int32).reshape(5, 2, 2)  # of a prompt of 3 tokens, and 2 of the 3 sampled
+    packed = completions.pack(output(experts=experts), "r", Reported(False, "B"))
+    assert packed.routes == Routes(2, 2, "B", bytes(range(20))) and packed.num_context_routes == 2
+    assert completions.pack_unfinished(
+        unfinished([], [experts[:3], experts[3:]]), "r", Reported(False, "H")
+    ).routes == Routes(2, 2, "H", experts.astype("<u2").tobytes())
+    assert completions.pack(output((), (), (), ()), "r", Reported(False, "B")).routes is None
+    for few in (None, experts[:2]):
+        with pytest.raises(EngineError, match=r"request r: 3 tokens, but experts of [02];.*replay_routes"):
+            completions.pack(output(experts=few), "r", Reported(False, "B"))
+    parts = [packed.part(0, 1), packed.part(1, 3)]
+    assert [part.routes.num_rows for part in parts] == [3, 2] and join(parts) == packed
+    again = msgspec.structs.replace(parts[1], routes=Routes(2, 2, "B", b"x" * 12 + parts[1].routes.ids))
+    assert join([parts[0], again]) == packed, "what a second request computes again is not what was sampled by"
 
 
 @pytest.mark.vllm
@@ -120,8 +144,9 @@ def test_masks_are_read_from_what_vllm_makes_of_its_sampler_s_output(vllm_engine
             _new_completion_output=lambda *_, whole=given: whole,
             _weight_version_spans=lambda whole=given: whole.weight_versions,
             sampling_mask_chunks=chunks,
+            routed_experts_chunks=[],
         )
-        assert completions.pack_unfinished(state, "r", masked=True).sampling_mask == found
+        assert completions.pack_unfinished(state, "r", Reported(True, None)).sampling_mask == found
 
 
 @pytest.mark.vllm

@@ -1,14 +1,19 @@
-"""Every parameter of a mixture of experts reaches the engine in flight, whether the model loads it or copies it."""
+"""Every parameter of a mixture of experts reaches the engine in flight, whether the model loads it or copies it, and
+the engine says which experts it chose."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.schemas.rollout import SamplingSettings
+from penstock.producers.interfaces import Completion
+from penstock.schemas.rollout import SamplingSettings, unpack_ids
 from shared_engine import BUDGET, CONTEXT, EOS, PROMPT, VOCABULARY, SharedEngine, gap, run_config, weights_of
 
 pytestmark = [
@@ -51,6 +56,46 @@ async def test_every_parameter_is_the_update_s(vllm_engine, tmp_path: Path, kind
             assert gap(model, completions) <= BUDGET, moved
     finally:
         await shared.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)])
+async def test_the_engine_s_routes_are_transformers_own(vllm_engine, tmp_path: Path, monkeypatch, kind: str) -> None:
+    """Of prompts and of what is sampled, finished or not, computed or found in the cache."""
+    model = _mixture(kind)
+    model.save_pretrained(tmp_path / "model")
+    config = run_config(tmp_path / "model", engine={"prefix_caching": True})
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, replay_routes=True))
+    shared = SharedEngine(await vllm_engine.start(config), model, tmp_path)
+    engine, prompt, sampling = shared.engine, PROMPT * 30, SamplingSettings(max_tokens=100)  # blocks are of 128 tokens
+    try:
+        assert engine.fingerprint.route_bytes == 2 * 2
+        sampled = asyncio.ensure_future(engine.generate(prompt, sampling, 4, "first"))
+        unfinished: list[Completion] = []
+        async with asyncio.timeout(60):
+            while not unfinished and not sampled.done():
+                await asyncio.sleep(0)
+                unfinished = [one for one in engine.sampled("first") if one.num_tokens > 5]
+        completions = await sampled + await engine.generate(prompt, sampling, 4, "cached") + unfinished
+    finally:
+        await engine.close()
+    assert gap(model, completions, prompt=prompt) <= BUDGET
+    chosen: list[torch.Tensor] = []
+    topk = torch.topk
+
+    def record(scores: torch.Tensor, k: int, *arguments: Any, **keywords: Any) -> Any:
+        found = topk(scores, k, *arguments, **keywords)
+        chosen.append(found.indices.sort().values)
+        return found
+
+    monkeypatch.setattr(torch, "topk", record)
+    for completion in completions:
+        chosen.clear()
+        with torch.no_grad():
+            model(torch.tensor([[*prompt, *unpack_ids(completion.token_ids)]]))
+        expected = torch.stack(chosen, dim=1)[:-1]
+        assert completion.routes is not None and completion.routes.num_rows == len(expected)
+        ids = np.frombuffer(completion.routes.ids, dtype=np.uint8).reshape(expected.shape)
+        assert np.array_equal(np.sort(ids, axis=-1), expected.numpy())
 
 
 def _published(model: Any) -> dict[str, torch.Tensor]:
