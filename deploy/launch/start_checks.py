@@ -14,7 +14,7 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.deploy.launch.context_length import check_context
 from penstock.deploy.launch.machine import read_machine
-from penstock.deploy.launch.memory import read_shape
+from penstock.deploy.launch.memory import read_model_config, read_shape
 from penstock.deploy.launch.placement import Placement, place
 from penstock.deploy.launch.posed_tasks import PosedTask, pose_tasks
 from penstock.deploy.launch.redis_server import ServerError, connect
@@ -30,6 +30,7 @@ from penstock.schemas.process.outage import on_another_node
 from penstock.schemas.process.plugins import construct, definition, is_whole, read_attribute, shown_value
 from penstock.schemas.process.redis_url import configured_url, place_of
 from penstock.schemas.rollout import MAX_ENTRY_BYTES
+from penstock.schemas.routes import row_bytes, shape_in
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SPAN = 0.1
@@ -186,6 +187,21 @@ def _check_model(config: RunConfig) -> None:
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: no config.json in it; expected a transformers model")
+    if config.model.replay_routes:
+        _check_routes(config)
+
+
+def _check_routes(config: RunConfig) -> None:
+    if not _route_bytes(config):
+        raise ConfigError(
+            f"model.replay_routes = true with model.path = {config.model.path!r}: its config.json names no experts; "
+            "expected a mixture of experts"
+        )
+    if config.trainer.compile:
+        raise ConfigError(
+            "model.replay_routes = true with trainer.compile = true: the choice of experts is replaced in layers that "
+            "run uncompiled; expected one of the two"
+        )
 
 
 def _check_memory(config: RunConfig) -> Iterator[str]:
@@ -278,4 +294,11 @@ def _estimated_rollout_bytes(config: RunConfig, sampled: int) -> int:
     context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
     per_sampled = config.sampling.token_bytes + _BYTES_PER_SPAN
     per_sampled += _BYTES_PER_TEACHER_LOGPROB * (config.teacher_url is not None)
-    return int(per_sampled * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT)
+    per_token = _route_bytes(config) if config.model.replay_routes else 0
+    return int(
+        (per_sampled + per_token) * sampled + (_BYTES_PER_CONTEXT_TOKEN + per_token) * context + _BYTES_PER_ROLLOUT
+    )
+
+
+def _route_bytes(config: RunConfig) -> int:
+    return row_bytes(*shape_in(read_model_config(Path(config.model.path))))

@@ -5,7 +5,8 @@ the chosen experts still come from the trainer's own router, so that it has its 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ class RouteReplay:
     def __init__(self, module: Any, named: str) -> None:
         self.num_layers, self.num_experts, self.per_token = shape_in(module.config.get_text_config().to_dict())
         self._routes: Tensor | None = None
-        self.differing: dict[int, Tensor] | None = None
-        """By layer, while not None: [N] bool, whether the model's own choice is another set of experts."""
+        self._is_free = False
+        self.differing: dict[int, list[Tensor]] | None = None
+        """By layer, while not None: of each pass [N] bool, whether the model's own choice is another set of experts."""
         self._named, self._type = named, type(module).__name__
         self._layers: dict[int, _Choice] = {}
         for name, block in module.named_modules():
@@ -51,9 +53,27 @@ class RouteReplay:
     def take(self, routes: Tensor | None) -> None:
         """Forces the choices of the next pass. routes: [N, layers, experts per token], integers; -1 where the router
         chooses. None for a pass without."""
-        self._routes = routes
+        self._routes = None if self._is_free else routes
         for choice in self._layers.values():
             choice.is_made = False
+
+    @contextmanager
+    def compared(self) -> Iterator[dict[int, list[Tensor]]]:
+        """Within the context `differing` collects; yields it."""
+        self.differing = {}
+        try:
+            yield self.differing
+        finally:
+            self.differing = None
+
+    @contextmanager
+    def freed(self) -> Iterator[None]:
+        """Within the context the model's own routers choose."""
+        self._is_free = True
+        try:
+            yield
+        finally:
+            self._is_free = False
 
     @torch.no_grad()
     def check(self, run: Callable[[Tensor], Any]) -> None:
@@ -101,5 +121,6 @@ class _Choice(TorchFunctionMode):
         self.is_made = True
         forced = torch.where(forced == UNKNOWN_EXPERT, own, forced)
         if self._replay.differing is not None:
-            self._replay.differing[self._layer] = (forced.sort().values != own.sort().values).any(-1)
+            others = (forced.sort().values != own.sort().values).any(-1)
+            self._replay.differing.setdefault(self._layer, []).append(others)
         return torch.return_types.topk((scores.gather(-1, forced), forced))

@@ -98,10 +98,13 @@ def test_a_mixture_is_computed_by_its_routes(tmp_path, monkeypatch, kind: str, c
     ]
     routes = [each[..., :PER_TOKEN] for each in routes]
     assert model.routing is not None
-    model.routing.differing = {}
+    with model.routing.compared() as differing:
+        found = _logprobs(model, rows, routes)
+    assert sorted(differing) == list(range(first_layer, LAYERS))
+    assert all(0.5 < float(each.float().mean()) <= 1 for (each,) in differing.values())
+    with model.routing.freed():
+        assert torch.equal(_logprobs(model, rows, routes), free)
     found = _logprobs(model, rows, routes)
-    assert sorted(model.routing.differing) == list(range(first_layer, LAYERS))
-    assert all(0.5 < float(each.float().mean()) <= 1 for each in model.routing.differing.values())
     assert float((found - free).detach().abs().mean()) > 0.05
     expected = []
     for row, forced in zip(rows, routes, strict=True):

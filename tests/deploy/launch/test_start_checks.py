@@ -111,6 +111,7 @@ REFUSED = [
     ("redis.maxmemory_mb=1", r"redis\.maxmemory_mb = 1: the 96 groups .* expected at least twice that"),
     ("evaluation.num_prompts=9999", r"evaluation.num_prompts = 9999: the environment 'main' .* has 256 held-out"),
     (DROP_FLAT, r"environment.num_tasks is not set: curriculum.path = .*drop_flat' chooses"),
+    ("model.replay_routes=true", r"replay_routes = true with model\.path = .*: its config.json names no experts"),
     ("lora.rank=2", "no safetensors files there; expected the weights of the base"),
     ("engine.tensor_parallel_size=4", r"engine\.tensor_parallel_size = 4: expected a divisor .*_heads = 6"),
 ]
@@ -124,6 +125,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(configured, model_fo
     for override, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
             pytest.fail(f"{override}: {check(configured(override, 'sampling.max_tokens=4096'))}")
+    mixture = '{"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3}'
+    (model_folder / "config.json").write_text(mixture)
+    with pytest.raises(
+        ConfigError, match=r"model\.replay_routes = true with trainer\.compile = true: .* one of the two"
+    ):
+        check(configured("model.replay_routes=true", "trainer.compile=true"))
     poses = {"path": f"{__name__}:PosesText"}
     for kwargs, message in (
         ({}, r"prompt\(1\): TypeError: prompt\(1\) returned '1\+1=', expected a Prompt \(.*.py:\d+\); `penstock try`"),
