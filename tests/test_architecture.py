@@ -261,16 +261,16 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_050,
-    "producers": 13_850,
-    "consumers": 17_600,
-    "deploy": 14_400,
+    "schemas": 6_250,
+    "producers": 14_250,
+    "consumers": 18_200,
+    "deploy": 14_800,
     "bench": 6_150,
-    "tests": 52_750,
+    "tests": 54_000,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 109
+MOST_IMPORTED_BY_THE_TRAINER = 114
 
 
 def test_the_house_keeps_its_budget():
