@@ -27,6 +27,7 @@ VLLM_FILES = {
         "update",
         "answer_parser",
         "direct_writes",
+        "routes",
     )
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)

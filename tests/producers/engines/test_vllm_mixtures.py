@@ -60,7 +60,7 @@ async def test_every_parameter_is_the_update_s(vllm_engine, tmp_path: Path, kind
 
 @pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)])
 async def test_the_engine_s_routes_are_transformers_own(vllm_engine, tmp_path: Path, monkeypatch, kind: str) -> None:
-    """Of prompts and of what is sampled, finished or not, computed or found in the cache."""
+    """Prompts and what is sampled have them, finished or not, computed or found in the cache."""
     model = _mixture(kind)
     model.save_pretrained(tmp_path / "model")
     config = run_config(tmp_path / "model", engine={"prefix_caching": True})
