@@ -8,11 +8,22 @@ export VENV
 # Tests and runs start hundreds of interpreters; each would compile torch and vLLM anew if no bytecode may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo agent-demo test test-all chaos compose-check lint bench bench-peers gpu-check study venv venv-dev venv-peers clean clean-venv
+.PHONY: demo demo-real agent-demo test test-all chaos compose-check lint bench bench-peers gpu-check study venv venv-dev venv-peers clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m penstock.deploy.cli make-model $(MODEL)
 	$(VENV)/bin/python -m penstock.deploy.cli run $(DEMO) --name demo-$$(date +%Y%m%d-%H%M%S) --set model.path=$(MODEL)
+
+# A language model of 135M parameters learns sums: docs/recipes.md. LORA=1 trains an adapter of it.
+demo-real:
+	@deploy/install.sh gguf reasoning-gym
+	$(VENV)/bin/python -m penstock.deploy.cli fetch-model smollm2 runs/models/smollm2
+	run=real-$$(date +%Y%m%d-%H%M%S) && \
+	$(VENV)/bin/python -m penstock.deploy.cli run recipe:reasoning-gym --name $$run \
+		$(if $(LORA),--set lora.rank=16 --set lora.alpha=32 --set trainer.learning_rate=2e-4) && \
+	for model in runs/models/smollm2 $$run; do \
+		$(VENV)/bin/python -m penstock.deploy.cli evaluate $$model recipe:reasoning-gym --show 3 || exit; \
+	done
 
 # A small agent that mostly guesses learns to call a calculator.
 agent-demo: venv

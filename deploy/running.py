@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import DEFAULT_RUNS, check_environment, find_run_file, run_coroutine
+from penstock.deploy.launch.command_line import (
+    DEFAULT_RUNS,
+    RECIPE,
+    check_environment,
+    find_run_file,
+    run_coroutine,
+)
 from penstock.deploy.launch.run_folder import RUN_FILE, RunFolder
 from penstock.deploy.results import RunResult, report
 from penstock.producers.interfaces import EngineError as EngineError
@@ -239,7 +245,7 @@ def trial_config(config: Settings | type, *, set: Overrides = ()) -> RunConfig:
         config = import_path(config, "config")
     if not isinstance(config, str) or (file := Path(config)).exists():
         return load_config(config, set=set)
-    if ":" not in config and (file.suffix in ("", ".toml") or file.name != config):
+    if config.startswith(RECIPE) or (":" not in config and (file.suffix in ("", ".toml") or file.name != config)):
         return load_config(config, set=set)
     document: dict[str, Any] = {"name": "try", "model": {"path": ""}, "environment": {"path": config}}
     return config_of(document, file, _importable(overridden(set), "set"))
@@ -263,7 +269,7 @@ def try_environment(config: Settings | type, num_tasks: int = 4, *, set: Overrid
 
 
 def evaluate(
-    model: str | Path, config: Settings, *, set: Overrides = (), runs: str | Path = DEFAULT_RUNS
+    model: str | Path, config: Settings, *, set: Overrides = (), runs: str | Path = DEFAULT_RUNS, show: int = 0
 ) -> "Evaluated":
     """Evaluates a model on the held-out prompts of a run's environments. Trains nothing; boots an engine.
 
@@ -273,6 +279,7 @@ def evaluate(
 
     model: a model's folder, or a run (its name or folder), of which the newest checkpoint is evaluated.
     config: settings as for `run`; they determine the prompts and the sampling.
+    show: prompts of each set that the result has with an answer, `sets[0].shown`.
 
     Raises:
         ConfigError: unusable settings, no such model, or no held-out prompts.
@@ -281,4 +288,4 @@ def evaluate(
     """
     from penstock.deploy.evaluate.command import evaluate_model
 
-    return evaluate_model(model, load_config(config, set=set), runs=runs)
+    return evaluate_model(model, load_config(config, set=set), runs=runs, show=show)

@@ -1,1 +1,2 @@
-"""Small models for demonstrations and tests. Imported through `make_model`; `model_recipe` needs no torch."""
+"""Small models for demonstrations, recipes and tests. Imported through `make_model` and `fetch_model`; `model_recipe`
+needs no torch."""

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from penstock.deploy.launch.command_line import (
     DEFAULT_RUNS,
@@ -17,7 +17,7 @@ from penstock.deploy.launch.command_line import (
     print_result,
 )
 from penstock.deploy.launch.engine_output import output_in, progress
-from penstock.deploy.operate.printing import print_table
+from penstock.deploy.operate.printing import print_block, print_table
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.metrics import REWARD, error_key, pass_key
@@ -36,14 +36,30 @@ def command(
     runs: Runs = DEFAULT_RUNS,
     json: Json = False,
     set: Set = (),
+    show: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 0,
 ) -> int:
-    """Measure a model on the held-out prompts of a run file; trains nothing. Status 1 if prompts have failed."""
-    evaluated = evaluate_model(model, load_config(find_run_file(run_file), set), runs=runs)
-    print_result(evaluated, lambda evaluated: print_table(results_table(evaluated)), json)
+    """Measure a model on the held-out prompts of a run file; trains nothing. Status 1 if prompts have failed.
+
+    Args:
+        show: prompts of each set to print with an answer
+    """
+    evaluated = evaluate_model(model, load_config(find_run_file(run_file), set), runs=runs, show=show)
+    print_result(evaluated, _print, json)
     return 1 if evaluated.failures else 0
 
 
-def evaluate_model(model: str | Path, settings: RunConfig, *, runs: str | Path = DEFAULT_RUNS) -> "Evaluated":
+def _print(evaluated: "Evaluated") -> None:
+    print_table(results_table(evaluated))
+    for each in evaluated.sets:
+        for n, answer in enumerate(each.shown, 1):
+            print(f"\n{each.name}, held-out prompt {n}: reward {answer.reward:g}")
+            for label, text in (("prompt", answer.prompt), ("gold", answer.gold), ("answer", answer.answer)):
+                print_block(label, text)
+
+
+def evaluate_model(
+    model: str | Path, settings: RunConfig, *, runs: str | Path = DEFAULT_RUNS, show: int = 0
+) -> "Evaluated":
     """Evaluates as `penstock.deploy.running.evaluate` does, with progress on stderr and other output in a file."""
     limit_threads(settings.producers.num_threads)
     from penstock.deploy.evaluate.evaluation import evaluate  # imports torch
@@ -53,7 +69,7 @@ def evaluate_model(model: str | Path, settings: RunConfig, *, runs: str | Path =
     is_wanted = False
     try:
         with output_in(log):
-            found = evaluate(model, settings, runs=runs, say=say)
+            found = evaluate(model, settings, runs=runs, say=say, show=show)
         is_wanted = bool(found.failures)
     except EngineError as error:
         is_wanted = True

@@ -29,11 +29,24 @@ from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.best import BEST_FILE
 from penstock.schemas.config import ConfigError, RunConfig, environment_fields
 from penstock.schemas.figures import missing_figures
+from penstock.schemas.rollout import RolloutGroup, unpack_ids
 
 NAME = "evaluate"
 """The producer id in groups and metrics."""
 SAY_S = 2.0
 """How often progress is reported."""
+
+
+class ShownAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A held-out prompt with its first answer."""
+
+    prompt: str
+    """Its text, or the last message of it."""
+    gold: str
+    """`Prompt.answer`; empty if the environment sets none."""
+    answer: str
+    """What the model said; the turns of a conversation one after another."""
+    reward: float
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +61,8 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts without any answer: each counts as 0."""
     figures: dict[str, float]
     """`reward` and its parts, `pass@<k>`, lengths; see `penstock.consumers.learning.held_out.held_out_figures`."""
+    shown: tuple[ShownAnswer, ...] = ()
+    """The first prompts that were answered, as many as requested."""
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +81,7 @@ def evaluate(
     runs: str | Path = DEFAULT_RUNS,
     say: Say = lambda text: None,
     start_engine: EngineFactory = start_vllm,
+    show: int = 0,
 ) -> Evaluated:
     """Boots an engine on `model` and poses all held-out prompts of the run file's environments, including those with
     weight 0, as its `[evaluation]` says.
@@ -79,6 +95,7 @@ def evaluate(
         runs: folder of all runs.
         say: called with lines of progress.
         start_engine: boots the engine.
+        show: prompts of each set that the result shows with an answer.
 
     Raises:
         ConfigError: no such model, an environment that cannot be used, or no held-out prompts.
@@ -102,7 +119,9 @@ def evaluate(
             say(f"booting the engine on {folder}")
             engine = await start_engine(checked, seed=checked.seed)
             try:
-                found = await answer_held_out(checked, environments, engine, tokenizer, parser=parser, say=say)
+                found = await answer_held_out(
+                    checked, environments, engine, tokenizer, parser=parser, say=say, show=show
+                )
                 return msgspec.structs.replace(found, model=str(model))
             finally:
                 await engine.close()
@@ -118,6 +137,7 @@ async def answer_held_out(
     *,
     parser: Any = None,
     say: Say = lambda text: None,
+    show: int = 0,
 ) -> Evaluated:
     """Answers all held-out prompts with a running engine; see `evaluate`.
 
@@ -140,6 +160,7 @@ async def answer_held_out(
     claims = [_claim(name, n + 1) for name, how in sets.items() for n in range(how.num_prompts or 0)]
     room = asyncio.Semaphore(_most_at_once(config))
     found: dict[str, list[HeldOutAnswers]] = {}
+    answers: dict[str, dict[int, ShownAnswer]] = {name: {} for name in sets}
     failures: Counter[str] = Counter()
     progress = _Progress(len(claims), say)
 
@@ -151,6 +172,8 @@ async def answer_held_out(
                 group = await episodes.run(claim)
         if isinstance(group, Dead):
             failures[group.reason] += 1
+        elif claim.index <= show and group.rollouts:
+            answers[claim.environment][claim.index] = _shown(group, tokenizer)
         got = HeldOutAnswers(claim.environment) if isinstance(group, Dead) else HeldOutAnswers.of(group)
         found.setdefault(claim.environment, []).append(got)
         progress.add()
@@ -170,6 +193,7 @@ async def answer_held_out(
             num_samples=how.num_samples or 1,
             num_failed=sum(not each.rewards for each in found[name]),
             figures=held_out_figures(found[name], sets),
+            shown=tuple(answer for _, answer in sorted(answers[name].items())),
         )
         for name, how in sets.items()
         if name in found
@@ -179,6 +203,21 @@ async def answer_held_out(
         say(f"{setting}: {problem}")
     return Evaluated(
         model=config.model.path, sets=tuple(results), failures=dict(failures), wall_s=time.monotonic() - began_s
+    )
+
+
+def _shown(group: RolloutGroup, tokenizer: Any) -> ShownAnswer:
+    rollout, prompt = group.rollouts[0], group.prompt
+    runs = [
+        unpack_ids(segment.token_ids[4 * start : 4 * end])
+        for segment in rollout.segments
+        for start, end in segment.loss_mask
+    ]
+    return ShownAnswer(
+        prompt=prompt.messages[-1].content if prompt.messages else prompt.text or "",
+        gold=prompt.answer,
+        answer="\n".join(tokenizer.decode(run, skip_special_tokens=True) for run in runs),
+        reward=rollout.reward.value,
     )
 
 

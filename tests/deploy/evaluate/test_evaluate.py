@@ -171,6 +171,9 @@ def test_the_command_prints_a_column_for_each_set(command, model, tmp_path):
     assert max(map(len, out.splitlines())) < 80
     assert status == 0 and "3 of 3 held-out prompts answered" in err
     assert not list(tmp_path.glob("*.log")), "nothing is left behind"
+    _, out, _ = command(str(model), str(tmp_path / "run.toml"), "--show", "1")
+    assert "letters, held-out prompt 1: reward 1\n" in out and "letters, held-out prompt 2" not in out
+    assert "answer   aa\n" in out.partition("letters, held-out")[2]
     words = ("--json", "--set", "evaluation.num_samples=2")
     status, out, _ = command(str(model), str(tmp_path / "run.toml"), *words)
     document = json.loads(out)
