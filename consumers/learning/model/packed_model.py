@@ -276,8 +276,9 @@ class PackedModel:
             NotImplementedError: an `OwnAttention`, of a model that runs in rectangles.
         """
         if self.routing is not None:
-            is_padded = routes is not None and isinstance(layout, PackedLayout) and self.in_rectangles
-            self.routing.take(routes[layout.buckets[0]].flatten(0, 1) if is_padded else routes)
+            if routes is not None and isinstance(layout, PackedLayout) and self.in_rectangles:
+                routes = routes[layout.buckets[0]].flatten(0, 1)
+            self.routing.take(routes)
         if layout is None or not self.in_rectangles:
             hidden, head = self._run(input_ids=token_ids[None], position_ids=position_ids[None], layout=layout)
             return hidden[0], head
