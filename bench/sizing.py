@@ -24,7 +24,7 @@ from bench.trainer.ranks import RankJob, start_ranks
 from penstock.consumers.learning.batch.batch import Batch
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy.launch.memory import ModelShape
-from penstock.schemas.config import ModelConfig
+from penstock.schemas.config import Dtype, ModelConfig
 from penstock.schemas.process.files import write_whole
 
 ROW_TOKENS = 512
@@ -34,7 +34,7 @@ class MemoryCase(msgspec.Struct, frozen=True):
     """tokens: of each of the two passes that every rank has of a batch."""
 
     model: ModelShape
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     tokens: int
     checkpointing: bool
     ranks: int = 1

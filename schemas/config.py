@@ -22,6 +22,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Place = Annotated[str, Meta(min_length=1)]
 AboveZero = Annotated[float, Meta(gt=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 DEFAULT_OBJECTIVE = "penstock.consumers.learning.objectives.grpo:Grpo"
@@ -170,8 +171,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: str
     """Folder of a transformers model and its tokenizer; relative to the working directory. [models.md](models.md) lists
     the architectures tried."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights that are published and served. The trainer's own copy is float32."""
+    dtype: Dtype = "float32"
+    """Type of the weights that are published and served, and of the arithmetic on both sides, heads excepted. The
+    trainer's own copy is float32. float16 is eight times finer than bfloat16 and ends at 65504: weights or activations
+    beyond that are refused, and the trainer scales the loss so that small gradients survive
+    ([models.md](models.md#float16))."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the model's chat template wherever it renders messages, such as `{ enable_thinking = false }` for
     Qwen3. A request to the endpoint may set others."""
@@ -181,10 +185,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     close, the largest mismatch of such models ([models.md](models.md#routes)). Costs layers x experts per token bytes
     a token on the stream."""
     rounding: Literal["nearest", "dithered"] | None = None
-    """How a bfloat16 policy follows the trainer's float32 weights. "nearest": a weight changes once it has moved by
+    """How a 16-bit policy follows the trainer's float32 weights. "nearest": a weight changes once it has moved by
     half a unit in the last place, which takes tens of updates at small rates. "dithered": each weight begins at a
     random place of its rounding interval, so that the policy makes the whole movement from the first update, on
-    average over the weights; at the start it is the model's own, bit for bit. None is "dithered" for bfloat16 without
+    average over the weights; at the start it is the model's own, bit for bit. None is "dithered" for 16 bits without
     `[lora]`, whose adapters begin between the grid's points anyway."""
     reference: str | None = None
     """Folder of the frozen reference model of a KL term, in the loss or in the reward; None takes `path`, the base
@@ -1058,7 +1062,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if config.model.rounding is not None and config.model.dtype == "float32":
         yield (
             f"model.rounding = {config.model.rounding!r} with model.dtype = 'float32': float32 weights are published "
-            "as they are; expected it to be left out, or model.dtype = 'bfloat16'"
+            "as they are; expected it to be left out, or model.dtype = 'bfloat16' or 'float16'"
         )
     if config.model.rounding is not None and config.lora is not None:
         yield (

@@ -394,6 +394,7 @@ UPDATE_METRICS: dict[str, UpdateMetric] = {
         "Time that publications have held up the training, since the batch before", title="training held up",
         worse_above=limits.HELD_UP_S,
     ),
+    "loss_scale": _M("Factor on the loss by which gradients pass through a float16 body", "none", title="loss scale"),
     "published_movement": _M(
         "Share of the masters' movement since the run began that the published policy has made", "share",
         title="movement made",

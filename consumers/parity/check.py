@@ -149,7 +149,7 @@ def _measure(
     judged = judged_of(semantics.candidates())
     if not passing and not any(each.explains for each in judged):
         judged += judged_of(tokens_and_weights())
-    contexts = equal_contexts(sample)
+    contexts = equal_contexts(sample, "float16" if dtype == "float16" else "bfloat16")
     return ParityMeasurements(
         dtype=dtype,
         baseline=gap_of(torch.zeros(1).expand_as(evidence.differences), evidence.differences),
@@ -160,7 +160,7 @@ def _measure(
         trainer_head=semantics.trainer_head,
         judged=tuple(sorted(judged, key=lambda each: each.hypothesis.layer != "semantics")),
         refused=_refused(sample),
-        engine_head=str(contexts) if dtype != "float32" and contexts.has_bfloat16_logits else "",
+        engine_head=str(contexts) if dtype != "float32" and contexts.has_rounded_logits else "",
         spread=contexts.spread,
         sampling=semantics.suspicion,
     )

@@ -71,7 +71,7 @@ CONVENTIONS: dict[str, Convention] = {
     "whole-vocabulary": lambda chunk: chunk.logprobs(chunk.scaled(chunk.logits)),
     "kept-support": lambda chunk: chunk.logprobs(_truncated(chunk, chunk.processed())),
     "penalties": lambda chunk: chunk.logprobs(_truncated(chunk, chunk.supported(chunk.scaled(_penalised(chunk))))),
-    "engine-head": lambda chunk: chunk.logprobs(chunk.supported(chunk.scaled(_by_bfloat16_head(chunk)))),
+    "engine-head": lambda chunk: chunk.logprobs(chunk.supported(chunk.scaled(_by_rounding_head(chunk)))),
     "moments": lambda chunk: _moments(_truncated(chunk, chunk.processed()), chunk.targets),
 }
 """By the name of the hypothesis, if there is one.
@@ -79,7 +79,7 @@ CONVENTIONS: dict[str, Convention] = {
 trainer: by the trainer's own head. processed: as the trainer takes them, at the recorded temperature and over the
 recorded sampling_mask. kept-support: over the tokens that top-k and top-p keep, recomputed, and the sampled one.
 penalties: with the recorded penalties, temperature, top-k and top-p, in vLLM's order. engine-head: by a head with
-bfloat16 inputs that rounds its logits to bfloat16. moments: `_moments` of the processed distribution.
+16-bit inputs that rounds its logits to 16 bits. moments: `_moments` of the processed distribution.
 """
 
 
@@ -159,8 +159,9 @@ def _penalised(chunk: LogitChunk) -> Tensor:
     return logits
 
 
-def _by_bfloat16_head(chunk: LogitChunk) -> Tensor:
-    return plain_logits(chunk.hidden.bfloat16(), chunk.head, torch.bfloat16).float().bfloat16().double()
+def _by_rounding_head(chunk: LogitChunk) -> Tensor:
+    dtype = torch.float16 if chunk.head.weight.dtype is torch.float16 else torch.bfloat16
+    return plain_logits(chunk.hidden.to(dtype), chunk.head, dtype).float().to(dtype).double()
 
 
 def _moments(logits: Tensor, targets: Tensor) -> Tensor:

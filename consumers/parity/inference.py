@@ -1,8 +1,9 @@
-"""The engine's forward pass: signs of a bfloat16 head in the record, and each part of the model against the trainer's.
+"""The engine's forward pass: signs of a 16-bit head in the record, and each part of the model against the trainer's.
 
-Under body noise of 1e-2 a gap does not show the head. But the logits of a bfloat16 head lie on a grid. For two
+Under body noise of 1e-2 a gap does not show the head. But the logits of a 16-bit head lie on a grid. For two
 different tokens after one context the log-normalizer cancels, so (b_i - b_j) T is a difference of two logits: a
-multiple of 2^-10 for all but the smallest ones, which a float32 head hits about once in a hundred times.
+multiple of 2^-10 (bfloat16) or 2^-13 (float16) for all but the smallest ones, which a float32 head hits about once in
+a hundred times, or in fifteen.
 
 An error of one layer changes every layer after it. So with captured hidden states the trainer's layers do not run on
 each other's outputs: hooks give each attention, MLP and norm, and the head, the engine's residual stream as input, and
@@ -31,7 +32,8 @@ from penstock.consumers.parity.tolerance import Gap
 from penstock.consumers.parity.verdict import NO_GAP, gap_of
 from penstock.schemas import hidden_states as names
 
-_GRID = 2.0**-10
+_GRIDS = {"bfloat16": 2.0**-10, "float16": 2.0**-13}
+"""By type: the unit of its numbers from 1/8 to 1/4."""
 _ROUNDING = 2.0**-22
 """Error of a difference of recorded logprobs, relative to the sizes of the logprobs and their logits."""
 _TYPICAL_LOGIT = 8.0
@@ -40,12 +42,13 @@ _MIN_SHARE = 0.5
 """The least share of the differences that must lie on the grid."""
 _MAX_CHANCE = 1e-6
 """The largest probability of the hits under a float32 head."""
-ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 """Relative error of one part's output, by the type that the trainer's body computes with."""
-ALLOWED_AS_SERVED = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+ALLOWED_AS_SERVED = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1.2e-2}
 """Relative error of the whole body, in which the rounding errors of all layers add up."""
 ALLOWED_HEAD = 1e-5
-"""Relative error of the logprobs. The head computes in float32 in any case: a bfloat16 head is off by 1e-4 and more."""
+"""Relative error of the logprobs. The head computes in float32 in any case: a head of bfloat16 is off by 1e-4 and more,
+one of float16 by 2e-5."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class EqualContexts:
     """Statistics of tokens sampled after equal contexts.
 
     spread: the engine against itself, over pairs of siblings that sampled the same token after the same context.
-    num_pairs: differences of two different tokens after one context. num_on_grid: those that bfloat16 logits can
+    num_pairs: differences of two different tokens after one context. num_on_grid: those that logits of `dtype` can
         have. expected: how many of these chance would give.
     """
 
@@ -61,9 +64,10 @@ class EqualContexts:
     num_pairs: int = 0
     num_on_grid: int = 0
     expected: float = 0.0
+    dtype: str = "bfloat16"
 
     @property
-    def has_bfloat16_logits(self) -> bool:
+    def has_rounded_logits(self) -> bool:
         if self.num_on_grid < max(_MIN_HITS, _MIN_SHARE * self.num_pairs):
             return False
         # Markov's bound on exp(n) of independent hits (Chernoff): P(X >= k) <= exp(k - m - k ln(k / m)).
@@ -73,12 +77,16 @@ class EqualContexts:
     def __str__(self) -> str:
         return (
             f"{self.num_on_grid} of {self.num_pairs} differences of first logprobs after one context are those of "
-            f"bfloat16 logits, {self.expected:.1f} would be by chance"
+            f"{self.dtype} logits, {self.expected:.1f} would be by chance"
         )
 
 
-def equal_contexts(sample: Sample) -> EqualContexts:
-    """Returns the statistics over rows of one policy without penalties, which show the engine's head and batching."""
+def equal_contexts(sample: Sample, dtype: str = "bfloat16") -> EqualContexts:
+    """Returns the statistics over rows of one policy without penalties, which show the engine's head and batching.
+
+    dtype: the 16-bit type that the logits may have.
+    """
+    grid = _GRIDS[dtype]
     first, second, pairs, hits, expected = [], [], 0, 0, 0.0
     for entries in _by_context(sample.rows):
         by_target: dict[int, list[float]] = defaultdict(list)
@@ -94,9 +102,9 @@ def equal_contexts(sample: Sample) -> EqualContexts:
             allowed = _ROUNDING * (_TYPICAL_LOGIT + (abs(one) + abs(other)) * temperature)
             difference = (one - other) * temperature
             pairs += 1
-            hits += abs(difference - _GRID * round(difference / _GRID)) <= allowed
-            expected += min(1.0, 2 * allowed / _GRID)
-    return EqualContexts(gap_of(torch.tensor(first), torch.tensor(second)), pairs, hits, expected)
+            hits += abs(difference - grid * round(difference / grid)) <= allowed
+            expected += min(1.0, 2 * allowed / grid)
+    return EqualContexts(gap_of(torch.tensor(first), torch.tensor(second)), pairs, hits, expected, dtype)
 
 
 def _by_context(rows: Sequence[SampleRow]) -> list[list[tuple[SampleRow, int, int]]]:

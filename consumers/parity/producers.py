@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NUM_JUDGED = 5
 WARNED_AT = 64
 """Groups without a row that can be judged."""
-MIN_TOKENS = {"float32": 16, "bfloat16": 64}
+MIN_TOKENS = {"float32": 16, "bfloat16": 64, "float16": 64}
 """By `model.dtype`. In bfloat16 one token in a thousand of a sound engine is off by several tenths of a nat, too much
 for the mean of a few tokens."""
 

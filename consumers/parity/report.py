@@ -195,9 +195,9 @@ SEMANTICS = {
         "probability, no logarithm", "these are probabilities", "as probabilities", "record natural logarithms of them"
     ),
     "rounded": Cause(
-        "rounded to bfloat16",
-        "these logprobs were rounded to bfloat16",
-        "rounded to bfloat16",
+        "rounded to 16 bits",
+        "these logprobs were rounded to 16 bits",
+        "rounded to 16 bits",
         "keep logprobs in float32 from the engine to the record",
     ),
     "shifted+1": Cause(
@@ -271,9 +271,9 @@ INFERENCE = {
         "check that engine and trainer have one lora.rank and one lora.alpha, and scale the adapter once",
     ),
     "engine-head": Cause(
-        "by a head that rounds logits to bfloat16",
-        "the engine's head computes in bfloat16, the trainer's in float32",
-        "with a bfloat16 head",
+        "by a head that rounds logits to 16 bits",
+        "the engine's head computes in 16 bits, the trainer's in float32",
+        "with a 16-bit head",
         'set engine.head_dtype = "float32" (vLLM: hf_overrides={"head_dtype": "float32"})',
     ),
     "trainer-head": Cause(

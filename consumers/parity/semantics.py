@@ -20,7 +20,7 @@ MAX_TOKENS = 8192
 _MAX_LOGITS = 1 << 27
 """The most logits in total, so that a large vocabulary does not take minutes."""
 _FLIPS = 5e-3
-"""The share of tokens that may fall on the other side of a top-p boundary or of a rounding to bfloat16."""
+"""The share of tokens that may fall on the other side of a top-p boundary or of a rounding to 16 bits."""
 _ROUNDING_FLIPS = 5e-2
 """The share of tokens with a logit that may be rounded the other way."""
 _SAME_TEMPERATURE = 5e-3
@@ -30,7 +30,7 @@ _MOVED = 3.0
 _FAR, _MIN_LENGTH = 5.0, 4
 """Under body noise a row is off at this many times the tolerance, over at least this many tokens."""
 _ROUNDED = 0.99
-"""Share of the recorded values that must be bfloat16 numbers for the hypothesis "rounded"."""
+"""Share of the recorded values that must be 16-bit numbers for the hypothesis "rounded"."""
 
 
 class SemanticHypotheses:
@@ -152,21 +152,22 @@ def _in_another_unit(engine: Tensor, baseline: Tensor) -> Iterator[Candidate]:
     yield Candidate("log2", baseline, engine * math.log(2))
     yield Candidate("log10", baseline, engine * math.log(10))
     yield Candidate("probability", baseline, engine.clamp(min=1e-300).log(), possible=bool((engine > 0).all()))
-    share = _bfloat16_share(engine)
+    shares = {dtype: _share_in(dtype, engine) for dtype in (torch.bfloat16, torch.float16)}
+    dtype = max(shares, key=lambda each: min(shares[each], _ROUNDED))  # most bfloat16 numbers are float16 numbers too
     yield Candidate(
         "rounded",
-        torch.where(baseline.isnan(), baseline, baseline.float().bfloat16().double()),
+        torch.where(baseline.isnan(), baseline, baseline.float().to(dtype).double()),
         flips=_FLIPS,
-        possible=share >= _ROUNDED,
+        possible=shares[dtype] >= _ROUNDED,
         certain=True,
-        note=f"{share:.0%} of the recorded values are bfloat16 numbers",
+        note=f"{shares[dtype]:.0%} of the recorded values are {str(dtype).removeprefix('torch.')} numbers",
     )
 
 
-def _bfloat16_share(engine: Tensor) -> float:
-    """Returns the share of the values other than 0 that bfloat16 holds exactly."""
+def _share_in(dtype: torch.dtype, engine: Tensor) -> float:
+    """Returns the share of the values other than 0 that `dtype` holds exactly."""
     values = engine[engine != 0].float()
-    return float((values.bfloat16().float() == values).double().mean()) if len(values) else 0.0
+    return float((values.to(dtype).float() == values).double().mean()) if len(values) else 0.0
 
 
 def _shifted(sample: Sample, baseline: Tensor) -> Iterator[Candidate]:

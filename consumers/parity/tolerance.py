@@ -60,10 +60,11 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
 TOLERANCES = {
     "float32": Tolerance(mean=1e-5, p99=5e-5, max=1e-4),
     "bfloat16": Tolerance(mean=5e-2, p99=0.2, max=None, chi2=5e-3),
+    "float16": Tolerance(mean=6e-3, p99=2.5e-2, max=None, chi2=2e-3),
 }
-"""By `model.dtype`, the least tolerances, those of a small model. In bfloat16 they find large faults only: body noise
+"""By `model.dtype`, the least tolerances, those of a small model. In 16 bits they find large faults only: body noise
 hides small ones, which float32 shows."""
-YARDSTICKS = {"float32": 8.0, "bfloat16": 2.0}
+YARDSTICKS = {"float32": 8.0, "bfloat16": 2.0, "float16": 2.0}
 """By `model.dtype`, how many times the model's own yardstick the mean gap may be. An engine has other kernels for every
 layer, the computations behind the yardstick for attention only: in float32 a sound engine is at 2 to 4 times it. In
 bfloat16 rounding between layers outweighs the kernels, and a sound engine is at once."""

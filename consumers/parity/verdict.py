@@ -21,7 +21,7 @@ in TF32 or bfloat16 is off by 1e-3 and more."""
 _BETTER = 0.7
 """A hypothesis that explains a gap leaves at most this share of its mean."""
 _MIN_Z = 4.0
-"""In bfloat16 both gaps may be within the body's noise: one must be smaller by this many standard errors."""
+"""In 16 bits both gaps may be within the body's noise: one must be smaller by this many standard errors."""
 _CLEARLY_OFF = 5.0
 """Times the tolerance's mean."""
 _DISTINCT = 3.0
@@ -95,7 +95,7 @@ def judge(
 ) -> JudgedHypothesis:
     """Measures a candidate and decides whether it explains the gap.
 
-    engine, baseline: [M] float64, the recorded logprobs and the trainer's. noisy: as in bfloat16, both gaps may be
+    engine, baseline: [M] float64, the recorded logprobs and the trainer's. noisy: as in 16 bits, both gaps may be
         within the tolerance and yet tell the hypotheses apart.
     """
     meant = engine if candidate.engine is None else candidate.engine
@@ -152,7 +152,7 @@ class ParityMeasurements:
     trainer_head: the trainer's logprobs against a plain head in float64 on the same hidden states.
     judged: semantics first.
     refused: the cause for which the trainer refuses such records however well they fit; empty if it accepts them.
-    engine_head: the evidence that the engine's logits are bfloat16 numbers; empty if there is none.
+    engine_head: the evidence that the engine's logits are 16-bit numbers; empty if there is none.
     spread: the engine against itself on equal contexts.
     sampling: the evidence that the tokens were drawn from another distribution than these logprobs; empty if none.
     """

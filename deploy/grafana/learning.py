@@ -86,9 +86,10 @@ OPTIMIZER = [
     of_update("learning_rate", "At the last batch's first optimizer step.", unit="sci"),
     of_update(
         "published_movement",
-        "Of a bfloat16 policy: how much of what the float32 weights have moved it shows. Well below 1 updates drown in "
+        "Of a 16-bit policy: how much of what the float32 weights have moved it shows. Well below 1 updates drown in "
         "rounding.",
     ),
+    of_update("loss_scale", "With model.dtype = float16: halved when gradients overflow, doubled after 50 steps."),
     of_update("loss", "Only that it is finite says something: its level depends on the objective.", minimum=None),
     timeseries(
         "Steps not taken",

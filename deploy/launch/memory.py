@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from penstock.schemas.config import ConfigError, LoraConfig
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = 0.9
 """Share of a device left by the CUDA context, NCCL's buffers and what the allocator cannot use."""
 PASS_TOKENS = 8192
@@ -107,7 +107,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
     """Returns the peak of one rank's memory by use. With b bytes per element of `dtype`, N ranks, T tokens per pass:
 
     masters, gradients, moments   16 parameters / N                  float32: one, one, two
-    gathered all the while        b root                             with one rank: b parameters in bfloat16, rounded
+    gathered all the while        b root                             with one rank: b parameters in 16 bits, rounded
                                                                      for a pass, and nothing in float32
     unsharded gradients           4 parameters                       where the ranks reduce them once per step
     reference model, teacher      b parameters / N                   where they exist, each with its own parameters
@@ -134,7 +134,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
     phases = [4 * (rows * shape.vocabulary + scratch + shape.vocabulary * shape.hidden * has_gradients)]
     computed_again = per_block if setting.checkpointing else 0
     if n == 1:
-        gathered = b * whole * (setting.dtype == "bfloat16" and has_gradients)
+        gathered = b * whole * (setting.dtype != "float32" and has_gradients)
         phases += [computed_again]
     else:
         gathered = b * root

@@ -3,12 +3,13 @@ package, with its output printed."""
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, Json, Run, Runs, print_result
+from penstock.schemas.config import Dtype
 
 DeadIndex = Annotated[int, Parameter(help="the task index that died (`dead list` shows them)")]
 
@@ -107,7 +108,7 @@ def export(
     /,
     *,
     checkpoint: str | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Dtype | None = None,
     merged: bool = False,
     base: Path | None = None,
     runs: Runs = DEFAULT_RUNS,

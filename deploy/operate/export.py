@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from penstock.consumers.checkpoints.checkpoints import (
     CHECKPOINTS,
@@ -19,7 +19,7 @@ from penstock.deploy.operate.run_access import OpenRun, open_run
 from penstock.deploy.operate.saved_ledger import UnreadableError, read_saved_ledger
 from penstock.schemas.adapter import saved_identity
 from penstock.schemas.best import BEST_FOLDER, read_best
-from penstock.schemas.config import ConfigError
+from penstock.schemas.config import ConfigError, Dtype
 from penstock.schemas.keys import Commit
 
 
@@ -28,7 +28,7 @@ def export(
     folder: str | Path,
     *,
     checkpoint: str | int | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Dtype | None = None,
     merged: bool = False,
     base: str | Path | None = None,
     runs: str | Path = DEFAULT_RUNS,

@@ -26,7 +26,7 @@ from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
 NUM_UPDATES = 3
 MOST_TOKENS = 96
 """Tokens of a completion: enough for an update to come while it is in flight."""
-CHANGE = {"float32": 1e-2, "bfloat16": 3e-2}
+CHANGE = {"float32": 1e-2, "bfloat16": 3e-2, "float16": 1e-2}
 """Relative change of every tensor from one policy to the next, by the type of the published weights: more than the
 type's noise, and too little for the model to become incoherent."""
 _CAPTURE = "hidden_states.safetensors"

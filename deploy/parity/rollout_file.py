@@ -34,7 +34,7 @@ class RolloutFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     run: name of the run.
     model: folder of the base model, which is version 0, and of its tokenizer.
     model_digest: of that folder's files; empty if unknown.
-    dtype: of the published weights, "float32" or "bfloat16".
+    dtype: of the published weights, one of `model.dtype`.
     weights: folder with a `v<version>.safetensors` for each further version.
     policy_version: the trainer's newest when the file was written, -1 if there is none.
     forks, announced: by epoch, as `penstock.schemas.policy.lag` takes them.

@@ -31,7 +31,7 @@ MEASURES = {
 """Columns of the tables by their names in updates.jsonl. KL and ESS compare the variant's own policy with those that
 sampled; `corrected` is the share of tokens whose weight the correction bounded, `clipped` of those whose policy ratio
 the objective clipped."""
-ALLOWED = {"float32": 1e-4, "bfloat16": 5e-2}
+ALLOWED = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
 """By `model.dtype`, how far a loss or gradient norm may be off on another number of ranks, which sum in another
 order."""
 

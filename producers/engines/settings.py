@@ -104,7 +104,8 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
     if (lora := config.lora) is not None:
         if not cpu and config.model.dtype == "float32":
             raise EngineError(
-                "model.dtype = 'float32' with [lora]: vLLM's LoRA kernels for GPUs take 16 bits; expected 'bfloat16'"
+                "model.dtype = 'float32' with [lora]: vLLM's LoRA kernels for GPUs take 16 bits; expected 'bfloat16' "
+                "or 'float16'"
             )
         arguments |= {
             "enable_lora": True,

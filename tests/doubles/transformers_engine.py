@@ -54,7 +54,7 @@ def _model(folder: Path, dtype: str) -> Any:
 class TransformersEngine:
     """An engine on a transformers model in `folder`. files: published weights by version.
 
-    dtype: of the body. head: "float32" or "bfloat16", the type of the head's logits.
+    dtype: of the body. head: the type of the head's logits.
     convention: maps (logits [B, V], sampling, log-softmax that the sampler draws from [B, V]) to the reported
         log-softmax [B, V]; None reports the distribution that was sampled from.
     """
@@ -141,8 +141,9 @@ class TransformersEngine:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         weight = self.model.lm_head.weight
-        if self._head == "bfloat16":
-            return (hidden.bfloat16() @ weight.bfloat16().t()).float()
+        if self._head != "float32":
+            dtype = getattr(torch, self._head)
+            return (hidden.to(dtype) @ weight.to(dtype).t()).float()
         return hidden.float() @ weight.float().t()
 
 

@@ -25,7 +25,8 @@ NO_DATA_IN_A_SHORT_RUN = {"penstock:chi2:median_hour_before": "it begins five mi
 NOT_IN_THIS_RUN = {
     "penstock_teacher_kl_nats": "it has no teacher",
     "penstock_producer_quarantined": "no producer leaves the band",
-    "penstock_published_movement": "its policy is not bfloat16",
+    "penstock_published_movement": "its policy is not rounded",
+    "penstock_loss_scale": "its body is not float16",
     "penstock_lost_by_length_frac": "of whole windows of 256 groups, and the run is shorter",
 }
 """Metrics of panels without data in this run."""

@@ -24,7 +24,7 @@ from penstock.schemas.metrics import part_key
 
 log = logging.getLogger(__name__)
 _OWN_METRICS = frozenset(
-    ("reward", "reward_std", "completion_tokens", "truncated_frac", "learning_rate", "loss", "grad_norm")
+    ("reward", "reward_std", "completion_tokens", "truncated_frac", "learning_rate", "loss", "grad_norm", "loss_scale")
 )
 
 

@@ -20,10 +20,11 @@ from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.batch.sharing import Sharing
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.learner.batch_tally import BatchTally, metric_sums
+from penstock.consumers.learning.learner.loss_scale import LossScale
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.loss.ess import rate_factor, weight_sums
 from penstock.consumers.learning.loss.sampled_version import Policies
-from penstock.consumers.learning.loss.scoring import StepConstants, TokenScorer
+from penstock.consumers.learning.loss.scoring import Scored, StepConstants, TokenScorer
 from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
 from penstock.consumers.learning.model.export import export_adapter, export_model
 from penstock.consumers.learning.model.learner_state import LearnerState
@@ -62,6 +63,7 @@ class Learner:
         self.ranks = Ranks() if ranks is None else ranks
         self.num_steps = 0
         """Optimizer steps taken, which determine the learning rate."""
+        self.loss_scale = LossScale(config.model.dtype == "float16")
         self.before_update: Callable[[], object] = lambda: None
         """Called on every rank before the masters change, during which nobody may read them."""
         self._warned = self._said_padding = False
@@ -149,6 +151,8 @@ class Learner:
         report = tally.report(batch, rates[min(1, len(rates) - 1)])
         if self._movement is not None:
             report.metrics["published_movement"] = self._movement.published_share()
+        if self.config.model.dtype == "float16":
+            report.metrics["loss_scale"] = self.loss_scale.value
         self.ranks.phase = BETWEEN_STEPS
         return report
 
@@ -192,6 +196,8 @@ class Learner:
         self.ranks.phase = "load the checkpoint"
         self._saved.load(folder)
         self.num_steps = state["num_steps"]
+        if "loss_scale" in state:
+            self.loss_scale.load(state["loss_scale"])
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(torch.tensor(state["rng_cuda"], dtype=torch.uint8), self.device)
@@ -207,6 +213,8 @@ class Learner:
             "num_steps": self.num_steps,
             "rng": torch.get_rng_state().tolist(),
         }
+        if self.config.model.dtype == "float16":
+            state["loss_scale"] = self.loss_scale.state()
         if self._adapter is not None:
             state[ADAPTER] = msgspec.to_builtins(self._adapter)
         if self.device.type == "cuda":
@@ -284,11 +292,14 @@ class Learner:
             tally.end_phase("diagnostics")
         self.ranks.phase = "optimizer"
         norms = self._grad_norms()
+        if self.loss_scale.value > 1 and not norms.isfinite().all():
+            norms = self._rescaled(minibatch, constants, scored, norms)
         grad_norm = norms.norm()
         if tally.end_step(place, minibatch, scored, sums, grad_norm):
             rates.append(learning_rate(self.config, self.num_steps) * self._rate_factor(weights))
             self._update(norms, grad_norm, rates[0])
             self.num_steps += 1
+            self.loss_scale.count_step()
         elif place in tally.failed:
             tally.blame(place, self._is_finite, minibatch)
         self.optimizer.zero_grad()
@@ -301,23 +312,53 @@ class Learner:
 
     def _is_finite(self, minibatch: MiniBatch) -> bool:
         """Returns whether a mini-batch's loss and gradient are finite, with the present weights as proximal policy."""
+        with self.loss_scale.off():
+            total = self._accumulate(minibatch, self.scorer.constants(minibatch.microbatches))
+            norm = self._grad_norms().norm().item()
+        return math.isfinite(self.ranks.add(torch.tensor(total, dtype=torch.float64)).item() + norm)
+
+    def _rescaled(
+        self, minibatch: MiniBatch, constants: list[StepConstants], scored: list[Scored], norms: Tensor
+    ) -> Tensor:
+        """Computes gradients that overflow again, at half the loss scale, until they are finite; returns their norms.
+
+        If they are not finite at a scale of 1 either, or if the loss is not, the scale is not to blame and is kept."""
+        loss = torch.tensor(sum(part.loss.item() for part in scored), dtype=torch.float64)
+        if not math.isfinite(self.ranks.add(loss).item()):
+            return norms
+        began, state = self.loss_scale.value, self.loss_scale.state()
+        while self.loss_scale.value > 1 and not norms.isfinite().all():
+            self.loss_scale.halve()
+            self._accumulate(minibatch, constants)
+            norms = self._grad_norms()
+        if not norms.isfinite().all():
+            self.loss_scale.load(state)
+        elif self.ranks.is_lead:
+            log.info("gradients overflow float16 at a loss scale of %g: taken at %g", began, self.loss_scale.value)
+        return norms
+
+    def _accumulate(self, minibatch: MiniBatch, constants: list[StepConstants]) -> float:
+        """Replaces the gradients by a mini-batch's; returns this rank's part of its loss."""
         self.optimizer.zero_grad()
-        constants, total = self.scorer.constants(minibatch.microbatches), 0.0
-        last = len(constants) - 1
+        total, last = 0.0, len(minibatch.microbatches) - 1
         for number, microbatch in enumerate(minibatch.microbatches):
+            self.ranks.phase = "forward"
             loss, _ = self.scorer.score(microbatch.to(self.device), minibatch, constants[number])
             self._backward(loss, is_last=number == last)
             total += loss.item()
-        total = self.ranks.add(torch.tensor(total, dtype=torch.float64)).item()
-        return math.isfinite(total + self._grad_norms().norm().item())
+        return total
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         self.ranks.phase = "backward"
         self.model.reduce_gradients(is_last or self.config.trainer.gradient_accumulation == "sharded")
-        loss.backward()
+        (loss * self.loss_scale.value).backward()
 
     def _grad_norms(self) -> Tensor:
-        """Returns each parameter's gradient norm over all ranks, 0 without a gradient."""
+        """Divides the gradients by the loss scale; returns each parameter's gradient norm over all ranks, 0 without a
+        gradient."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.loss_scale.value != 1 and gradients:
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         zero = torch.zeros((), device=self.device)
         norms = torch.stack([zero if p.grad is None else p.grad.norm() for p in self.model.parameters()])
         return norms.full_tensor() if isinstance(norms, DTensor) else norms

@@ -171,7 +171,7 @@ class TokenScorer:
         """
         if microbatch.is_idle:
             hidden, head = self._model.forward(microbatch)
-            return (hidden.sum() + head.weight.sum()) * 0.0, None
+            return (hidden.sum(dtype=torch.float32) + head.weight.sum(dtype=torch.float32)) * 0.0, None
 
         def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
             return self._outputs(microbatch, minibatch, constants, part, current, entropy)

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from penstock.schemas.config import ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(path: str, named: str, max_model_len: int | None) -> Any:
@@ -135,7 +135,7 @@ def _dynamic(rope: Any, layer: str | None, like: Tensor) -> Tensor:
 
 
 def kept_in_float32(module: nn.Module) -> frozenset[str]:
-    """Returns the names of the floating tensors that are computed and published in float32 in a bfloat16 run as well:
+    """Returns the names of the floating tensors that are computed and published in float32 in a 16-bit run as well:
     saved buffers, parameters that the architecture declares untrained, and those that transformers keeps
     (`_keep_in_fp32_modules_strict`). Routers' biases are of all three kinds, and engines hold them in float32."""
     patterns = [name.replace("*", ".*") for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()]

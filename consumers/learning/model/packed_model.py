@@ -59,7 +59,7 @@ class PackedModel:
 
     Args:
         path: folder of a transformers model.
-        dtype: "float32" or "bfloat16", the type of the published weights and of the body's arithmetic.
+        dtype: `model.dtype`, the type of the published weights and of the body's arithmetic.
         ranks: the ranks that share the parameters; each holds a shard of every one, and gathers a block while it runs.
         compiled: runs the blocks through torch.compile.
         frozen: the model is not trained: it is held in `dtype`, without masters.
@@ -318,7 +318,7 @@ class PackedModel:
             hidden = F.pad(hidden, (0, 1), value=1.0)
         if self._logit_scale == 1.0:
             return hidden
-        # A power of two changes the exponent only; another factor would be rounded in bfloat16.
+        # A power of two changes the exponent only; another factor would be rounded in 16 bits.
         is_exact = abs(math.frexp(self._logit_scale)[0]) == 0.5
         return (hidden if is_exact else hidden.float()) * self._logit_scale
 

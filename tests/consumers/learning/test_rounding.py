@@ -27,14 +27,15 @@ def _typical(size: int = 200_000) -> torch.Tensor:
     return (0.02 * torch.randn(size, generator=torch.Generator().manual_seed(5))).to(BFLOAT16).float()
 
 
-def test_dithered_masters_publish_the_models_own_bits() -> None:
-    """Every positive and negative bfloat16 number, zeros, subnormals and the largest included."""
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
+def test_dithered_masters_publish_the_models_own_bits(dtype) -> None:
+    """Every positive and negative number of the type, zeros, subnormals and the largest included."""
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    every = bits.view(BFLOAT16)
+    every = bits.view(dtype)
     every = every[every.isfinite()].float()
     module = _module(every=every.clone(), between=torch.tensor([0.1, -1e-3]))
-    dither(module, BFLOAT16, 3)
-    assert torch.equal(module.every.to(BFLOAT16).view(torch.int16), every.to(BFLOAT16).view(torch.int16))
+    dither(module, dtype, 3)
+    assert torch.equal(module.every.to(dtype).view(torch.int16), every.to(dtype).view(torch.int16))
     assert (module.every != every).float().mean() > 0.98
     assert torch.equal(module.between, torch.tensor([0.1, -1e-3])), "its place is its own already"
     assert not module.every[every == 0].any()

@@ -33,10 +33,10 @@ Versions = list[int]
 
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ParityBench]:
-    """By the type of the body; that of bfloat16 is noisy."""
+    """By the type of the body; those of 16 bits are noisy."""
     return {
         dtype: ParityBench.make(tmp_path_factory.mktemp(dtype), dtype=dtype, tied=dtype == "bfloat16")
-        for dtype in ("float32", "bfloat16")
+        for dtype in ("float32", "bfloat16", "float16")
     }
 
 
@@ -119,8 +119,12 @@ def another_norm(bench: ParityBench) -> Groups:
     return groups_of(engine.generate(prompts(12, 6), 4, 16, sampling=COLD))
 
 
-def by_bfloat16_head(bench: ParityBench) -> Groups:
-    return groups_of(bench.engine(head="bfloat16").generate(prompts(24, 6), 8, 12, sampling=COLD))
+def by_16_bit_head(bench: ParityBench) -> Groups:
+    return groups_of(
+        bench.engine(head="float16" if bench.dtype == "float16" else "bfloat16").generate(
+            prompts(24, 6), 8, 12, sampling=COLD
+        )
+    )
 
 
 FAULTS: list[tuple[str, Callable[[ParityBench], Groups], str]] = [
@@ -139,6 +143,7 @@ FAULTS: list[tuple[str, Callable[[ParityBench], Groups], str]] = [
     ("log10", partial(each_sibling, lambda own: [b / math.log(10) for b in own]), "multiply by ln 10"),
     ("probability", partial(each_sibling, lambda own: [math.exp(b) for b in own]), "natural logarithms"),
     ("rounded", partial(each_sibling, lambda own: torch.tensor(own).bfloat16().tolist()), "keep logprobs in float32"),
+    ("rounded", partial(each_sibling, lambda own: torch.tensor(own).half().tolist()), "keep logprobs in float32"),
     ("shifted+1", partial(each_sibling, lambda own: [-1.0, *own[:-1]]), "align behavior_logprobs"),
     ("shifted-1", partial(each_sibling, lambda own: [*own[1:], -1.0]), "align behavior_logprobs"),
     ("siblings", one_swap, "by its index in the request's outputs"),
@@ -170,7 +175,7 @@ FAULTS: list[tuple[str, Callable[[ParityBench], Groups], str]] = [
     ("stale-prefix", partial(stale_prefix, shared=False), "engine.prefix_caching = false"),
     ("stale-prefix", partial(stale_prefix, shared=True), "engine.prefix_caching = false"),
     ("recomputed-kv", lambda bench: sampled(bench, updates={6: 1, 11: 2}, clear=True), "clear_cache=False"),
-    ("engine-head", by_bfloat16_head, 'engine.head_dtype = "float32"'),
+    ("engine-head", by_16_bit_head, 'engine.head_dtype = "float32"'),
     ("unexplained", another_norm, "compare layer by layer"),
     ("unexplained", partial(each_sibling, lambda own: [-3.0 - n for n, _ in enumerate(own)]), "compare layer by layer"),
 ]
@@ -198,7 +203,8 @@ def test_a_fault_is_named_with_what_to_do(benches, cause, fault, part) -> None:
     ids=["siblings", "engine-head"],
 )
 def test_a_fault_that_is_smaller_than_body_noise_is_named(benches, cause, fault, part) -> None:
-    named(benches["bfloat16"].check(fault(benches["bfloat16"])), cause, part)
+    for dtype in ("bfloat16", "float16"):
+        named(benches[dtype].check(fault(benches[dtype])), cause, part)
 
 
 def bfloat16_logprobs(hidden, weight, targets, temperature=1.0, **_):
@@ -212,7 +218,7 @@ def test_a_bfloat16_head_in_the_trainer_only_is_named(benches, monkeypatch) -> N
         named(bench.check(sampled(bench)), "trainer-head", "penstock.consumers.learning.model.head.selected_logprobs")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_with_nothing_wrong_it_is_parity(benches, dtype, seed) -> None:
     engine = benches[dtype].engine()

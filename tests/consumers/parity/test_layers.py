@@ -42,8 +42,8 @@ def off(gaps) -> list[str]:
     return [gap.name for gap in gaps if gap.is_off]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_a_bfloat16_head_is_blamed_and_nothing_where_both_compute_the_same(deep, tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "head"), [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float16")])
+def test_only_a_16_bit_head_is_blamed_and_nothing_where_both_compute_the_same(deep, tmp_path, dtype, head):
     engine = engine_of(deep, getattr(torch, dtype))
     capture = capture_of(engine, IDS, tmp_path / "exact", version=4)
     model = trainer_of(deep, dtype)
@@ -51,7 +51,8 @@ def test_only_a_bfloat16_head_is_blamed_and_nothing_where_both_compute_the_same(
     assert captured_version(capture) == 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules()), "hooks are gone again"
 
-    logits = (load_file(capture)[names.NORM].bfloat16() @ engine.lm_head.weight.bfloat16().t()).float()
+    half = getattr(torch, head)
+    logits = (load_file(capture)[names.NORM].to(half) @ engine.lm_head.weight.to(half).t()).float()
     logprobs = torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(IDS)[1:, None])[:, 0].detach()
     assert off(compare_layers(model, capture_of(engine, IDS, tmp_path / "c", **{names.LOGPROBS: logprobs}))) == ["head"]
 

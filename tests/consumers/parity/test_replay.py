@@ -96,17 +96,18 @@ def test_lag_rows_are_of_the_newest_version_recomputed_whole(bench, groups) -> N
     assert {point.lag for point in report.points} == {-1, 1, 9}
 
 
-def test_first_logprobs_of_siblings_lie_on_the_grid_of_a_bfloat16_head_and_not_of_a_float32_head(tmp_path) -> None:
-    bench = ParityBench.make(tmp_path, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_first_logprobs_of_siblings_lie_on_the_grid_of_a_16_bit_head_and_not_of_a_float32_head(tmp_path, dtype) -> None:
+    bench = ParityBench.make(tmp_path, dtype=dtype)
     for temperature in (0.3, 1.7):
         sampling = SamplingSettings(temperature=temperature, max_tokens=8)
-        for head, count in (("bfloat16", 24), ("float32", 96)):
+        for head, count in ((dtype, 24), ("float32", 96)):
             answers = bench.engine(head=head).generate(prompts(count, 6), 8, 8, sampling=sampling)
-            found = equal_contexts(read_sample(groups_of(answers, sampling), 48, lambda version: True))
-            assert found.has_bfloat16_logits == (head == "bfloat16"), found
+            found = equal_contexts(read_sample(groups_of(answers, sampling), 48, lambda version: True), dtype)
+            assert found.has_rounded_logits == (head == dtype), found
             assert found.num_pairs > count
-    assert not EqualContexts(num_pairs=1000, num_on_grid=14, expected=10.0).has_bfloat16_logits, "by chance"
-    assert not EqualContexts(num_pairs=6, num_on_grid=4, expected=0.06).has_bfloat16_logits
+    assert not EqualContexts(num_pairs=1000, num_on_grid=14, expected=10.0).has_rounded_logits, "by chance"
+    assert not EqualContexts(num_pairs=6, num_on_grid=4, expected=0.06).has_rounded_logits
 
     ids = ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 9, 4])
     logprobs = ([-1.0, -2.0], [-1.5, -3.0], [-4.0, -5.0])
@@ -114,4 +115,4 @@ def test_first_logprobs_of_siblings_lie_on_the_grid_of_a_bfloat16_head_and_not_o
     found = equal_contexts(read_sample([group_of(1, segments, [0.0] * 3)], 23, lambda version: True))
     # After (1, 2): 3 and 9 differ, 3 was sampled twice. After (1, 2, 3): 4 and 5 differ. After (1, 2, 9): one only.
     assert (found.num_pairs, found.spread.num_tokens, found.spread.mean) == (2, 1, 0.5)
-    assert (found.num_on_grid, found.has_bfloat16_logits) == (2, False), "two pairs prove nothing"
+    assert (found.num_on_grid, found.has_rounded_logits) == (2, False), "two pairs prove nothing"
