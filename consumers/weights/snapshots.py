@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.weights.worker import Worker
+from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import TensorSpec
 from penstock.schemas.weights.layout import Array, as_bits
 
@@ -104,6 +105,13 @@ class Snapshots:
                 else:
                     for part, buffer in zip(parts, buffers, strict=True):
                         buffer.copy_(part.values)
+            for part, buffer in zip(parts, buffers, strict=True):
+                if part.dtype is torch.float16 and not buffer.isfinite().all():
+                    raise ConfigError(
+                        f"model.dtype = 'float16': policy {version} cannot be published, {part.name} has a weight of "
+                        f"{float(part.values[~buffer.isfinite().to(part.values.device)][0]):g}, float16 ends at 65504; "
+                        "expected a lower trainer.learning_rate, or 'bfloat16'"
+                    )
             self.tensors = tuple(
                 TensorSpec(name=part.name, dtype=str(part.dtype).removeprefix("torch."), shape=part.shape)
                 for part in parts

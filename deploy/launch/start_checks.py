@@ -20,7 +20,7 @@ from penstock.deploy.launch.posed_tasks import PosedTask, pose_tasks
 from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
-from penstock.producers.engines.weight_files import BaseModel
+from penstock.producers.engines.weight_files import BaseModel, check_range
 from penstock.producers.interfaces import EngineError
 from penstock.producers.rollout.run_environments import RunEnvironments, open_environments
 from penstock.schemas.adapter import adapter_shapes
@@ -188,6 +188,11 @@ def _check_model(config: RunConfig) -> None:
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: no config.json in it; expected a transformers model")
+    if config.model.dtype == "float16":
+        try:
+            check_range(BaseModel(path), config.model.dtype)
+        except EngineError as error:
+            raise ConfigError(str(error)) from None
     if config.model.replay_routes:
         _check_routes(config)
 

@@ -24,7 +24,7 @@ from penstock.producers.engines.engine_process import boot, ends_alone, set_envi
 from penstock.producers.engines.routes import CAPTURE_ROUTES
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import TRY, UPDATE, results_of
-from penstock.producers.engines.weight_files import BaseModel, check
+from penstock.producers.engines.weight_files import BaseModel, check, check_range
 from penstock.producers.engines.weight_transfer import ADAPTER_ID, ADAPTER_NAME, BACKEND, EngineReport
 from penstock.producers.interfaces import CaptureError, Completion, EngineError, Restore, WeightLoadError
 from penstock.schemas.config import RunConfig
@@ -82,6 +82,7 @@ class VllmEngine:
                 "does not hide, or the extra [cpu]"
             )
         base = BaseModel(config.model.path)
+        check_range(base, config.model.dtype)
         cpu = current_platform.is_cpu()
         num_gpus = None if cpu else current_platform.device_count()
         arguments = engine_arguments(config, config.seed if seed is None else seed, cpu=cpu, num_gpus=num_gpus)

@@ -111,6 +111,17 @@ def read_tensors(paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
                 yield name, file.get_tensor(name)
 
 
+def check_range(base: BaseModel, dtype: str) -> None:
+    """Raises EngineError if `dtype` is float16 and cannot hold a weight of the base model, whose files are read for it:
+    vLLM would load infinity."""
+    for name, tensor in read_tensors(base.files) if dtype == "float16" else ():
+        if tensor.is_floating_point() and not (half := tensor.half().isfinite()).all():
+            raise EngineError(
+                f"model.dtype = 'float16' with model.path = {base.folder!r}: {name} has a weight of "
+                f"{float(tensor[~half][0]):g}, float16 ends at 65504; expected 'bfloat16' or 'float32'"
+            )
+
+
 def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora: LoraConfig | None = None) -> None:
     """Checks that the file at `path` is the announced one and fits the model in names, shapes and dtype, beside which
     some tensors may be float32; with `lora`, that it fits as an adapter.

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from penstock.consumers.learning.batch.batch import MicroBatch
 from penstock.consumers.learning.batch.packing import pack_segments
 from penstock.consumers.learning.model.head import OutputHead, selected_logprobs
+from penstock.schemas.config import ConfigError
 from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
 
 ALLOWED = 1e-3
@@ -93,6 +94,52 @@ def uncalled(layers: Mapping[str, nn.Module], forward: Forward, device: torch.de
     for hook in hooks:
         hook.remove()
     return [name for name, layer in layers.items() if layer not in called]
+
+
+@torch.no_grad()
+def check_range(module: Any, forward: Forward, named: str, *, in_rectangles: bool) -> None:
+    """Checks that a model's weights, and its activations on the check's rows, are finite in float16.
+
+    forward: in float16. named: the run file's field and value, for messages.
+
+    Raises:
+        ConfigError: the message names the first tensor, or the first module in the order of computation.
+    """
+    limit = torch.finfo(torch.float16).max
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and not tensor.half().isfinite().all():
+            raise ConfigError(
+                f"model.dtype = 'float16' with {named}: {name} has a weight of {_largest(tensor):g}, float16 ends at "
+                f"{limit:g}; expected 'bfloat16' or 'float32'"
+            )
+    head = module.get_output_embeddings().weight
+    rows = torch.randint(len(head), (2, max(_LENGTHS)), generator=torch.Generator().manual_seed(0)).tolist()
+    found: list[str] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        def hook(_: Any, arguments: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
+                found.append(name)
+
+        return hook
+
+    hooks = [each.register_forward_hook(noting(name)) for name, each in module.named_modules() if name]
+    try:
+        logprobs = _logprobs(rows, forward, head.device, in_rectangles)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found or not logprobs.isfinite().all():
+        raise ConfigError(
+            f"model.dtype = 'float16' with {named}: activations exceed float16, which ends at {limit:g}, first in "
+            f"{found[0] if found else 'the head'}; expected 'bfloat16' or 'float32'"
+        )
+
+
+def _largest(tensor: Tensor) -> float:
+    """Returns the element of the largest size; NaN if there is one."""
+    return float(tensor.flatten()[tensor.abs().argmax()])
 
 
 def _compare(found: Tensor, expected: Tensor, what: str, allowed: float | None = None) -> None:

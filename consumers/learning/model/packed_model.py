@@ -33,7 +33,7 @@ from penstock.consumers.learning.model.loading import (
     tensors_of,
 )
 from penstock.consumers.learning.model.lora import LoraLinear, adapt, adapter_of, adapter_share, published_name
-from penstock.consumers.learning.model.model_check import ModelCheckError, check_model, uncalled
+from penstock.consumers.learning.model.model_check import ModelCheckError, check_model, check_range, uncalled
 from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import dither
 from penstock.consumers.learning.model.routing import RouteReplay
@@ -134,6 +134,8 @@ class PackedModel:
             if self.routing is not None:
                 idle = idle_microbatch().to(device)
                 self.routing.check(lambda routes: self.forward(replace(idle, routes=routes.to(device))))
+            if dtype == "float16":
+                check_range(self.module, self._in_dtype(torch.float16), self._named, in_rectangles=self.in_rectangles)
             if dithered:
                 dither(self.module, DTYPES[dtype], seed, self._kept)
         if lora is not None or frozen:
@@ -204,7 +206,9 @@ class PackedModel:
             f"{self._named}: {type(self.module).__name__} {reasons[0]}; with rows padded to a rectangle: {reasons[-1]}"
         )
 
-    def _check(self, dtype: torch.dtype) -> None:
+    def _in_dtype(self, dtype: torch.dtype) -> Callable[[MicroBatch], tuple[Tensor, OutputHead]]:
+        """Returns `forward` in `dtype`, during the checks at start."""
+
         def in_dtype(microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
             self._dtype = dtype
             try:
@@ -212,10 +216,16 @@ class PackedModel:
             finally:
                 self._dtype = torch.float32
 
+        return in_dtype
+
+    def _check(self, dtype: torch.dtype) -> None:
         device = self.module.get_output_embeddings().weight.device
         takes_another_path = is_unpadded(device, dtype) and not self.in_rectangles
         check_model(
-            self.module, self.forward, in_dtype if takes_another_path else None, in_rectangles=self.in_rectangles
+            self.module,
+            self.forward,
+            self._in_dtype(dtype) if takes_another_path else None,
+            in_rectangles=self.in_rectangles,
         )
 
     def _checkpoint_layers(self) -> None:
