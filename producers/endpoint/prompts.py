@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
-from penstock.producers.endpoint.chat.errors import bad_request, too_long
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request, too_long
 from penstock.producers.endpoint.chat.messages import for_template
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded, SuffixEncoder
@@ -61,15 +61,21 @@ class Prompts:
         self._max_model_len = max_model_len
         self._left_out = LeftOut()
 
+        at = ""
+
         def render(messages: list[Json], add_generation_prompt: bool) -> list[int]:
-            return self._encoder.encode(self._text(for_template(messages), None, {}, add_generation_prompt)).token_ids
+            nonlocal at
+            at = "chat template refuses"
+            text = self._text(for_template(messages), None, {}, add_generation_prompt)
+            at = "tokenizer cannot encode"
+            return self._encoder.encode(text).token_ids
 
         try:
             self._boundary = find_turn_boundary(render, [*special_token_ids(tokenizer), *stop_token_ids])
-        except Exception as error:  # the chat template is the model's own and may raise anything
+        except Exception as error:  # both are the model's own and may raise anything
             raise ConfigError(
-                f"model.path: its chat template refuses a user's and an assistant's turn: {error}; [endpoint] needs "
-                "one that takes both"
+                f"model.path: its {at} a user's and an assistant's turn: {type(error).__name__}: {error}; [endpoint] "
+                "needs one that takes both"
             ) from error
         self._read_variables = read_variables(tokenizer.chat_template)
         self.is_alternate_stop = self._boundary.is_alternate_stop
@@ -81,9 +87,10 @@ class Prompts:
             ApiError: 400, the template refuses the messages or leaves out what the model should know, or the messages
                 are too long; see `CallLedger.parent` as well.
         """
-        unread = self._check_variables(request)
+        unread = self._check_read(request)
         read = {name: value for name, value in request.template_arguments.items() if name in self._read_variables}
-        request = request._replace(template_arguments=read)
+        tools = request.tools if "tools" in self._read_variables else []
+        request = request._replace(template_arguments=read, tools=tools)
         found = ledger.parent(request.messages)
         messages = for_template(request.messages)
         prompt = (
@@ -110,11 +117,11 @@ class Prompts:
             return RenderedPrompt(rendered.token_ids, "as_sent", parent, refused.code, rendered)
         return RenderedPrompt(ids, "spliced" if ids == rendered.token_ids else "drifted", parent, "", rendered)
 
-    def _check_variables(self, request: ChatRequest) -> list[str]:
-        """Returns names of the variables that the chat template never reads.
+    def _check_read(self, request: ChatRequest) -> list[str]:
+        """Returns names of what the request has and the chat template never reads, whatever it holds.
 
         Raises:
-            ApiError: 400, there are some, and the request may not be answered without them.
+            ApiError: 400, there is something, and the request may not be answered without it.
         """
         unread = [name for name in request.template_arguments if name not in self._read_variables]
         if unread and not request.ignores:
@@ -125,7 +132,12 @@ class Prompts:
                 "chat_template_kwargs",
                 "unsupported_parameter",
             )
-        return [f"chat_template_kwargs.{name}" for name in unread]
+        names = [f"chat_template_kwargs.{name}" for name in unread]
+        if request.tools and "tools" not in self._read_variables:
+            if not request.ignores:
+                raise _left_out(f"tools has {request.tools[0]['function']['name']!r}", "tools")
+            names.append("tools")
+        return names
 
     def _check_left_out(self, request: ChatRequest, messages: list[Json], num_known: int, text: str) -> tuple[str, ...]:
         """Returns names of what the request has and its rendering `text` does not show. num_known: messages at the
@@ -147,12 +159,7 @@ class Prompts:
             return (*names, *(["tools"] if told else []))
         for fields, param in ((told, "tools"), (said, "messages")):
             if fields:
-                raise bad_request(
-                    f"{fields[0]}: the model's chat template does not render it, or not all of it, so the model would "
-                    f"not know of it; expected no such {param}, or a model whose chat template renders them",
-                    param,
-                    "unsupported_parameter",
-                )
+                raise _left_out(fields[0], param)
         return ()
 
     def _encode(
@@ -182,3 +189,12 @@ class Prompts:
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **arguments
         )
+
+
+def _left_out(field: str, param: str) -> ApiError:
+    return bad_request(
+        f"{field}: the model's chat template does not render it, or not all of it, so the model would not know of it; "
+        f"expected no such {param}, or a model whose chat template renders them",
+        param,
+        "unsupported_parameter",
+    )

@@ -3,24 +3,45 @@ that it renders nothing of.
 
 A template skips such things without an error, and to search the rendering for them proves nothing: "7" stands in many
 prompts, and templates trim and escape. So what must be shown is rendered once more with marks in it. A mark that the
-rendering lacks stands for something that the model would not know of. Reasoning may be left out, as most templates do
+rendering lacks stands for something that the model would not know of, and so does a change (of a type, of whose result
+it is) that changes no rendering. Reasoning may be left out, as most templates do
 in earlier turns, and so may an answer's text beside its calls, or the calls beside it.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 Json = dict[str, Any]
 Render = Callable[[list[Json], list[Json] | None], str]
 """Renders messages and tools with the other arguments of a request."""
 
 KINDS_KEPT = 1024
-_VALUES = frozenset({"default", "examples", "const"})
-"""Keys of a schema under which no schemas stand."""
-_FORMER = ("function_call", "refusal")
+_VALUES = frozenset({"default", "examples"})
+"""Keys of a schema under which no schemas stand, and which templates may leave out."""
+_CHOICES = ("enum", "const")
+
+
+class _Change(NamedTuple):
+    """Another value for a key of schemas that stand from `first` to `last` deep; parameters stand at 1."""
+
+    key: str
+    value: Any
+    first: int
+    last: float
+
+
+_CHANGES = (
+    _Change("type", "other", 1, 1),
+    _Change("type", "other", 2, math.inf),
+    _Change("required", [], 0, 0),
+    _Change("required", [], 1, math.inf),
+)
+"""For what templates render in words of their own."""
+_RARE = ("function_call", "refusal", "audio")
 """Fields of messages of which hardly any template knows."""
 _IN_MACROS = ("caller", "varargs", "kwargs", "self", "super")
 _MARK = re.compile(r"penstockmark(\d+)end", re.IGNORECASE)
@@ -126,25 +147,30 @@ class LeftOut:
             at: the indices of those to look at.
             context: identifies the other arguments of the rendering.
         """
-        former = [f"messages[{n}].{name}" for n in at for name in _FORMER if _is_unshown(messages[n].get(name), text)]
+        rare = [f"messages[{n}].{name}" for n in at for name in _RARE if _is_unshown(messages[n].get(name), text)]
+        ordered = _ordered(messages)
+        moved = [n for n in at if ordered[n] is not messages[n]]
+        if moved and _renders_to(text, render, ordered, tools):
+            rare += [f"messages[{n}].tool_call_id" for n in moved]
         kinds = {n: (*_kind(messages, n), tools is not None, context) for n in at if _says_anything(messages[n])}
         unshown = {n for n in kinds if not _stands_in(messages[n], text)}
         doubtful = {n for n in kinds if n in unshown or kinds[n] not in self._rendered}
         if not doubtful:
-            return former
+            return rare
         marks = Marks()
         marked = [_marked(message, n, marks) if n in doubtful else message for n, message in enumerate(messages)]
         try:
             missing = marks.missing(render(marked, tools))
         except Exception:  # the template is the model's own, and may check a text that marks change
-            return former + [_field(messages[n], n) for n in sorted(unshown)]
+            return rare + [_field(messages[n], n) for n in sorted(unshown)]
         if not missing:
             self._remember(*(kinds[n] for n in doubtful))
-        return former + missing
+        return rare + missing
 
     def tools(self, render: Render, messages: list[Json], tools: list[Json], text: str, context: str) -> list[str]:
         """Returns the fields of tools that their rendering `text` leaves out: names, descriptions and parameters (their
-        names, and at the first level their descriptions and values). Arguments as for `messages`."""
+        names, descriptions and choices; types and `required` if all of a level are left out). Arguments as for
+        `messages`."""
         kind = hash(json.dumps(tools)), context
         unshown = [f"tools has {name!r}" for tool in tools if (name := tool["function"]["name"]) not in text]
         if kind in self._rendered and not unshown:
@@ -152,9 +178,9 @@ class LeftOut:
         marks = Marks()
         try:
             missing = marks.missing(render(messages, [_marked_tool(tool, n, marks) for n, tool in enumerate(tools)]))
-        except Exception:  # as above
+            missing = missing or unshown or _unread(render, messages, tools, text)
+        except Exception:  # as above; or the parameters are too deep
             missing = unshown
-        missing = missing or unshown
         if not missing:
             self._remember(kind)
         return missing
@@ -168,7 +194,7 @@ class LeftOut:
 def _kind(messages: list[Json], n: int) -> tuple[Any, ...]:
     before = messages[n - 1] if n else {}
     calls = tuple("tool_calls" in message for message in (messages[n], before))
-    return messages[n]["role"], before.get("role"), calls, n + 1 == len(messages)
+    return messages[n]["role"], before.get("role"), calls, n + 1 == len(messages), _is_named(messages[n])
 
 
 def _field(message: Json, n: int) -> str:
@@ -176,12 +202,38 @@ def _field(message: Json, n: int) -> str:
 
 
 def _is_unshown(value: Any, text: str) -> bool:
-    said = value.get("name", "") if isinstance(value, dict) else value or ""
-    return not (isinstance(said, str) and said in text)
+    said = value.get("name") or value.get("id") if isinstance(value, dict) else value
+    return not (isinstance(said or "", str) and (said or "") in text)
+
+
+def _ordered(messages: list[Json]) -> list[Json]:
+    """Returns the messages with the results of tools assigned to the calls in their order."""
+    ordered, calls = [], list[Any]()
+    for message in messages:
+        if message["role"] != "tool":
+            known = calls = [call.get("id") for call in message.get("tool_calls") or ()]
+        elif calls and message.get("tool_call_id") in known:
+            if message["tool_call_id"] != calls[0]:
+                message = message | {"tool_call_id": calls[0]}
+            calls = calls[1:]
+        ordered.append(message)
+    return ordered
+
+
+def _renders_to(text: str, render: Render, messages: list[Json], tools: list[Json] | None) -> bool:
+    try:
+        return render(messages, tools) == text
+    except Exception:  # the template is the model's own: it reads what it refuses
+        return False
+
+
+def _is_named(message: Json) -> bool:
+    """Returns whether a message says who speaks; that of a tool stands in its call."""
+    return message["role"] != "tool" and isinstance(message.get("name"), str) and message["name"] != ""
 
 
 def _says_anything(message: Json) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls"))
+    return bool(message["content"].strip() or message.get("tool_calls") or _is_named(message))
 
 
 def _stands_in(message: Json, text: str) -> bool:
@@ -193,6 +245,8 @@ def _stands_in(message: Json, text: str) -> bool:
 
 
 def _marked(message: Json, n: int, marks: Marks) -> Json:
+    if _is_named(message):
+        message = message | {"name": message["name"] + marks.mark(f"messages[{n}].name")}
     if calls := message.get("tool_calls"):
         field = f"messages[{n}].tool_calls"
         if not message["content"].strip():
@@ -219,31 +273,68 @@ def _marked_tool(tool: Json, n: int, marks: Marks) -> Json:
     if function.get("description"):
         marked["description"] = function["description"] + marks.mark(f"{where}.description")
     if function.get("parameters"):
-        marked["parameters"] = _marked_schema(function["parameters"], f"{where}.parameters", 0, marks)
+        marked["parameters"] = _marked_schema(function["parameters"], f"{where}.parameters", marks)
     return tool | {"function": marked}
 
 
-def _marked_schema(schema: Json, where: str, depth: int, marks: Marks) -> Json:
+def _marked_schema(schema: Json, where: str, marks: Marks) -> Json:
     marked = dict(schema)
     for key, value in schema.items():
         field = f"{where}.{key}"
         if key == "properties" and isinstance(value, dict):
             marked[key] = {
-                name + marks.mark(f"{field}.{name}"): _marked_value(part, f"{field}.{name}", depth + 1, marks)
+                name + marks.mark(f"{field}.{name}"): _marked_value(part, f"{field}.{name}", marks)
                 for name, part in value.items()
             }
-        elif depth == 1 and key == "description" and isinstance(value, str) and value.strip():
+        elif key == "description" and isinstance(value, str) and value.strip():
             marked[key] = value + marks.mark(field)
-        elif depth == 1 and key == "enum" and isinstance(value, list):
-            marked[key] = [one + marks.mark(field) if isinstance(one, str) else one for one in value]
+        elif key in _CHOICES:
+            choices = [f"{one}{marks.mark(field)}" for one in (value if isinstance(value, list) else [value])]
+            marked[key] = choices if isinstance(value, list) else choices[0]
         elif key not in _VALUES:
-            marked[key] = _marked_value(value, field, depth + 1, marks)
+            marked[key] = _marked_value(value, field, marks)
     return marked
 
 
-def _marked_value(value: Any, where: str, depth: int, marks: Marks) -> Any:
+def _marked_value(value: Any, where: str, marks: Marks) -> Any:
     if isinstance(value, dict):
-        return _marked_schema(value, where, depth, marks)
+        return _marked_schema(value, where, marks)
     if isinstance(value, list):
-        return [_marked_value(one, where, depth, marks) for one in value]
+        return [_marked_value(one, where, marks) for one in value]
     return value
+
+
+def _unread(render: Render, messages: list[Json], tools: list[Json], text: str) -> list[str]:
+    """Returns fields of tools whose change changes nothing in the rendering."""
+    for change in _CHANGES:
+        fields: list[str] = []
+        changed = []
+        for n, tool in enumerate(tools):
+            parameters = tool["function"].get("parameters")
+            parameters = _changed(parameters, change, f"tools[{n}].function.parameters", 0, fields)
+            changed.append(tool | {"function": tool["function"] | {"parameters": parameters}})
+        if fields and _renders_to(text, render, messages, changed):
+            return fields
+    return []
+
+
+def _changed(schema: Any, change: _Change, where: str, depth: int, fields: list[str]) -> Any:
+    """Returns a schema with another value for one key; adds the places to `fields`."""
+    if isinstance(schema, list):
+        return [_changed(one, change, where, depth, fields) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    for key, value in schema.items():
+        field = f"{where}.{key}"
+        if key == "properties" and isinstance(value, dict):
+            result[key] = {
+                name: _changed(part, change, f"{field}.{name}", depth + 1, fields) for name, part in value.items()
+            }
+        elif key == change.key and value and not isinstance(value, dict):
+            if change.first <= depth <= change.last:
+                fields.append(field)
+                result[key] = change.value
+        elif key not in (*_VALUES, *_CHOICES):
+            result[key] = _changed(value, change, field, depth + 1, fields)
+    return result

@@ -170,6 +170,9 @@ def check_message(message: Json, where: str) -> None:
                 raise bad_request(f"{where}.content holds {shown(part)}, expected parts of text", where)
     elif content is not None and not isinstance(content, str):
         raise bad_request(f"{where}.content is {kind_of(content)}, expected text", where)
+    for name in ("reasoning", "reasoning_content", "name", "tool_call_id"):
+        if not isinstance(value := message.get(name), str | None):
+            raise bad_request(f"{where}.{name} is {shown(value)}, expected text", where)
     for call in objects(message.get("tool_calls"), f"{where}.tool_calls"):
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

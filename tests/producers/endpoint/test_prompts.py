@@ -2,16 +2,18 @@
 
 import copy
 import re
+from typing import Any
 
 import pytest
 
-from chat_templates import STYLES, decode, encode, render, tokenizer_of
+from chat_templates import QWEN3_TURNS, STYLES, decode, encode, render, tokenizer_of
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
 from penstock.producers.endpoint.chat.answers import Answers, ParsedAnswer
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.interfaces import Completion
+from penstock.schemas.config import ConfigError
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 
 STYLE_NAMES = sorted(STYLES)
@@ -134,7 +136,7 @@ def test_tools_that_the_template_does_not_render_are_refused_or_said_to_be_left_
     add, sub = ({"type": "function", "function": {"name": name}} for name in ("add", "sub"))
     templates = {
         "{{ tools[0].function.name }}": None,
-        "": "tools has 'add': .* does not render it",
+        "{{ tools and '' }}": "tools has 'add': .* does not render it",
         "{{ tools | tojson if messages[0].content == 'add' }}": "tools has 'add'",
     }
     for template, message in templates.items():
@@ -157,9 +159,11 @@ def test_tools_that_the_template_does_not_render_are_refused_or_said_to_be_left_
 
 TOOL = {"name": "add", "description": "Adds 7", "parameters": {"type": "object", "properties": {
     "a": {"type": "integer", "description": "the first"},
-    "b": {"type": "string", "enum": ["x7", "y7"]},
-    "c": {"type": "array", "items": {"type": "object", "properties": {"deep": {"description": "not everywhere"}}}},
-}}}  # fmt: skip
+    "b": {"type": "integer", "enum": [7, 8]},
+    "c": {"type": "array", "items": {"type": "object", "required": ["deep"], "properties": {
+        "deep": {"type": "string", "const": "9", "description": "not everywhere"},
+    }}},
+}, "required": ["a"]}}  # fmt: skip
 CALLING = {"role": "assistant", "content": "so", "tool_calls": [
     {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
 ]}  # fmt: skip
@@ -175,10 +179,14 @@ SAID = [
 CONTENT = "(message.content or '')"
 
 
-def served_by(template: str, style: str = "chatml") -> Prompts:
+def tokenizer_with(template: str, style: str = "chatml") -> Any:
     tokenizer = copy.deepcopy(tokenizer_of(style))
     tokenizer.chat_template = template
-    return Prompts(tokenizer, stop_token_ids=())
+    return tokenizer
+
+
+def served_by(template: str, style: str = "chatml") -> Prompts:
+    return Prompts(tokenizer_with(template, style), stop_token_ids=())
 
 
 def message_rows() -> list[tuple[str, list[dict], int, str]]:
@@ -202,7 +210,29 @@ def message_rows() -> list[tuple[str, list[dict], int, str]]:
     rows.append((neither, SAID, 2, "tool_calls"))
     former = {"role": "assistant", "content": None, "function_call": {"name": "zap", "arguments": "{}"}}
     rows.append((turns, [former], 0, "function_call"))
+    rows.append((turns, [*ASKED, CALLING | {"audio": {"id": "audio7"}}, SAID[3]], 1, "audio"))
+    rows.append((turns, [ASKED[0] | {"name": "7"}], 0, "name"))
+    rows.append((turns, swapped(), 2, "tool_call_id"))
     return rows
+
+
+def swapped() -> list[dict]:
+    """Two results in another order than their calls."""
+    called = CALLING["tool_calls"][0]
+    calls = [called, called | {"id": "call00002"}]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in reversed(calls)]
+    return [*ASKED, CALLING | {"tool_calls": calls}, *results]
+
+
+def all_but(condition: str) -> str:
+    """Returns a template of a tool that leaves out keys of its parameters."""
+    return (
+        "{% macro shown(value, depth) %}{% if value is mapping %}{% for key, part in value.items() if not ("
+        + condition
+        + ") %}{{ key ~ ' ' ~ shown(part, depth + 1) }}{% endfor %}{% elif value is string or value is number %}"
+        "{{ value ~ ' ' }}{% else %}{% for one in value %}{{ shown(one, depth) }}{% endfor %}{% endif %}{% endmacro %}"
+        "{{ tool.function.name ~ tool.function.description ~ shown(tool.function.parameters, 0) }}"
+    )
 
 
 def tool_rows() -> list[tuple[str, str]]:
@@ -218,6 +248,12 @@ def tool_rows() -> list[tuple[str, str]]:
         (told + each, f"{parameters}.a.description"),
         (told + each.replace("@", "{{ part.description }}"), f"{parameters}.b.enum"),
         (told + each.replace("@", "{{ part.description ~ part.enum }}"), f"{parameters}.c.items.properties.deep"),
+        (all_but("key == 'type' and depth == 2"), f"{parameters}.a.type"),
+        (all_but("key == 'type' and depth > 2"), f"{parameters}.c.items.type"),
+        (all_but("key == 'required' and not depth"), "tools[0].function.parameters.required"),
+        (all_but("key == 'required' and depth"), f"{parameters}.c.items.required"),
+        (all_but("key == 'const'"), f"{parameters}.c.items.properties.deep.const"),
+        (all_but("key == 'description' and depth > 2"), f"{parameters}.c.items.properties.deep.description"),
     ]
     rows = [("{% for tool in tools or [] %}" + row + "{% endfor %}", field) for row, field in rows]
     return [*rows, ("{{ tools[:1] | tojson if tools }}", "tools has 'ad'")]
@@ -258,7 +294,7 @@ def test_a_template_may_trim_escape_merge_and_strip_reasoning() -> None:
     typed = (
         "{% for tool in tools or [] %}// {{ tool.function.description | trim }} {{ tool.function.name }}(_:"
         "{% for name, part in tool.function.parameters.properties.items() %}// {{ part.description | trim }}"
-        f"{{{{ name }}}}: {{{{ {values} }}}}{{% endfor %}}){{% endfor %}}"
+        f"{{{{ name }}}}: {{{{ {values} }}}}{{% endfor %}}){{{{ tool.function.parameters.required }}}}{{% endfor %}}"
     )
     fields = {"tools": [{"type": "function", "function": TOOL}]}
     for template in templates:
@@ -316,7 +352,34 @@ def test_a_text_that_no_tokens_could_make_short_enough_is_refused_unencoded(monk
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
+def test_tools_of_any_depth_are_read_or_refused_unrendered_by_a_template_that_never_does(monkeypatch) -> None:
+    served, fields = prompts("qwen3"), {"tools": [{"type": "function", "function": TOOL}]}
+    untold = served_by(QWEN3_TURNS, "qwen3")
+    assert served.prompt(request(ASKED, **fields), CallLedger()).left_out == ()
+    deep: Any = {}
+    for _ in range(450):
+        deep = {"a": [deep]}
+    deep_tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    assert served.prompt(request(ASKED, tools=[deep_tool]), CallLedger()).left_out == ()
+    lenient = parse_chat({"messages": ASKED, **fields}, SamplingSettings(), ignore=True)
+    assert untold.prompt(lenient, CallLedger()).left_out == ("tools",)
+    monkeypatch.setattr(untold, "_text", None)
+    with pytest.raises(ApiError, match="tools has 'add': the model's chat template does not render it"):
+        untold.prompt(request(ASKED, **fields), CallLedger())
+
+
+def test_results_in_another_order_than_their_calls_are_answered_if_the_template_shows_whose_they_are() -> None:
+    shown = STYLES["chatml"].template.replace(CONTENT, f"(message.tool_call_id or '') + {CONTENT}")
+    assert served_by(shown).prompt(request(swapped()), CallLedger()).left_out == ()
+    assert prompts("chatml").prompt(request([*swapped()[:2], *swapped()[:1:-1]]), CallLedger()).left_out == ()
+
+
 def test_an_error_of_the_tokenizer_is_not_the_template_s() -> None:
+    broken = copy.deepcopy(tokenizer_of("chatml"))
+    broken.chat_template += "{{ '\\ud800' }}"
+    for tokenizer, whose in ((broken, "tokenizer cannot encode"), (tokenizer_with("{{ 1 // 0 }}"), "template refuses")):
+        with pytest.raises(ConfigError, match=f"model.path: its .*{whose} a user's and an assistant's turn: [TZ]"):
+            Prompts(tokenizer, stop_token_ids=())
     served = Prompts(tokenizer_of("chatml"), stop_token_ids=())
     with pytest.raises(ApiError, match="the model's tokenizer cannot encode the messages: TypeError"):
         served.prompt(request([{"role": "user", "content": "\ud800"}]), CallLedger())
