@@ -83,7 +83,8 @@ def _left_out(who: str, prompt: Prompt, tokenizer: Any, left_out: LeftOut) -> It
 
 def _check_rewards(checked: Checked, tokenizer: Any) -> Iterator[str]:
     """Scores a gold answer and an empty one of each environment; yields warnings. A coroutine may call a judge, and is
-    called only where a setting names a part of its reward."""
+    called only where a setting names a part of its reward. So is the reward of an environment that converses, whose
+    conversations mostly have its parts and others; a coroutine of such a one is not, since it may start sandboxes."""
     config, environments = checked.config, checked.environments
     named = [each for each in named_figures(config) if each[2].startswith("reward/")]
     asked = {source.name: any(name in ("", source.name) for _, name, _ in named) for source in environments}
@@ -91,10 +92,15 @@ def _check_rewards(checked: Checked, tokenizer: Any) -> Iterator[str]:
     parts: dict[str, set[str] | None] = {}
     for name, task in first.items():
         parts[name] = None
-        if not task.source.converses and (asked[name] or not any(each.is_async for each in task.source.rewards)):
+        doubts = (task.source.converses, any(each.is_async for each in task.source.rewards))
+        if not any(doubts) or (asked[name] and not all(doubts)):
             try:
                 parts[name] = run_coroutine(_parts(config, task, tokenizer))
-            except RewardError as error:
+            except Exception as error:
+                if task.source.converses:  # its conversations have prompts and rewards of their own
+                    continue
+                if not isinstance(error, RewardError):
+                    raise
                 if error.__cause__ is None:  # it returned something else than a reward
                     functions = [getattr(each.function, "func", each.function) for each in task.source.rewards]
                     place = "".join(map(definition, functions))
@@ -102,10 +108,13 @@ def _check_rewards(checked: Checked, tokenizer: Any) -> Iterator[str]:
                 place = place_in(error.__cause__, config.every_environment[name])
                 yield f"{task.asked}: the reward of its gold answer, or of an empty one, raises {error}{place}"
     for setting, name, figure in named:
-        found = [parts.get(each) for each in ([name] if name else parts)]
-        if None in found:
+        sources = [name] if name else list(parts)
+        found = [parts.get(each) for each in sources]
+        if any(figure in each for each in found if each):
+            continue
+        if None in found or any(first[each].source.converses for each in sources):
             yield f"{setting}: whether the reward has this part is not known before the first rewards"
-        elif not any(figure in each for each in found if each):
+        else:
             known = sorted(set().union(*filter(None, found)))
             raise ConfigError(f"{setting}: the reward has no such part; expected {' or '.join(['reward', *known])}")
 

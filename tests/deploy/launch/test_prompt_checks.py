@@ -140,6 +140,15 @@ def test_variables_of_the_chat_template_reach_every_prompt_and_one_that_it_does_
         running.check(asked, set={"model.chat_template_kwargs.tokenize": True})
 
 
+def test_a_part_that_the_reward_of_a_conversing_environment_has_is_known_and_no_other_one(model_folder, capsys):
+    build_tokenizer(64, chat_template=THINKS).save_pretrained(model_folder)
+    asked = settings(model_folder, path="penstock.producers.environments.calculator:Calculator")
+    for part, is_known in (("exact", True), ("called", False)):
+        goal = {"evaluation.goal": {"figure": f"reward/{part}", "value": 1}}
+        running.check(asked, set={"endpoint.port": 0} | goal)
+        assert ("whether the reward has this part is not known" in capsys.readouterr().err) != is_known, part
+
+
 def test_a_message_that_the_chat_template_leaves_out_is_warned_of(model_folder, capsys):
     build_tokenizer(
         64, chat_template=NO_SYSTEM.replace("{{ raise_exception('System role not supported') }}", "{% continue %}")
