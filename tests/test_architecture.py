@@ -263,7 +263,7 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 BUDGET = {
     "schemas": 6_250,
-    "producers": 14_250,
+    "producers": 14_300,
     "consumers": 18_200,
     "deploy": 14_800,
     "bench": 6_150,

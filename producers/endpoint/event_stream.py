@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from aiohttp import web
 
-from penstock.producers.endpoint.beside import beside
+from penstock.producers.endpoint.beside import answer_bytes, beside
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.streams import KEEP_ALIVE, Events
 
@@ -48,6 +48,7 @@ class EventStream:
         """Sends the rest of a finished chat completion, whose text begins with what was sent."""
         message = finished["choices"][0]["message"]
         data = self._more(message)
+        self._num_bytes = max(self._num_bytes, answer_bytes(finished))
         await self._write(itertools.chain(data, self._events.end(finished)))
         await self.response.write_eof()
 

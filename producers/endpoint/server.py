@@ -15,7 +15,7 @@ from aiohttp import web
 
 from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.agents import Agents
-from penstock.producers.endpoint.beside import beside
+from penstock.producers.endpoint.beside import answer_bytes, beside
 from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
 from penstock.producers.endpoint.chat import responses
@@ -302,7 +302,8 @@ class AgentEndpoint:
         answer: web.StreamResponse
         if stream is None:
             answer = await beside(
-                len(data), lambda: _json(responses.as_response(document, finished) if is_response else finished)
+                max(len(data), answer_bytes(finished)),
+                lambda: _json(responses.as_response(document, finished) if is_response else finished),
             )
             await answer.prepare(request)
             await answer.write_eof()

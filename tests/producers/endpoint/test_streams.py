@@ -10,11 +10,13 @@ import pytest
 
 from agent_client import ADD, CALL, spelled
 from chat_templates import encode, tokenizer_of
+from penstock.producers.endpoint import server
 from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
 from penstock.producers.endpoint.chat.requests import parse_chat
-from penstock.producers.endpoint.chat.streams import KEEP_ALIVE
+from penstock.producers.endpoint.chat.streams import KEEP_ALIVE, ChatEvents
 from penstock.producers.endpoint.prompts import Prompts
 from penstock.producers.interfaces import Completion
+from penstock.schemas.config import SamplingConfig
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 from producer_run import KEYS
 from scripted_engine import ScriptedEngine
@@ -188,6 +190,33 @@ def test_a_part_that_was_streamed_otherwise_than_it_is_parsed_stays_as_its_clien
     message: dict[str, Any] = {"content": None, "tool_calls": []}
     answers.keep_sent(message, {"content": "so"})
     assert message["content"] == "so"
+
+
+@pytest.mark.redis
+async def test_long_answers_are_written_beside_the_loop_and_short_ones_in_it(opened, monkeypatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def noting(write: Any) -> Any:
+        def noted(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return write(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(server, "_json", noting(server._json))
+    monkeypatch.setattr(ChatEvents, "_chunk", noting(ChatEvents._chunk))
+    engine = ScriptedEngine(script=lambda ids, sibling: spelled("seven" * 900), max_model_len=8192)
+    one, rollout = await opened(engine, sampling=SamplingConfig(max_tokens=8000))
+    path, main = f"/r/{rollout['id']}/v1/chat/completions", threading.main_thread()
+    for stream, num_tokens, is_beside in (
+        (False, 10, False),
+        (True, 10, False),
+        (False, 8000, True),
+        (True, 8000, True),
+    ):
+        threads.clear()
+        await one.client.text(path, APIS["chat/completions"] | {"stream": stream, "max_tokens": num_tokens})
+        assert (threads[-1] is not main) == is_beside, (stream, num_tokens)
 
 
 @pytest.mark.redis
