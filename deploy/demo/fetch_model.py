@@ -126,5 +126,5 @@ def convert(gguf: Path, folder: Path) -> None:
     model = type(read)(config)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
