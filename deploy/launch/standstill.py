@@ -116,6 +116,8 @@ class Standstill:
 
     def _missing_producers(self, findings: Mapping[bytes, bytes], num_booting: int) -> str:
         if not self.heartbeats:
+            if self._is_trained():
+                return ""  # they end, while the trainer saves the model
             told = f"no producer is alive: the logs are in {self._folder / 'logs'}; the run goes on once one is started"
             return told if self._served_at is not None and not num_booting else ""
         quarantined: list[ProducerParity] = []
@@ -134,8 +136,7 @@ class Standstill:
         """Says what the trainer has logged last, if there was no batch for much longer than they take."""
         progress, since = self._progress, self._progress.seen_at or self._served_at
         trainer = next((child for child in children if child.name == "trainer"), None)
-        is_trained = progress.update is not None and progress.update.update >= self._config.num_updates
-        if trainer is None or since is None or is_trained:
+        if trainer is None or since is None or self._is_trained():
             return ""
         silent_s, rate = time.monotonic() - since, progress.updates_per_s
         if silent_s < max(_SILENT_S, _SILENT_BATCHES / rate if rate else _FIRST_S):
@@ -144,6 +145,10 @@ class Standstill:
         return (
             f"no batch is trained: for {silent_s:.0f} s; {said[:_MOST_CHARACTERS]} (the trainer's log is {trainer.log})"
         )
+
+    def _is_trained(self) -> bool:
+        last = self._progress.update
+        return last is not None and last.update >= self._config.num_updates
 
 
 def _resume(stopped: Mapping[str, int]) -> str:

@@ -191,6 +191,14 @@ def test_producers_that_are_gone_quarantined_or_suspended_are_told(run):
     assert run.reason() == f"producer-0 and producer-1 are suspended (SIGSTOP): `kill -CONT {pids}` continues"
 
 
+def test_producers_that_end_after_the_last_update_are_not_told(run):
+    run.beat(*PRODUCERS)
+    assert run.reason() == ""
+    run.train(5)
+    run.redis.delete(*map(KEYS.producer, PRODUCERS))
+    assert run.reason() == ""
+
+
 def test_a_trainer_that_is_suspended_is_told(run):
     run.beat(*PRODUCERS)
     trainer = run.children[1]
