@@ -36,6 +36,7 @@ class ScriptedLearner:
     """
 
     vocabulary = 100
+    experts: tuple[int, int, int] | None = None
     trains_every_row = False
 
     def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
