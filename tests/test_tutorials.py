@@ -133,7 +133,7 @@ def test_the_block_of_the_page_on_evaluation_prints_a_line_for_each_set(
 
     monkeypatch.setattr(running, "evaluate", evaluate)
     play(blocks("../evaluation"))
-    assert capsys.readouterr().out == "main 0.5 0.5\n"
+    assert capsys.readouterr().out == "main 0.5 0.5\n()\n"
 
 
 @pytest.fixture
