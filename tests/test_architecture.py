@@ -262,12 +262,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_250,
+    "schemas": 6_150,
     "producers": 14_300,
-    "consumers": 18_200,
-    "deploy": 14_800,
+    "consumers": 18_000,
+    "deploy": 14_700,
     "bench": 6_150,
-    "tests": 54_000,
+    "tests": 53_500,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
