@@ -87,9 +87,15 @@ class RouteReplay:
                 f"choose {self.per_token} of {self.num_experts} experts by torch.topk; expected false"
             )
 
-    def of(self, layer: int) -> Tensor | None:
-        """Returns the routes of one layer [N, experts per token] int64; None if the pass has none."""
-        return None if self._routes is None else self._routes[:, layer].long()
+    @property
+    def is_forcing(self) -> bool:
+        """True if the pass has routes."""
+        return self._routes is not None
+
+    def of(self, layer: int) -> Tensor:
+        """Returns the routes of one layer, [N, experts per token] int64, of a pass that has them."""
+        assert self._routes is not None
+        return self._routes[:, layer].long()
 
 
 class _Choice(TorchFunctionMode):
@@ -101,11 +107,11 @@ class _Choice(TorchFunctionMode):
         self.is_made = False
 
     def begin(self, module: nn.Module, arguments: Any) -> None:
-        if self._replay.of(self._layer) is not None:
+        if self._replay.is_forcing:
             self.__enter__()
 
     def end(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._replay.of(self._layer) is not None:
+        if self._replay.is_forcing:
             self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +120,6 @@ class _Choice(TorchFunctionMode):
             return found
         scores, own = args[0] if args else kwargs["input"], found.indices
         forced = self._replay.of(self._layer)
-        assert forced is not None
         wanted = (len(forced), self._replay.num_experts), (len(forced), self._replay.per_token)
         if (scores.shape, own.shape) != wanted:
             return found
