@@ -18,6 +18,7 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
+from penstock.schemas.routes import Routes
 
 FINGERPRINT = EngineFingerprint(
     engine="vllm",
@@ -140,6 +141,19 @@ def taught_group() -> RolloutGroup:
     )
     rollouts = (replace(each, segments=(own,)) for each, own in zip(plain.rollouts, taught, strict=True))
     return replace(plain, rollouts=tuple(rollouts))
+
+
+def routed_group() -> RolloutGroup:
+    """Returns the group as an engine with experts samples it: two layers of one expert a token, the first one unknown
+    in the second rollout."""
+    plain = group()
+    routed = []
+    for rollout, kind in zip(plain.rollouts, ("B", "H"), strict=True):
+        (segment,) = rollout.segments
+        num_bytes = 2 * (segment.num_tokens - 1) * (1 if kind == "B" else 2)
+        ids = bytes(n % 7 for n in range(num_bytes)) if kind == "B" else b"\xff\xff" + bytes(num_bytes - 2)
+        routed.append(replace(rollout, segments=(replace(segment, routes=Routes(2, 1, kind, ids)),)))
+    return replace(plain, rollouts=tuple(routed), fingerprint=replace(plain.fingerprint, route_bytes=2))
 
 
 def group_in_flight() -> RolloutGroup:
