@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 Settings = RunConfig | Mapping[str, Any] | str | Path
 """A run's settings: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one."""
+RewardFunction = Callable[..., Any] | str
+"""A reward function, or its import path (docs/environments.md#rewards)."""
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -56,6 +58,7 @@ def load_config(
     config: Settings,
     *,
     set: Overrides = (),
+    rewards: Sequence[RewardFunction | tuple[RewardFunction, float]] = (),
     name: str | None = None,
     runs: str | Path = DEFAULT_RUNS,
     resume: bool = False,
@@ -67,6 +70,8 @@ def load_config(
             function that other processes cannot import.
     """
     fields = _importable(overridden(set), "set") | ({} if name is None else {"name": name})
+    if rewards:
+        fields["reward.components"] = [_component(each, f"rewards[{n}]") for n, each in enumerate(rewards)]
     if isinstance(config, RunConfig):
         return config_of(_importable(config, ""), Path("RunConfig"), fields)
     if isinstance(config, Mapping):
@@ -81,6 +86,19 @@ def load_config(
             print(f"penstock: resumed with {own}; {file} is not read again, --set changes a setting", file=sys.stderr)
             document, file = read_document(own), own
     return config_of(document, file, fields)
+
+
+def _component(given: Any, field: str) -> dict[str, Any]:
+    """Returns a table of `reward.components` for a function, or for one with its weight. Raises ConfigError."""
+    function, weight = given if isinstance(given, tuple | list) and len(given) == 2 else (given, 1.0)
+    if not (callable(function) or isinstance(function, str)):
+        raise ConfigError(
+            f"{field} = {given!r}: expected a function (prompt, completion) -> float, its import path, or one of these "
+            "with its weight, as (function, 0.5)"
+        )
+    path = function if isinstance(function, str) else import_path(function, field)
+    name = path.rpartition(":")[2].rpartition(".")[2]
+    return {"name": name, "path": path, "weight": _importable(weight, f"{field}[1]")}
 
 
 def _importable(given: Any, field: str) -> Any:
@@ -128,6 +146,7 @@ def check(
     config: Settings,
     *,
     set: Overrides = (),
+    rewards: Sequence[RewardFunction | tuple[RewardFunction, float]] = (),
     name: str | None = None,
     runs: str | Path = DEFAULT_RUNS,
     resume: bool = False,
@@ -138,7 +157,7 @@ def check(
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
     """
-    asked = load_config(config, set=set, name=name, runs=runs, resume=resume)
+    asked = load_config(config, set=set, rewards=rewards, name=name, runs=runs, resume=resume)
     checked, _ = _checked(asked, Path(runs), resume=resume)
     return checked.config
 
@@ -177,6 +196,7 @@ def run(
     config: Settings,
     *,
     set: Overrides = (),
+    rewards: Sequence[RewardFunction | tuple[RewardFunction, float]] = (),
     name: str | None = None,
     runs: str | Path = DEFAULT_RUNS,
     resume: bool = False,
@@ -190,6 +210,8 @@ def run(
     config: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one. A class or a
         function in a dict stands for its import path, or for a table with it (`"environment": Capitals`).
     set: fields to change, as in `{"trainer.learning_rate": 1e-5}`.
+    rewards: functions whose weighted sum is the reward, each alone (weight 1) or with its weight, as in
+        `[exact, (short, 0.1)]`: `reward.components`, named like the functions. "environment" is the environment's own.
     name: of the run, in place of that in `config`.
     runs: folder of all runs.
     resume: continues the run of this name from its last checkpoint, by the run file in its folder, changed by `set`; a
@@ -204,7 +226,7 @@ def run(
         ServerError: no Redis can be started or reached.
     """
     runs = Path(runs)
-    asked = load_config(config, set=set, name=name, runs=runs, resume=resume)
+    asked = load_config(config, set=set, rewards=rewards, name=name, runs=runs, resume=resume)
     if resume:
         from penstock.deploy.report.lines import read_ledger
 

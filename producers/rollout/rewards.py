@@ -120,6 +120,8 @@ def component(
         parameters = inspect.signature(function).parameters
         takes_facts = "facts" in parameters
         names = [each.name for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
+        if names[:1] in (["prompts"], ["completions"]):  # it would bind, and fail at the first completion
+            raise TypeError(f"parameters {names}: a function for TRL, which docs/coming-from.md#rewards carries over")
         inspect.signature(function).bind(None, None, **({"facts": None} if takes_facts else {}), **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(

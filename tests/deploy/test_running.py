@@ -183,6 +183,40 @@ def test_classes_functions_and_numbers_of_numpy_stand_where_a_run_file_has_table
     assert again.trainer.learning_rate == 1.0 and again.environment == found.environment
 
 
+def brief(prompt: Any, completion: str) -> float:
+    return 1.0 / (1 + len(completion))
+
+
+def test_rewards_are_functions_with_weights(settings: dict[str, Any], tmp_path: Path) -> None:
+    def parts(*rewards: Any, config: Any = settings) -> list[tuple[str, str, float]]:
+        found = penstock.load_config(config, rewards=rewards).reward.components
+        return [(each.name, each.path, each.weight) for each in found]
+
+    module = __name__
+    wanted = [("pays", f"{module}:pays", 1.0), ("brief", f"{module}:brief", 0.1), ("environment", "environment", 2.0)]
+    given = (pays, (brief, 0.1), ("environment", 2))
+    assert parts(*given) == parts(*given, config=penstock.load_config(settings)) == wanted
+    assert parts("a.b:c") == [("c", "a.b:c", 1.0)] and parts() == []
+    assert penstock.check(settings, rewards=[pays, "environment"]).reward.components[0].name == "pays"
+    for rewards, said in (
+        (
+            [lambda prompt, completion: 1.0],
+            r"^rewards\[0\] = .*<lambda> of .*: the processes of a run cannot import it",
+        ),
+        ([pays, (brief, "much")], r"reward.components\[1\].weight = 'much': Expected `float`, got `str`"),
+        ([pays, pays], r"components have the names \['pays', 'pays'\], expected different ones"),
+        (
+            [pays, 0.5],
+            r"^rewards\[1\] = 0.5: expected a function \(prompt, completion\) -> float, its import path, or one",
+        ),
+    ):
+        with pytest.raises(penstock.ConfigError, match=said):
+            penstock.load_config(settings, rewards=rewards)
+    own = settings | {"reward": pays}
+    with pytest.raises(penstock.ConfigError, match=r"path = '.*:pays' with components: expected one of the two"):
+        penstock.load_config(own, rewards=[brief])
+
+
 class Rloo:
     pass
 

@@ -358,6 +358,10 @@ def test_a_reward_that_cannot_be_called_is_refused_at_start(make_config) -> None
     component = WeightedReward(name="a", path=f"{__name__}:no_reward")
     for plug, message in [
         (own("no_reward"), "too many positional arguments; expected a function"),
+        (
+            own("trl_reward"),
+            r"parameters \['prompts', .*: a function for TRL, which docs/coming-from.md#rewards carries",
+        ),
         (own("length_reward", kwargs={"base": 1}), "unexpected keyword argument 'base'"),
         (own("cost_of_facts", kwargs={"facts": 1}), "multiple values for keyword argument 'facts'"),
         ({"path": "builtins:max"}, "no signature found for builtin .*; expected a function"),
@@ -367,6 +371,10 @@ def test_a_reward_that_cannot_be_called_is_refused_at_start(make_config) -> None
     ]:
         with pytest.raises(ConfigError, match=message):
             reward_components(make_config(reward=RewardConfig(**plug)), PosesNothing(), "environment")  # type: ignore[arg-type]
+
+
+def trl_reward(prompts, completions, answer, **kwargs):
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 def cost_of_facts(prompt: Prompt, completion: str, *, facts: RolloutFacts, cost: float = 1.0) -> float:
