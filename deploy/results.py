@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.deploy.operate.printing import print_table
-from penstock.deploy.report.lines import TelemetryError
+from penstock.deploy.report.lines import TelemetryError, row_of
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.best import BEST_FOLDER, read_best
 
@@ -66,8 +64,7 @@ def load_updates(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[di
         ConfigError: no such run, or its `run.toml` is no run file.
         TelemetryError: a malformed line (named with its file and number).
     """
-    rows = map(msgspec.to_builtins, read_telemetry(find_run_folder(run, runs)).updates)
-    return [row | row.pop("metrics") for row in rows]
+    return [row_of(line) for line in read_telemetry(find_run_folder(run, runs)).updates]
 
 
 def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[dict[str, Any]]:
@@ -79,8 +76,7 @@ def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> lis
         ConfigError: no such run, or its `run.toml` is no run file.
         TelemetryError: a malformed line (named with its file and number).
     """
-    rows = map(msgspec.structs.asdict, read_telemetry(find_run_folder(run, runs)).evaluations)
-    return [row | row.pop("metrics") for row in rows]
+    return [row_of(line) for line in read_telemetry(find_run_folder(run, runs)).evaluations]
 
 
 def print_result(result: RunResult) -> None:

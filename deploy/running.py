@@ -44,6 +44,7 @@ Settings = RunConfig | Mapping[str, Any] | str | Path
 """A run's settings: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one."""
 RewardFunction = Callable[..., Any] | str
 """A reward function, or its import path (docs/environments.md#rewards)."""
+Callback = Callable[[dict[str, Any]], object]
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -201,6 +202,8 @@ def run(
     runs: str | Path = DEFAULT_RUNS,
     resume: bool = False,
     stop: threading.Event | None = None,
+    on_update: Callback | None = None,
+    on_evaluation: Callback | None = None,
 ) -> RunResult:
     """Starts Redis, producers and trainer on this machine, follows them until the run ends, and writes its report.
 
@@ -217,6 +220,9 @@ def run(
     resume: continues the run of this name from its last checkpoint, by the run file in its folder, changed by `set`; a
         RunConfig replaces that file. A complete run is not started again.
     stop: once another thread sets it, the run is stopped in order, and its results so far are returned.
+    on_update, on_evaluation: called here with each new row of `load_updates` and `load_evaluations`, between two looks
+        at the run's processes, which go on meanwhile. Once one returns "stop" the run is stopped in order, as by
+        `stop`; what one raises is raised here once that is done, and resume=True continues the run.
 
     Raises:
         ConfigError: unusable settings; the message names the field, its value and what was expected.
@@ -225,6 +231,9 @@ def run(
         PartDied: a part of the run ended without which it cannot go on.
         ServerError: no Redis can be started or reached.
     """
+    from penstock.deploy.launch.callbacks import Callbacks, check_callbacks
+
+    check_callbacks(on_update=on_update, on_evaluation=on_evaluation)
     runs = Path(runs)
     asked = load_config(config, set=set, rewards=rewards, name=name, runs=runs, resume=resume)
     if resume:
@@ -247,15 +256,31 @@ def run(
     with RunFolder(checked, runs, resume=resume) as folder:
         for difference in folder.save(checked):
             print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
+        callbacks = Callbacks(folder.path, on_update, on_evaluation, stop := stop or threading.Event())
         with open_view(checked, runs) as view:
-            launcher = Launcher(checked, runs, placement, resume=resume, view=view, lock=folder.lock, stop=stop)
+            launcher = Launcher(
+                checked,
+                runs,
+                placement,
+                resume=resume,
+                view=view,
+                lock=folder.lock,
+                stop=stop,
+                on_tick=callbacks.look,
+            )
             try:
                 status = launcher.run()
             except PartDied as death:
                 if death.part == "trainer":
                     raise_gate_refusal(folder.path, death.started_s)
                 raise
-    if status and not (stop is not None and stop.is_set()):
+        if status == 0:
+            callbacks.look()  # the last lines came after the last tick
+    if callbacks.error is not None:
+        state = "was stopped in order; resume=True continues it" if status else "is complete"
+        callbacks.error.add_note(f"raised by a callback of run {checked.name}, which {state}")
+        raise callbacks.error
+    if status and not stop.is_set():
         raise RunInterrupted(checked.name, status - 128)
     return report(folder.path)
 

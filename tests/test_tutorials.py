@@ -82,8 +82,9 @@ def test_the_cells_of_the_first_page_show_a_run_and_its_worst_rollouts(
     assert asked == [
         "runs/models/demo",
         {"config": "demo", "name": NAME, "set": {"record": True}},
-        {"config": "demo", "name": NAME, "resume": True},
+        {"config": "demo", "name": NAME, "resume": True, "on_update": (watch := names["watch"])},
     ]
+    assert [watch({"reward/exact": value}) for value in (0.5, 1.0)] == [None, "stop"]
     training, held_out = names["axes"].lines
     assert list(training.get_ydata()) == [0.5] * 11 and list(held_out.get_ydata()) == [0.25] * 11
     assert names["late"].num_rows and set(names["late"]["update"].to_pylist()) <= {7, 8, 9, 10, 11}

@@ -89,7 +89,8 @@ class Launcher:
     """Starts the parts of one run, each on its GPUs, and supervises them until the run ends.
 
     view: an open view. lock: file descriptor of the run folder's lock, which the run's own Redis keeps open.
-    stop: once set, the run is stopped in order, as by SIGINT. command_for: returns the command line of a part.
+    stop: once set, the run is stopped in order, as by SIGINT. on_tick: called ten times a second while the run goes on.
+    command_for: returns the command line of a part.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Launcher:
         view: View,
         lock: int,
         stop: threading.Event | None = None,
+        on_tick: Callable[[], None] = lambda: None,
         command_for: Callable[[str, RunConfig, Path, bool], Sequence[str]] = part_command,
     ) -> None:
         self._config = config
@@ -111,6 +113,7 @@ class Launcher:
         self._view = view
         self._lock = lock
         self._stop_asked = stop or threading.Event()
+        self._on_tick = on_tick
         self._command_for = command_for
         self._keys = Keys(config.name)
         self._server: RedisServer | None = None
@@ -184,6 +187,7 @@ class Launcher:
 
     def _watch_others(self) -> None:
         """Runs one tick. Raises PartDied or Interrupted."""
+        self._on_tick()
         if self._signals.count or self._stop_asked.is_set():
             raise Interrupted(self._signals.number)
         server = self._server.child if self._server is not None else None

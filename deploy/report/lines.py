@@ -84,6 +84,12 @@ class EvaluationPoint(Stamped, frozen=True, kw_only=True):
         return {REWARD: self.reward, **figures_of(self.metrics)}
 
 
+def row_of(line: Update | EvaluationPoint) -> dict[str, Any]:
+    """Returns a line as a flat row: its fields and its `metrics` by their names."""
+    row: dict[str, Any] = msgspec.to_builtins(line)
+    return row | row.pop("metrics")
+
+
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The part of `trainer.json` that says whether the run is over."""
 

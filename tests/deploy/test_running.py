@@ -133,6 +133,41 @@ async def test_a_run_in_a_thread_is_stopped_by_an_event_and_resumed_under_a_runn
 
 
 @pytest.mark.redis
+def test_callbacks_get_each_row_in_this_process_and_may_stop_the_run(settings: dict[str, Any], behave: Any) -> None:
+    seen: list[Any] = []
+    done = penstock.run(settings, on_update=seen.append, on_evaluation=print)
+    assert seen == penstock.load_updates("lab") and len(seen) == 5 and done.summary["num_updates"] == 5
+    assert seen[0]["reward"] == 0.5 and seen[0]["lag_histogram"] == {0: 30, 1: 10}
+    behave()
+    stopped = penstock.run(settings, name="b", on_update=lambda row: "stop" if row["update"] == 3 else None)
+    assert stopped.summary["num_updates"] < 1_000_000 and living(stopped.folder) == []
+    assert "trainer checkpoint" in (stopped.folder / "events").read_text(), "it was stopped in order"
+    later: list[int] = []
+
+    def fail(row: dict[str, Any]) -> None:
+        later.append(row["update"])
+        raise SystemExit("the plot is full")
+
+    with pytest.raises(SystemExit, match="the plot is full") as raised:
+        penstock.run(settings, name="b", resume=True, on_update=fail)
+    assert raised.value.__notes__ == [
+        "raised by a callback of run b, which was stopped in order; resume=True continues it"
+    ]
+    assert raised.traceback[-1].name == "fail" and living(stopped.folder) == []
+    assert later == [1], "the stand-in begins again: neither old rows nor any after the error"
+
+
+def test_a_callback_that_cannot_be_called_is_refused_before_anything_starts(settings: dict[str, Any]) -> None:
+    async def later(row: dict[str, Any]) -> None: ...
+
+    for name, given in (("on_update", later), ("on_evaluation", "print")):
+        with pytest.raises(
+            penstock.ConfigError, match=rf"^{name} = .*: expected a function \(row: dict\), not a corou"
+        ):
+            penstock.run(settings, **{name: given})  # type: ignore[arg-type]
+
+
+@pytest.mark.redis
 def test_a_part_that_dies_is_an_error_that_names_it(settings: dict[str, Any], behave: Any) -> None:
     behave(trainer="broken")
     with pytest.raises(penstock.PartDied, match=r"^64 groups have .*; trainer ended with status 1 .*trainer\.log"):

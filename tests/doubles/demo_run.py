@@ -55,10 +55,18 @@ class DemoRun:
                 self.process = start_penstock(command[3:], VARIABLES, self._output)
 
     def resume_from_python(self, **settings: object) -> None:
-        """Resumes the run from a user's program; `settings` replace those that it was started with."""
-        call = f"penstock.run('demo', name={self.name!r}, runs={str(self.runs)!r}, resume=True, set={settings!r})"
+        """Resumes the run from a user's program, whose callbacks write `seen.json`; `settings` replace those it was
+        started with."""
+        call = f"penstock.run('demo', name={self.name!r}, runs={str(self.runs)!r}, resume=True, set={settings!r}"
+        program = [
+            "import json, pathlib, penstock",
+            "seen = {'updates': [], 'evaluations': []}",
+            f"result = {call}, on_update=seen['updates'].append, on_evaluation=seen['evaluations'].append)",
+            "assert result.model.is_dir()",
+            "(result.folder / 'seen.json').write_text(json.dumps(seen))",
+        ]
         with contextlib.chdir(self.project):
-            self.process = start_run(f"import penstock\nassert {call}.model.is_dir()", [], VARIABLES, self._output)
+            self.process = start_run("\n".join(program), [], VARIABLES, self._output)
 
     def command(self, *arguments: str) -> list[str]:
         """Returns the command line `penstock ARGUMENTS --runs RUNS`."""

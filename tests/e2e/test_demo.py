@@ -24,3 +24,8 @@ def test_a_killed_demo_is_resumed_learns_and_balances_its_ledger(resumed_run: De
     assert len(set(versions)) == len(versions), "a version was used twice"
     ledger = resumed_run.read("trainer.json")
     assert ledger["finished"] and ledger["num_updates"] == summary["num_updates"]
+    seen, epoch = resumed_run.read("seen.json"), max(versions) // VERSIONS_PER_EPOCH
+    of_this_session = [line for line in updates if line["policy_version"] // VERSIONS_PER_EPOCH == epoch]
+    assert [row["update"] for row in seen["updates"]] == [line["update"] for line in of_this_session]
+    assert [row["reward"] for row in seen["updates"]] == [line["reward"] for line in of_this_session]
+    assert seen["evaluations"][-1]["reward/exact"] == summary["held_out"]["reward/exact"]["final"]
