@@ -12,6 +12,8 @@ from penstock.schemas.process.files import read_secret
 
 KEY = "PENSTOCK_API_KEY"
 KEY_FILE = "PENSTOCK_API_KEY_FILE"
+API_KEY = "x-api-key"
+"""The header in which Anthropic's clients send a key."""
 
 
 def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -43,14 +45,13 @@ def check_access(headers: Mapping[str, str], key: str | None) -> None:
         if "Origin" in headers:
             raise ApiError(403, "requests of web pages are refused by a run without a key", code="origin_refused")
         return
-    authorization = headers.get("Authorization")
-    scheme, _, given = (authorization or "").partition(" ")
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    given = [headers.get(API_KEY, ""), token if scheme.lower() == "bearer" else ""]  # a client may send both
     # A header may hold any byte.
-    same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key.encode())
-    if scheme.lower() != "bearer" or not same:
+    if not any(hmac.compare_digest(one.strip().encode(errors="surrogateescape"), key.encode()) for one in given):
         raise ApiError(
             401,
-            "expected the run's key in the header 'Authorization: Bearer KEY'",
+            f"expected the run's key in the header 'Authorization: Bearer KEY' or '{API_KEY}: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

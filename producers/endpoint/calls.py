@@ -71,6 +71,8 @@ class Answered(NamedTuple):
     call: Call
     message: Json
     logprobs: Json | None
+    stop: str | None
+    """The stop string that ended it."""
 
 
 class Calls:
@@ -166,6 +168,17 @@ class Calls:
             raise _gone(rollout)
         return task.result()
 
+    async def count(self, rollout: AgentRollout, request: ChatRequest) -> int:
+        """Returns the tokens of the prompt that the engine would be given.
+
+        Raises:
+            ApiError: 400 or 409, the request cannot be answered.
+        """
+        self._count_ignored(request.ignored)
+        run = asyncio.get_running_loop().run_in_executor
+        prompt = await run(self._thread_for(request), self._prompts.prompt, request, rollout.ledger)
+        return len(prompt.token_ids)
+
     def _thread_for(self, request: ChatRequest) -> ThreadPoolExecutor:
         return self._thread if request.num_bytes <= LONG_BYTES else self._long_texts
 
@@ -243,9 +256,9 @@ class Calls:
         self._metrics.tokens_generated.inc(num_tokens)
         if completion.finish_reason == "error":
             raise ApiError(500, "the engine failed at this request", code="engine_error")
-        by_text = False
+        stop = None
         if request.stop:
-            completion, by_text = await run(self._thread, self._answers.ended, request, completion)
+            completion, stop = await run(self._thread, self._answers.ended, request, completion)
         message = await run(self._thread, self._answers.message, request, prompt.token_ids, completion)
         message |= before.reply if before is not None else {}  # the ids of its calls are the client's already
         self._answers.keep_sent(message, {} if listener is None else listener.sent)
@@ -267,10 +280,10 @@ class Calls:
         if prompt.reason:
             self._metrics.agent_segments.labels(prompt.reason).inc()
         sampled = message["generation_token_ids"]
-        stopped = completion.finish_reason == "stop" and not by_text
+        stopped = completion.finish_reason == "stop" and stop is None
         if stopped and sampled and self._prompts.is_alternate_stop(sampled[-1]):
             self._metrics.alternate_stops.inc()
-        return Answered(call, message, logprobs)
+        return Answered(call, message, logprobs, stop)
 
     async def _tell(self, listener: Listener, request: ChatRequest, prompt_ids: list[int], siblings: Siblings) -> None:
         """Tells a listener what is sampled until now, each time after a pause; runs until cancelled."""

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock.producers.endpoint.beside import answer_bytes, beside
 from penstock.producers.endpoint.chat.errors import ApiError
-from penstock.producers.endpoint.chat.streams import KEEP_ALIVE, Events
+from penstock.producers.endpoint.chat.streams import Events
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 KEEP_ALIVE_S = 1.0
@@ -42,7 +42,7 @@ class EventStream:
         """Sends what `parts`, the text until now, adds to what was sent; nothing if it contradicts that."""
         data = self._more(parts)
         if data or asyncio.get_running_loop().time() - self._written_at >= KEEP_ALIVE_S:
-            await self._write(data or [KEEP_ALIVE])
+            await self._write(data or [self._events.keep_alive])
 
     async def end(self, finished: dict) -> None:
         """Sends the rest of a finished chat completion, whose text begins with what was sent."""

@@ -8,7 +8,9 @@ import aiohttp
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from penstock.producers.endpoint.chat.errors import bad_request, is_moving
+from penstock.producers.endpoint.access import API_KEY
+from penstock.producers.endpoint.chat.dialects import CHAT, MESSAGES
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
 from penstock.producers.endpoint.chat.requests import shown
 from penstock.producers.endpoint.chat.streams import event
 from penstock.producers.endpoint.event_stream import HEADERS as STREAM_HEADERS
@@ -29,7 +31,9 @@ SESSION = "X-Session-ID"
 """The header that names a rollout where the path does not."""
 FORWARDED = "X-Penstock-Forwarded"
 """The header of a request that another producer has forwarded; it is not forwarded again."""
-PASSED_ON = ("Authorization", "Content-Type", RETRY_COUNT, SESSION)
+VERSION = "anthropic-version"
+"""The header that Anthropic's clients send with every request."""
+PASSED_ON = ("Authorization", API_KEY, "Content-Type", RETRY_COUNT, SESSION, VERSION)
 
 
 class Holders:
@@ -94,7 +98,7 @@ class Holders:
             await cancel_and_wait([forwarding])
         if not stream.prepared:
             return None
-        await stream.write(event(is_moving(f"rollout {rollout_id}").body))
+        await stream.write(event(error_body(request, is_moving(f"rollout {rollout_id}"))))
         await stream.write_eof()
         return stream
 
@@ -112,6 +116,12 @@ class Holders:
                 return stream
             kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
             return web.Response(status=reply.status, body=await reply.read(), headers=kept)
+
+
+def error_body(request: web.Request, error: ApiError) -> dict[str, Any]:
+    """Returns the body of a response that refuses a request, in the shape of the API that the client speaks."""
+    is_anthropic = VERSION in request.headers or f"/v1/{MESSAGES.path}" in request.path
+    return (MESSAGES if is_anthropic else CHAT).error(error)
 
 
 def rollout_named(request: web.Request, document: Mapping[str, Any] | None = None) -> str:

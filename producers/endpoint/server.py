@@ -1,4 +1,4 @@
-"""The endpoint of one producer, in its own event loop: a handler per path, and every error in OpenAI's shape."""
+"""The endpoint of one producer, in its own event loop: a handler per path, and every error as its client knows it."""
 
 import asyncio
 import logging
@@ -18,16 +18,15 @@ from penstock.producers.endpoint.agents import Agents
 from penstock.producers.endpoint.beside import answer_bytes, beside
 from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
-from penstock.producers.endpoint.chat import responses
 from penstock.producers.endpoint.chat.answers import AnswerParser, finish_reason, response
 from penstock.producers.endpoint.chat.bodies import parse_finish, parse_json
+from penstock.producers.endpoint.chat.dialects import DIALECTS, MESSAGES, Dialect
 from penstock.producers.endpoint.chat.errors import ApiError, is_moving
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
-from penstock.producers.endpoint.chat.streams import ChatEvents, ResponseEvents
 from penstock.producers.endpoint.connections import Connections
 from penstock.producers.endpoint.event_stream import EventStream
 from penstock.producers.endpoint.groups import AgentRollout
-from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, Holders, rollout_named
+from penstock.producers.endpoint.holders import FORWARDED, RETRY_COUNT, Holders, error_body, rollout_named
 from penstock.producers.endpoint.inside import Conversations
 from penstock.producers.interfaces import Engine
 from penstock.producers.observe.running_loop import running_s
@@ -134,8 +133,9 @@ class AgentEndpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
         app.router.add_post("/r", self._open)
         for base in ("/r/{rollout}/v1", "/v1"):
-            app.router.add_post(f"{base}/chat/completions", partial(self._answer, False))
-            app.router.add_post(f"{base}/responses", partial(self._answer, True))
+            for dialect in DIALECTS:
+                app.router.add_post(f"{base}/{dialect.path}", partial(self._answer, dialect))
+            app.router.add_post(f"{base}/{MESSAGES.path}/count_tokens", self._count_tokens)
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_get(f"{base}/models/{{model:.+}}", self._models)
         app.router.add_post("/r/{rollout}/finish", self._finish)
@@ -215,7 +215,7 @@ class AgentEndpoint:
             answer = self._refusal(request, error)
         finally:
             self._answering.discard(request.protocol)
-        return web.json_response(answer.body, status=answer.status, headers=answer.headers)
+        return web.json_response(error_body(request, answer), status=answer.status, headers=answer.headers)
 
     def _refusal(self, request: web.Request, error: Exception) -> ApiError:
         """Returns the answer to a request that has met an error; one that ends the producer is passed on."""
@@ -255,7 +255,9 @@ class AgentEndpoint:
         asked = request.match_info.get("model")  # under any name, as in a request for an answer
         model = {"id": asked or self._model, "object": "model", "created": 0, "owned_by": "penstock"}
         model |= {"root": self._model, "parent": None}
-        return _json(model if asked else {"object": "list", "data": [model]})
+        model |= {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's
+        page = {"object": "list", "data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        return _json(model if asked else page)
 
     async def _finish(self, request: web.Request) -> web.Response:
         data = await request.read()
@@ -269,26 +271,31 @@ class AgentEndpoint:
             await self.agents.save(rollout.group)
         return _json({"id": rollout_id, "status": "finished"})
 
-    async def _answer(self, is_response: bool, request: web.Request) -> web.StreamResponse:
-        """Answers a call. is_response: of the Responses API, else a chat completion."""
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        rollout, _, asked, _ = await self._asked(MESSAGES, request)
+        return _json({"input_tokens": await self.calls.count(rollout, asked)})
+
+    async def _asked(self, dialect: Dialect, request: web.Request) -> tuple[AgentRollout, Json, ChatRequest, bytes]:
+        """Returns the rollout that a request for an answer names, its body, what it asks for, and its identity."""
         data = await request.read()
 
         def parse() -> tuple[Json, ChatRequest, bytes]:
             document = parse_json(data)
-            chat = responses.as_chat(document) if is_response else document
             ignore = self._config.unsupported == "ignore"
-            asked = parse_chat(chat, self._sampling, ignore=ignore, num_bytes=len(data))
+            asked = parse_chat(dialect.as_chat(document), self._sampling, ignore=ignore, num_bytes=len(data))
             return document, asked, digest(request.path.encode() + b"\0" + data)
 
         document, asked, identity = await beside(len(data), parse)
-        rollout = await self._rollout(request, document)
+        return await self._rollout(request, document), document, asked, identity
+
+    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        rollout, document, asked, identity = await self._asked(dialect, request)
         number = rollout.begin_call(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
         completion_id = f"chatcmpl-{rollout.id}-{number}"
         stream: EventStream | None = None
         if asked.stream:
-            ids = completion_id, self._model
-            events = ResponseEvents(*ids, document) if is_response else ChatEvents(*ids, asked)
-            stream = EventStream(request, events, len(data))
+            events = dialect.events(completion_id, self._model, document, asked)
+            stream = EventStream(request, events, asked.num_bytes)
         try:
             answered = await self.calls.answer(rollout, asked, number, identity, stream)
             await self.agents.save(rollout.group)
@@ -298,12 +305,13 @@ class AgentEndpoint:
             await stream.fail(self._refusal(request, error))
             return stream.response
         reason = finish_reason(answered.call.completion, answered.message)
-        finished = response(completion_id, self._model, asked, answered.message, answered.logprobs, reason)
+        finished = response(
+            completion_id, self._model, asked, answered.message, answered.logprobs, reason, answered.stop
+        )
         answer: web.StreamResponse
         if stream is None:
             answer = await beside(
-                max(len(data), answer_bytes(finished)),
-                lambda: _json(responses.as_response(document, finished) if is_response else finished),
+                max(asked.num_bytes, answer_bytes(finished)), lambda: _json(dialect.answer(document, finished))
             )
             await answer.prepare(request)
             await answer.write_eof()

@@ -1,11 +1,12 @@
-"""Agents on the real engine and a real Redis: the OpenAI client uses a tool while the weights change, and the stream
-has what the engine was given and sampled, token by token."""
+"""Agents on the real engine and a real Redis: the clients of OpenAI and Anthropic use a tool while the weights change,
+and the stream has what the engine was given and sampled, token by token."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -154,16 +155,12 @@ async def streamed(client: openai.AsyncOpenAI, messages: list) -> ChatCompletion
     )
 
 
-async def converse(base: str, reward: float) -> int:
-    """Runs an agent that knows three URLs of Penstock and nothing else, and streams if it is rewarded; returns its
-    number of tool calls."""
+async def converse_by_chat(url: str, messages: list, stream: bool) -> int:
+    """Converses with OpenAI's client; returns the number of tool calls."""
     num_calls = 0
-    server = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=50)
-    rollout = await server.post("/r", cast_to=object)
-    async with server, openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none") as client:
-        messages: list = [{"role": "user", "content": f"what is {rollout['prompt']['text']} plus four"}]
+    async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
         for _ in range(NUM_TURNS):
-            if reward:
+            if stream:
                 message = await streamed(client, messages)
             else:
                 reply = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
@@ -176,12 +173,47 @@ async def converse(base: str, reward: float) -> int:
                 messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": result})
             else:
                 messages.append({"role": "user", "content": "and plus three"})
+    return num_calls
+
+
+async def converse_by_messages(url: str, messages: list, stream: bool) -> int:
+    """Converses with Anthropic's client; returns the number of tool calls."""
+    num_calls = 0
+    tool = {"name": "add", "description": "Adds two numbers.", "input_schema": ADD["function"]["parameters"]}
+    async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="none") as client:
+        for _ in range(NUM_TURNS):
+            asked: dict = {"model": "any", "max_tokens": 300, "messages": messages, "tools": [tool]}
+            if stream:
+                async with client.messages.stream(**asked) as events:
+                    message: Any = await events.get_final_message()
+            else:
+                message = await client.messages.create(**asked)
+            messages.append({"role": "assistant", "content": message.content})
+            said: list = [{"type": "text", "text": "and plus three"}]
+            for block in message.content:
+                if block.type == "tool_use":
+                    num_calls += 1
+                    result = str(block.input["a"] + block.input["b"])
+                    said = [{"type": "tool_result", "tool_use_id": block.id, "content": result}]
+            messages.append({"role": "user", "content": said})
+    return num_calls
+
+
+async def converse(base: str, n: int) -> int:
+    """Runs an agent that knows three URLs of Penstock and nothing else, every second one streamed and rewarded; returns
+    its number of tool calls."""
+    hold = converse_by_messages if n % 4 >= 2 else converse_by_chat
+    reward = n % 2
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=50) as server:
+        rollout: Any = await server.post("/r", cast_to=object)
+        messages = [{"role": "user", "content": f"what is {rollout['prompt']['text']} plus four"}]
+        num_calls = await hold(rollout["base_url"], messages, bool(reward))
         body = {"reward": reward, "metrics": {"calls": num_calls}}
         await server.post(f"/r/{rollout['id']}/finish", body=body, cast_to=object)
     return num_calls
 
 
-async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled_while_weights_change(
+async def test_rollouts_of_both_clients_are_what_the_engine_saw_and_sampled_while_weights_change(
     run: EndpointRun,
 ) -> None:
     for index in range(1, NUM_GROUPS + 1):
@@ -194,7 +226,7 @@ async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled
 
     changing = asyncio.create_task(change_weights())
     base = run.producer.endpoint.url
-    calls = await asyncio.gather(*(converse(base, n % 2) for n in range(GROUP_SIZE * NUM_GROUPS)))
+    calls = await asyncio.gather(*(converse(base, n) for n in range(GROUP_SIZE * NUM_GROUPS)))
     changing.cancel()
     await until(lambda: run.client.xlen(run.keys.rollouts) == NUM_GROUPS)
 
@@ -235,7 +267,7 @@ async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(r
     # An answer that ends before its abort is complete: tries as many groups as it takes.
     for index in range(1, 21):
         run.client.xadd(run.keys.prompts, {Field.INDEX: index, Field.VERSION: 0})
-        await asyncio.gather(*(converse(run.producer.endpoint.url, n % 2) for n in range(GROUP_SIZE)))
+        await asyncio.gather(*(converse(run.producer.endpoint.url, n) for n in range(GROUP_SIZE)))
         num_parts = sum(bool(part) for _, part in run.engine.seen)
         if num_parts > index * GROUP_SIZE * NUM_TURNS + NUM_TURNS:
             break

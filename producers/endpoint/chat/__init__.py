@@ -1,2 +1,3 @@
 """OpenAI's chat completions as the endpoint speaks them: `requests`, `bodies`, `answers`, `messages` and `errors`; its
-Responses API as a translation onto them: `responses`; and the events of both: `streams`."""
+Responses API and Anthropic's Messages API as translations onto them: `responses` and `anthropic`; the events of all:
+`streams`; and what the server needs to know of each: `dialects`."""

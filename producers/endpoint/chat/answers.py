@@ -73,18 +73,21 @@ class Answers:
         self._special = special_token_ids(tokenizer)
         self._vocabulary = Vocabulary(tokenizer)
 
-    def ended(self, request: ChatRequest, completion: Completion) -> tuple[Completion, bool]:
+    def ended(self, request: ChatRequest, completion: Completion) -> tuple[Completion, str | None]:
         """Returns the completion up to and including the token that completes one of the request's stop strings, and
-        whether there is one. The engine may not have ended it there: it searches each part of a resumed one alone."""
+        that string. The engine may not have ended it there: it searches each part of a resumed one alone."""
         token_ids = unpack_ids(completion.token_ids).tolist()
 
         def is_stopped(num: int) -> bool:
             return _first_stop(self._decode(token_ids[:num]), request.stop) is not None
 
         if not is_stopped(len(token_ids)):
-            return completion, False
+            return completion, None
         num = bisect_left(range(len(token_ids)), True, key=is_stopped)
-        return replace(completion.part(0, num), finish_reason="stop"), True
+        text = self._decode(token_ids[:num])
+        at = _first_stop(text, request.stop)
+        stop = next(one for one in request.stop if text.startswith(one, at))
+        return replace(completion.part(0, num), finish_reason="stop"), stop
 
     def message(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> Json:
         """Returns the assistant's message, with prompt ids, sampled ids and logprobs under NeMo Gym's field names."""
@@ -203,11 +206,18 @@ def finish_reason(completion: Completion, message: Json) -> str:
 
 
 def response(
-    completion_id: str, model: str, request: ChatRequest, message: Json, logprobs: Json | None, reason: str
+    completion_id: str,
+    model: str,
+    request: ChatRequest,
+    message: Json,
+    logprobs: Json | None,
+    reason: str,
+    stop: str | None,
 ) -> Json:
-    """Returns a chat completion of one choice, on demand with vLLM's own fields of token ids."""
+    """Returns a chat completion of one choice; `stop_reason`, the stop string that ended it, is vLLM's own field, as on
+    demand those of token ids are."""
     num_prompt, num_sampled = len(message["prompt_token_ids"]), len(message["generation_token_ids"])
-    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop}
     if request.token_ids:
         choice["token_ids"] = message["generation_token_ids"]
     return {

@@ -63,8 +63,9 @@ def is_moving(what: str) -> ApiError:
 
 
 def too_long(max_model_len: int, num_tokens: int | str) -> ApiError:
-    """Returns the error of messages beyond the model's context, in the words by which clients know it."""
+    """Returns the error of messages beyond the model's context, in the words by which clients of either API know it."""
     return bad_request(
+        f"prompt is too long: {num_tokens} tokens > {max_model_len} maximum. "
         f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
         f"{num_tokens} tokens. Please reduce the length of the messages.",
         "messages",

@@ -25,6 +25,8 @@ _IGNORED = frozenset({
     "spaces_between_special_tokens", "priority", "request_id",
 })  # fmt: skip
 """Fields that do not affect the tokens' distribution and are ignored."""
+IMAGES = ("image", "image_url", "input_image")
+"""The types of parts that are images: Anthropic's, and those of OpenAI's two APIs."""
 _LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 """The names under which clients limit an answer; the smallest counts."""
 MOST_STOPS, STOP_CHARACTERS = 64, 1024
@@ -109,12 +111,16 @@ def _functions(tools: list[Json], ignore: bool) -> tuple[list[Json], list[str]]:
     """Returns the tools that are functions, and what names the others; those are ignored or refused."""
     if len(tools) > MOST_TOOLS:
         raise bad_request(f"tools has {len(tools)} tools, expected at most {MOST_TOOLS}", "tools")
-    functions, others = [], []
+    functions, others, places = [], [], dict[str, int]()
     for n, tool in enumerate(tools):
         if ignore and tool.get("type", "function") != "function":
             others.append(f"tools: {tool['type']}")
         else:
             _check_tool(tool, f"tools[{n}]")
+            if (first := places.setdefault(name := tool["function"]["name"], n)) != n:
+                raise bad_request(
+                    f"tools[{first}] and tools[{n}] are both {shown(name)}, expected different names", "tools"
+                )
             functions.append(tool)
     return functions, others
 
@@ -165,8 +171,16 @@ def check_message(message: Json, where: str) -> None:
         raise bad_request(f"{where}.role is {shown(role)}, expected a role of the chat template", where)
     content = message.get("content")
     if isinstance(content, list):
-        for part in content:
+        for n, part in enumerate(content):
             if not (isinstance(part, dict) and isinstance(part.get("text", part.get("refusal")), str)):
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind in IMAGES:
+                    raise bad_request(
+                        f"{where}.content[{n}] is an image ({kind!r}), which the model is not given: it is served as a "
+                        "model of text; expected parts of text",
+                        where,
+                        "unsupported_image",
+                    )
                 raise bad_request(f"{where}.content holds {shown(part)}, expected parts of text", where)
     elif content is not None and not isinstance(content, str):
         raise bad_request(f"{where}.content is {kind_of(content)}, expected text", where)

@@ -1,4 +1,5 @@
-"""Answers as server-sent events while they are sampled: the events of chat completions and of the Responses API."""
+"""Answers as server-sent events while they are sampled: the events of chat completions, of the Responses API and of
+Anthropic's Messages API."""
 
 import itertools
 import time
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from penstock.producers.endpoint.chat.anthropic import as_message, begun_message, error_body, text_block
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.chat.responses import (
@@ -21,13 +23,17 @@ from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 
 Json = dict[str, Any]
 
-KEEP_ALIVE = b": sampling\n\n"
-"""A comment, which clients ignore."""
+_COMMENT = b": sampling\n\n"
 _DONE = b"data: [DONE]\n\n"
 
 
 class Events(Protocol):
-    """The events of one answer: the beginning, more of its `reasoning` and then its `content`, and the end."""
+    """The events of one answer: the beginning, more of its `reasoning` and then its `content`, and the end.
+
+    keep_alive: what is sent while there is nothing to say, and clients ignore.
+    """
+
+    keep_alive: bytes
 
     def begin(self, prompt_ids: Sequence[int]) -> Iterator[bytes]: ...
 
@@ -44,6 +50,8 @@ class Events(Protocol):
 
 class ChatEvents:
     """The events of a chat completion."""
+
+    keep_alive = _COMMENT
 
     def __init__(self, completion_id: str, model: str, request: ChatRequest) -> None:
         self._head = {"id": completion_id, "created": int(time.time()), "model": model}
@@ -78,6 +86,8 @@ class ChatEvents:
 
 class ResponseEvents:
     """The events of a response to `document`. completion_id: of the chat completion that it is a translation of."""
+
+    keep_alive = _COMMENT
 
     def __init__(self, completion_id: str, model: str, document: Json) -> None:
         self._document = document
@@ -144,6 +154,65 @@ class ResponseEvents:
 
     def _made(self, kind: str, **fields: Any) -> bytes:
         return event({"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields})
+
+
+class MessageEvents:
+    """The events of a message of Anthropic's. completion_id: of the chat completion that it is a translation of."""
+
+    def __init__(self, completion_id: str, model: str) -> None:
+        self.keep_alive = event({"type": "ping"})
+        self._id, self._model = completion_id, model
+        self._num_blocks = 0
+        self._open = ""
+        """The part of the message whose block has begun and not ended."""
+
+    def begin(self, prompt_ids: Sequence[int]) -> Iterator[bytes]:
+        message = begun_message(self._id, self._model, len(prompt_ids))
+        yield event({"type": "message_start", "message": message})
+
+    def more(self, part: str, text: str) -> Iterator[bytes]:
+        if part != self._open:
+            yield from self._close()
+            yield self._begin(text_block(part, "", ""))
+            self._open = part
+        kind, name = ("thinking_delta", "thinking") if part == "reasoning" else ("text_delta", "text")
+        yield self._delta({"type": kind, name: text})
+
+    def end(self, finished: Json) -> Iterator[bytes]:
+        message = as_message(finished)
+        yield from self._close()
+        for block in message["content"][self._num_blocks :]:
+            if block["type"] == "tool_use":
+                yield self._begin(block | {"input": {}})
+                arguments = msgspec.json.encode(block["input"]).decode()
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            else:  # an answer without text
+                yield self._begin(block)
+            yield self._end()
+        left = {name: message[name] for name in ("usage", *TOKEN_FIELDS)}
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield event({"type": "message_delta", "delta": delta, **left})
+        yield event({"type": "message_stop"})
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        yield event(error_body(error))
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open == "reasoning":
+            yield self._delta({"type": "signature_delta", "signature": self._id})
+        if self._open:
+            yield self._end()
+        self._open = ""
+
+    def _begin(self, block: Json) -> bytes:
+        return event({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
+
+    def _delta(self, delta: Json) -> bytes:
+        return event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
+
+    def _end(self) -> bytes:
+        self._num_blocks += 1
+        return event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
 def event(body: Json) -> bytes:

@@ -43,7 +43,11 @@ def test_only_the_bearer_of_the_key_gets_in() -> None:
         with pytest.raises(ApiError) as caught:
             check_access({} if given is None else {"Authorization": given}, "right")
         assert caught.value.status == 401 and "right" not in caught.value.message, given
+    for given in ("", "wrong", "Bearer right"):
+        with pytest.raises(ApiError):
+            check_access({"x-api-key": given}, "right")
     check_access({"Authorization": "Bearer right"}, "right")
+    check_access({"x-api-key": "right", "Authorization": "Bearer another's"}, "right")
     check_access({"Authorization": "bearer right", "Origin": "http://page.example"}, "right")
 
 

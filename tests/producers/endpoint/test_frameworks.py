@@ -13,8 +13,9 @@ import openai
 import pytest
 from aiohttp import web
 
-from agent_client import ADD, ANSWER, CALL, spelled, tool_user
+from agent_client import ADD, ANSWER, CALL, spelled
 from chat_templates import decode
+from penstock.schemas.config import EndpointConfig
 from penstock.schemas.rollout import unpack_ids
 from scripted_engine import ScriptedEngine
 from tutorial import blocks as tutorial_blocks
@@ -64,17 +65,17 @@ def rollout_of(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     rollout that came of it: one segment of two answers, the second of them `final`, after a tool's turn."""
     monkeypatch.setenv("PENSTOCK_API_KEY", KEY)
 
-    async def run(program: str, final: str = ANSWER) -> Any:
+    async def run(program: str, final: str = ANSWER, call: str = CALL, **changes: Any) -> Any:
         given: list[tuple[list[int], list[int]]] = []
-        plain = tool_user()
 
         def script(ids: list[int], sibling: int) -> list[int]:
-            said = spelled(final) if "Observation:" in last_turn(ids) else plain(ids, sibling)
+            has_result = "Observation:" in last_turn(ids) or last_turn(ids).startswith("tool")
+            said = spelled(final if has_result else call)
             given.append((list(ids), said))
             return said
 
         engine = ScriptedEngine(script=script, max_model_len=16384)
-        one = await serve(engine, group_size=1, key=KEY)
+        one = await serve(engine, group_size=1, key=KEY, **changes)
         one.trainer.release(1, 1)
         (tool,) = blocks("Recipes")
         (tmp_path / "agent.py").write_text(START + tool + program.replace("http://127.0.0.1:9500", one.url))
@@ -92,7 +93,7 @@ def rollout_of(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (segment,) = rollout.segments
         ids = unpack_ids(segment.token_ids).tolist()
         assert [(ids[:start], ids[start:end]) for start, end in segment.loss_mask] == given
-        assert [said for _, said in given] == [spelled(CALL), spelled(final)]
+        assert [said for _, said in given] == [spelled(call), spelled(final)]
         assert "7" in last_turn(given[1][0])
         return out.decode(), rollout
 
@@ -104,6 +105,24 @@ async def test_an_agent_of_the_framework_makes_one_exact_segment(rollout_of, nam
     (recipe,), (episode,) = blocks(name), blocks("From an unmodified agent to a run")
     out, rollout = await rollout_of(recipe + episode, FINAL_CALL if name == "smolagents" else ANSWER)
     assert out.rstrip().endswith(ANSWER) and rollout.reward.value == 0.5
+
+
+ANTHROPIC = "Claude Code and other clients of Anthropic's API"
+
+
+async def test_an_agent_of_anthropic_s_api_makes_one_exact_segment(rollout_of) -> None:
+    (recipe, _), (episode,) = blocks(ANTHROPIC), blocks("From an unmodified agent to a run")
+    out, rollout = await rollout_of(recipe + episode)
+    assert out.strip() == ANSWER and rollout.reward.value == 0.5
+
+
+async def test_claude_code_makes_one_exact_segment(rollout_of) -> None:
+    pytest.importorskip("claude_agent_sdk", reason="its package of 178 MB is not part of the dev extra")
+    (_, recipe), (episode,) = blocks(ANTHROPIC), blocks("From an unmodified agent to a run")
+    endpoint = EndpointConfig(port=0, unsupported="ignore")
+    call = CALL.replace('"add"', '"mcp__calculator__add"')
+    out, rollout = await rollout_of(recipe + episode, call=call, endpoint=endpoint)
+    assert out.strip() == ANSWER and rollout.reward.value == 0.5
 
 
 async def test_the_agent_of_the_tutorial_makes_one_exact_segment(rollout_of) -> None:

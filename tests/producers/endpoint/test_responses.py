@@ -142,7 +142,7 @@ def test_what_cannot_be_answered_is_refused_by_the_name_that_was_sent() -> None:
             {"input": [{"type": "item_reference", "id": "x"}]},
             r"input\[0\].type is 'item_reference'",
         ),
-        ({"input": [image]}, r"input\[0\].content holds .*parts of text"),
+        ({"input": [image]}, r"input\[0\].content\[0\] is an image"),
         ({"input": [call]}, r"input\[0\].tool_calls holds .*calls of functions"),
         ({"instructions": 3}, "instructions.content is a number, expected text"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\] is .*web_search.*, expected a function"),

@@ -5,6 +5,7 @@ import json
 import threading
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -13,7 +14,7 @@ from chat_templates import encode, tokenizer_of
 from penstock.producers.endpoint import server
 from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
 from penstock.producers.endpoint.chat.requests import parse_chat
-from penstock.producers.endpoint.chat.streams import KEEP_ALIVE, ChatEvents
+from penstock.producers.endpoint.chat.streams import ChatEvents
 from penstock.producers.endpoint.prompts import Prompts
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import SamplingConfig
@@ -25,7 +26,11 @@ from waiting import until
 
 ASKED = [{"role": "user", "content": "what is three plus four"}]
 TEXT = "<think>\nhard\n</think>\n\nthree plus four makes seven"
-APIS = {"chat/completions": {"messages": ASKED, "model": "x"}, "responses": {"input": ASKED, "model": "x"}}
+APIS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": ASKED, "model": "x"},
+    "responses": {"input": ASKED, "model": "x"},
+    "messages": {"messages": ASKED, "model": "x", "max_tokens": 200},
+}
 
 
 class SteppedEngine(ScriptedEngine):
@@ -49,19 +54,22 @@ def stepped_engine() -> SteppedEngine:
 
 
 async def events_of(reply: Any) -> Any:
-    """Yields the events of a stream, None for a comment."""
+    """Yields the events of a stream, None for one that keeps it alive."""
     while line := await reply.content.readline():
-        if line.startswith(b"data: {"):
-            yield json.loads(line[6:])
-        elif line.startswith(b":"):
-            assert line.strip() == KEEP_ALIVE.strip()
+        if line in (b": sampling\n", b'data: {"type":"ping"}\n'):
             yield None
+        elif line.startswith(b"data: {"):
+            yield json.loads(line[6:])
+        else:
+            assert line.startswith((b"event: ", b"data: [DONE]", b"\n"))
 
 
 def delta_of(event: Any) -> str:
     """Returns the text that an event adds to the answer's content."""
     if "choices" in (event or {}):
         return event["choices"][0]["delta"].get("content") or ""
+    if "delta" in (event or {}) and event["type"] == "content_block_delta":
+        return event["delta"].get("text", "")
     return event["delta"] if (event or {}).get("type") == "response.output_text.delta" else ""
 
 
@@ -108,10 +116,13 @@ async def test_an_answer_that_fails_after_its_first_event_ends_with_the_error(op
     engine.go_on(1)
     path, agents = f"/r/{rollout['id']}/v1/{api}", one.producer.endpoint.agents
     rollout_here = agents.find(rollout["id"])
-    async with openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none") as client:
-        create = client.responses.create if api == "responses" else client.chat.completions.create
+    package: Any = anthropic if api == "messages" else openai
+    url = rollout["base_url"].removesuffix("/v1" if api == "messages" else "")
+    make = package.AsyncAnthropic if api == "messages" else package.AsyncOpenAI
+    async with make(base_url=url, api_key="none") as client:
+        create = client.chat.completions.create if api == "chat/completions" else getattr(client, api).create
         stream = await create(**APIS[api], stream=True)
-        with pytest.raises(openai.APIError, match="has ended: idle for 20 s"):
+        with pytest.raises(package.APIError, match="has ended: idle for 20 s"):
             async for _ in stream:
                 if rollout_here.is_open:
                     agents.give_up(rollout_here, "idle for 20 s")

@@ -3,7 +3,7 @@
 import unicodedata
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -37,6 +37,7 @@ KINDS = {"byte-level": lambda: tokenizer_of("chatml"), "composing": composing, "
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(text=TEXTS)
 def test_the_bytes_of_tokens_are_those_of_their_text_and_no_fewer_tokens_make_it(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]()
