@@ -28,6 +28,7 @@ from penstock.consumers.parity.tolerance import Tolerance
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.early_end import EarlyEnd
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
@@ -298,6 +299,7 @@ def _assemble(
         publisher=publisher,
         evaluator=evaluator,
         best=best,
+        early_end=EarlyEnd(config, progress),
         commits=Commits(leadership, learner, intake, progress, config.checkpoint.every, record.sync),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, LoadedChecks(config), judge_by, learner.ranks),

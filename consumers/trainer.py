@@ -26,7 +26,7 @@ The stages of the pipeline, what each waits for and, in brackets, who unblocks i
                  training continues: weights/publisher.py              [the operator]
     evaluate     held-out prompts, requested and collected             waits for the last evaluation only [producers]
                  stream/evaluation.py; the best policy is kept by
-                 weights/best.py
+                 weights/best.py, stream/early_end.py may end the run
     commit       a snapshot is written while training continues;       waits for the previous one, and for the last one
                  once it is on the disk, the stream is acknowledged    at the end of the run [the checkpoint's thread]
                  up to it: stream/acknowledgement.py
@@ -59,6 +59,7 @@ from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.producers import ProducerGaps
 from penstock.consumers.stream.acknowledgement import Commits
+from penstock.consumers.stream.early_end import EarlyEnd
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
@@ -90,6 +91,7 @@ class Trainer:
     publisher: Publisher
     evaluator: Evaluator
     best: BestPolicy
+    early_end: EarlyEnd
     commits: Commits
     recovery: Recovery
     gate: Gate
@@ -141,7 +143,7 @@ class Trainer:
         self.policy.publish_first()
         self._request_evaluation()
         self.intake.reconcile()
-        while progress.num_batches < self.config.num_updates:
+        while progress.num_batches < self.config.num_updates and not self.early_end.reason:
             began_s = time.monotonic()
             groups = self._take()
             if groups is None:
@@ -247,6 +249,7 @@ class Trainer:
         for result in self.evaluator.collect():
             self.best.consider(result)  # first: a best figure that was logged has its model, also after a kill
             self.run_log.evaluation(result)
+            self.early_end.consider(result)
 
     def _commit_if_due(self, *, busy: bool) -> None:
         """Commits if it is time. If the disk is full, training continues and a later call tries again."""
@@ -297,6 +300,7 @@ class Trainer:
 
         Waits for open evaluations; producers unblock it, and so does `stop`.
         """
+        self._request_evaluation()  # of a run that ends early
         log.info("trained %d updates; waiting for the last evaluation", self.progress.num_batches)
         began_s = time.monotonic()
         look_at = began_s + WAITING_LOG_S
@@ -316,4 +320,4 @@ class Trainer:
         log.info("the model is in %s", self.leadership.checkpoints.hand_out_model(self.learner.export))
         if open_prompts := self.leadership.scripts.finish():
             log.info("%d prompts are cancelled", open_prompts)
-        self.run_log.commit(self.policy.version, finished=True)
+        self.run_log.commit(self.policy.version, finished=True, ended_early=self.early_end.reason)

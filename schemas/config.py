@@ -556,6 +556,11 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     alone, if that is above 1."""
     solved: SolvedConfig = SolvedConfig()
     goal: GoalConfig | None = None
+    stop_at_goal: bool = False
+    """An evaluation that reaches the goal ends the run as its last update would."""
+    patience: Positive | None = None
+    """This many evaluations in a row without a better value end the run as its last update would: of the figure of
+    `checkpoint.best`, else of the goal's, else of the reward."""
 
     @property
     def figure(self) -> str:
@@ -1143,6 +1148,12 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
             f"evaluation.top_k = 0 with sampling.top_k = {config.sampling.top_k}: every token is recorded with the ids "
             "that it was sampled from; expected top_k = 1 or more, which bounds them"
         )
+    if evaluation.stop_at_goal and evaluation.goal is None:
+        yield "evaluation.stop_at_goal = True without evaluation.goal: expected a goal, as in { value = 0.9 }"
+    if 0 in config.num_evaluation_prompts.values() and not any(config.num_evaluation_prompts.values()):
+        for name in ("stop_at_goal", "patience"):
+            if value := getattr(evaluation, name):
+                yield f"evaluation.{name} = {value} with evaluation.num_prompts = 0: expected held-out prompts"
     yield from _best_problems(config)
     parts = [f"reward/{each.name}" for each in config.reward.components]
     for setting, _, figure in named_figures(config) if parts and config.endpoint is None else ():

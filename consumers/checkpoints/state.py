@@ -63,6 +63,20 @@ class PassedOver(msgspec.Struct):
         self.num_tokens += sum(rollout.num_sampled_tokens for rollout in group.rollouts)
 
 
+class BestFigure(msgspec.Struct, frozen=True):
+    """The best value of a figure of evaluations, and the number of evaluations since that were no better."""
+
+    figure: str = ""
+    value: float | None = None
+    num_since: int = 0
+
+    def after(self, figure: str, value: float) -> "BestFigure":
+        """Returns what it is after another evaluation."""
+        if figure != self.figure or self.value is None or value > self.value:
+            return BestFigure(figure, value)
+        return BestFigure(figure, self.value, self.num_since + 1)
+
+
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """The state that a trainer continues from, in addition to model and optimizer. The defaults are those of a run that
     has trained nothing yet; its `policy_version` is the parent of the first policy.
@@ -86,3 +100,5 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Skipped by the batch that was being filled."""
     skipped_share: float = 0.0
     """Share of the groups read for the last batches; it increases the credit."""
+    best: BestFigure = BestFigure()
+    """As far as `evaluation.patience` asks."""

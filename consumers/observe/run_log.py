@@ -202,10 +202,15 @@ class RunLog:
             ", ".join(f"{name} {value:.4f}" for name, value in figures_of(result.figures).items()),
         )
 
-    def commit(self, policy_version: int, *, finished: bool, took_s: float | None = None) -> None:
-        """Writes the ledger file. took_s: seconds that the checkpoint took; None at the end of the run."""
+    def commit(
+        self, policy_version: int, *, finished: bool, took_s: float | None = None, ended_early: str = ""
+    ) -> None:
+        """Writes the ledger file. took_s: seconds that the checkpoint took; None at the end of the run. ended_early:
+        the reason if that is before the last update."""
         self.metrics.count_groups(self._ledger)
-        self._ledger_file.write(self._ledger, self._progress, policy_version, finished=finished)
+        self._ledger_file.write(
+            self._ledger, self._progress, policy_version, finished=finished, ended_early=ended_early
+        )
         if took_s is not None:
             self.metrics[M.CHECKPOINT_SECONDS].observe(took_s)
 
@@ -223,7 +228,9 @@ class LedgerFile:
         self._file = file
         self._is_behind = False
 
-    def write(self, ledger: Ledger, progress: RunProgress, policy_version: int, *, finished: bool) -> None:
+    def write(
+        self, ledger: Ledger, progress: RunProgress, policy_version: int, *, finished: bool, ended_early: str = ""
+    ) -> None:
         """Replaces the file. If the disk is full the old one stays until a later checkpoint: each checkpoint has the
         ledger itself."""
         contents = {
@@ -240,6 +247,7 @@ class LedgerFile:
             "attrition": msgspec.to_builtins(ledger.attrition),
             **progress.totals,
             "finished": finished,
+            "ended_early": ended_early,
         }
         try:
             write_whole(self._file, json.dumps(contents, indent=1))

@@ -140,4 +140,5 @@ class Commits:
             taken=progress.taken,
             passed=progress.passed,
             skipped_share=progress.skipped_share,
+            best=progress.best,
         )

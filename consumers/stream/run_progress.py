@@ -21,6 +21,7 @@ class RunProgress:
         """Groups skipped by the batch being filled, or by the last one until `take_passed`."""
         self.skipped_share = state.skipped_share
         """Share of the groups read that batches skip while they are filled: a moving mean."""
+        self.best = state.best
         self.totals: dict[str, int | float] = {
             "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_tokens_rejected": 0, "num_steps_skipped": 0,
             "train_s": 0.0, "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,

@@ -118,6 +118,8 @@ class TrainerLedger(RunEnd, frozen=True, kw_only=True):
     attrition: Attrition = msgspec.field(default_factory=Attrition)
     first_prompt_s: float | None = None
     """None or 0 before the first batch."""
+    ended_early: str = ""
+    """Why the run ended before its last update."""
 
 
 class Started(Stamped, frozen=True, kw_only=True, tag_field="event", tag="start"):

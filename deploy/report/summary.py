@@ -67,6 +67,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "num_evaluation_prompts": points[-1].num_prompts if points else None,
         "num_evaluation_failed": points[-1].num_failed if points else None,
         "goal": config.evaluation.goal.value if config and config.evaluation.goal else None,
+        "ended_early": ledger.ended_early if ledger and telemetry.is_over else "",
         "goal_reached_s": goal_reached_s(points, config, start_s),
         "course": course(telemetry.updates),
         "environments": by_environment(telemetry.updates, points),

@@ -76,6 +76,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             + (f"; {s['answered']}, {shown(s['num_evaluation_prompts'])} problems" if s["held_out"] else ""),
         ),
         *([("goal", _goal(s))] if s["goal"] is not None else []),
+        *([("ended early", s["ended_early"])] if s["ended_early"] else []),
         ("reward", _rewards(s["course"], "first", "last")),
         *(
             (
