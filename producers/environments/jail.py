@@ -76,7 +76,7 @@ def enter_namespaces(settings):
         os.close(done)
         os.read(ready, 1)
         for name, value in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-            with open(f"/proc/{owner}/{name}", "w") as file:
+            with open(f"/proc/{owner}/{name}", "w", encoding="utf-8") as file:
                 file.write(value)
         os._exit(0)
     call("unshare", NEW_NAMESPACES)
@@ -95,7 +95,7 @@ def enter_namespaces(settings):
     call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     change_root(shown, settings["limits"]["disk_bytes"])
     fcntl.ioctl(_socket.socket(), 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
-    with open("/proc/sys/user/max_user_namespaces", "w") as file:
+    with open("/proc/sys/user/max_user_namespaces", "w", encoding="utf-8") as file:
         file.write("0")  # in which a command would have capabilities again
 
 
@@ -344,7 +344,7 @@ def become(request, jail, ends):
             signal.signal(number, signal.SIG_DFL)
         limits = jail.limits
         call("prctl", DUMPABLE, 1, 0, 0, 0)  # or its own /proc is not its own
-        with open("/proc/self/oom_score_adj", "w") as file:
+        with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write("1000")
         for kind, most in (
             (resource.RLIMIT_CPU, int(limits["cpu_s"]) + 1),
@@ -387,7 +387,7 @@ def signal_each(pids, number):
 def resident_bytes(pid):
     """Returns the memory of a process that is no file's."""
     try:
-        with open(f"/proc/{pid}/status") as file:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "RssShmem:")))
     except OSError:  # it has ended
         return 0

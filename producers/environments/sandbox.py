@@ -4,8 +4,8 @@
     async with sandboxes.open() as sandbox:
         result = await sandbox.run(["python3", "-c", "print(6 * 7)"])
 
-What a command does is a `Result`, whatever it is: an exit status, a signal, a limit that it exceeded. What the sandbox
-itself fails at is a `SandboxError`, and the rollout is dead with its reason.
+What a command does is a `CommandResult`, whatever it is: an exit status, a signal, a limit that it exceeded. What the
+sandbox itself fails at is a `SandboxError`, and the rollout is dead with its reason.
 """
 
 import asyncio
@@ -64,7 +64,8 @@ class SandboxError(RuntimeError):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one sandbox. All but `wall_s` and `output_bytes`, which are one command's, are of all its processes together.
+    """What a sandbox may use. All but `wall_s` and `output_bytes`, which are one command's, hold for all processes
+    together.
 
     cpu_s: processor time of a command. memory_bytes: memory that is no file's; also the most that one process may ask
         for. disk_bytes: all files (without namespaces: one file). output_bytes: of each of the two outputs; what is
@@ -84,7 +85,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"limits.{name} is {getattr(self, name)}, expected more than 0")
 
 
-class Result(NamedTuple):
+class CommandResult(NamedTuple):
     """How a command ended.
 
     exit_code: 127 if there is no such program; -9 for one that signal 9 has ended. ended_by: the limit that ended it
@@ -125,7 +126,7 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         wall_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> Result:
+    ) -> CommandResult:
         """Runs one command. Processes that it leaves live on until the sandbox is closed, or a limit exceeded.
 
         Raises:
@@ -210,7 +211,7 @@ class LocalSandbox:
         env: Mapping[str, str] | None = None,
         wall_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> Result:
+    ) -> CommandResult:
         """See `Sandbox.run`."""
         wall_s = self._limits.wall_s if wall_s is None else wall_s
         request = _request(
@@ -227,7 +228,7 @@ class LocalSandbox:
             raise SandboxError(f"a command cannot be run: {reply['failure']}")
         num_stdout = reply["num_stdout"]
         ended = reply["exit_code"], data[:num_stdout], data[num_stdout:]
-        return Result(*ended, reply["ended_by"], reply["is_truncated"], reply["wall_s"])
+        return CommandResult(*ended, reply["ended_by"], reply["is_truncated"], reply["wall_s"])
 
     async def save(self, most_bytes: int) -> bytes | None:
         """See `Sandbox.save`."""
@@ -289,7 +290,7 @@ def packed(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def _checked(what: str, result: Result) -> Result:
+def _checked(what: str, result: CommandResult) -> CommandResult:
     if result.exit_code:
         raise SandboxError(f"its files cannot be {what}: {result.text.strip()[-300:]}")
     return result

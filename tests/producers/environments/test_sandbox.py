@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.producers.environments import sandbox as module
-from penstock.producers.environments.sandbox import MB, Limits, LocalSandbox, Result, SandboxError, Sandboxes, packed
+from penstock.producers.environments.sandbox import (
+    MB,
+    CommandResult,
+    Limits,
+    LocalSandbox,
+    SandboxError,
+    Sandboxes,
+    packed,
+)
 from waiting import until, wait_for
 
 KINDS = ("namespaces", "limits")
@@ -33,7 +41,7 @@ async def box(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
         yield opened
 
 
-async def python(box: LocalSandbox, code: str, **how: Any) -> Result:
+async def python(box: LocalSandbox, code: str, **how: Any) -> CommandResult:
     return await box.run([sys.executable, "-I", "-S", "-c", code], **how)
 
 
