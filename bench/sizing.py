@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 from bench.groups import learner_config, random_group
@@ -39,6 +39,7 @@ class MemoryCase(msgspec.Struct, frozen=True):
     checkpointing: bool
     ranks: int = 1
     accumulation: Literal["unsharded", "sharded"] = "sharded"
+    by_expert: bool = False
 
 
 class MemoryMeasured(msgspec.Struct, frozen=True):
@@ -57,6 +58,7 @@ class MemoryJob(RankJob, frozen=True, kw_only=True):
 
 SMALL = ModelShape("20M", 384, 1024, 10, 6, 2, 64, 12000, tied=True)
 LARGE = ModelShape("100M", 768, 2048, 12, 12, 4, 64, 32000, tied=True)
+MIXTURE = ModelShape("80M, 32 experts", 384, 256, 8, 6, 2, 64, 12000, tied=True, experts=32, experts_per_token=4)
 CASES = (
     *(
         MemoryCase(SMALL, "float32", tokens, checkpointing)
@@ -71,6 +73,11 @@ CASES = (
     *(MemoryCase(LARGE, "float32", 1024, False, ranks) for ranks in (2, 4)),
     *(MemoryCase(LARGE, dtype, 1024, True, ranks) for dtype in ("float32", "bfloat16") for ranks in (2, 4)),
     *(MemoryCase(LARGE, "float32", 1024, True, ranks, "unsharded") for ranks in (2, 4)),
+    *(
+        MemoryCase(MIXTURE, "float32", 1024, True, ranks, by_expert=by_expert)
+        for ranks in (2, 4)
+        for by_expert in (False, True)
+    ),
 )
 
 
@@ -101,7 +108,7 @@ def measure_rank(job: MemoryJob) -> MemoryMeasured:
     """Measures the largest peaks of all ranks, on the lead; the other ranks do not return."""
     case, ranks = job.case, job.open()
     reset_peak()
-    before = status_bytes("VmRSS")
+    before, files_before = status_bytes("VmRSS"), status_bytes("RssFile")
     learner = Learner(
         learner_config(
             ModelConfig(path=job.folder, dtype=case.dtype),
@@ -109,12 +116,15 @@ def measure_rank(job: MemoryJob) -> MemoryMeasured:
             tokens_per_microbatch=case.tokens,
             gradient_checkpointing=case.checkpointing,
             gradient_accumulation=case.accumulation,
+            expert_parallel=case.by_expert,
         ),
         ranks,
     )
 
     def largest_peak() -> int:
-        return max(ranks.gather(status_bytes("VmHWM") - before))
+        # Of a mixture the whole file stays mapped for the tensors that are not joined; the system may drop its pages.
+        mapped = status_bytes("RssFile") - files_before
+        return max(ranks.gather(status_bytes("VmHWM") - before - mapped))
 
     if not ranks.is_lead:
         ranks.follow(learner.orders | {"reset": reset_peak, "largest": largest_peak, "end": sys.exit})
@@ -141,11 +151,19 @@ def measure_rank(job: MemoryJob) -> MemoryMeasured:
 def save_random(
     shape: ModelShape, folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **more: int
 ) -> None:
-    """Saves a Qwen3 of this shape with random weights, made on `device`, in one file. more: fields of its
-    config.json."""
+    """Saves a Qwen3 of this shape, a Qwen3-MoE if it has experts, with random weights, made on `device`, in one file.
+    more: fields of its config.json."""
     disable_progress_bar()
     torch.manual_seed(0)
-    config = Qwen3Config(
+    kind: type[Qwen3Config] | type[Qwen3MoeConfig] = Qwen3Config
+    if shape.experts:
+        kind = Qwen3MoeConfig
+        more |= {
+            "moe_intermediate_size": shape.intermediate,
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+        }
+    config = kind(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,

@@ -95,7 +95,7 @@ def measured_case(case: dict[str, Any]) -> tuple[ModelShape, RankSetting]:
     shape = ModelShape(*case["model"])
     unsharded = case["accumulation"] == "unsharded"
     sizes = case["ranks"], case["tokens"], case["dtype"], case["checkpointing"]
-    return shape, RankSetting(*sizes, unsharded, on_cuda=False)
+    return shape, RankSetting(*sizes, unsharded, on_cuda=False, by_expert=case.get("by_expert", False))
 
 
 def measured_table() -> str:
@@ -106,6 +106,7 @@ def measured_table() -> str:
         formula, measured = total_gb(shape, setting) * 1e3, each["peak_bytes"] / 1e6
         checkpointing = "yes" if setting.checkpointing else "no"
         accumulation = each["case"]["accumulation"] if setting.ranks > 1 else ""
+        accumulation += ", by expert" * setting.by_expert
         cells = (shape.name, setting.ranks, setting.dtype, f"{setting.tokens:,}", checkpointing, accumulation)
         rows.append((*cells, f"{formula:,.0f}", f"{measured:,.0f}", f"{measured / formula:.2f}"))
     return table(*rows)

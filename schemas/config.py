@@ -340,6 +340,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     gradient_accumulation: Literal["unsharded", "sharded"] = "unsharded"
     """With several ranks: `unsharded` sums their gradients once per optimizer step, and needs 4 more bytes per
     parameter on each rank; `sharded` sums them in every pass."""
+    expert_parallel: bool = False
+    """With several ranks: each computes its own experts of a mixture, whole ones, and receives the other ranks' tokens
+    for them, instead of gathering every expert of a block."""
     rank_timeout_s: PositiveFloat = 300.0
     """The trainer ends if ranks have waited this long for another."""
     lease_s: PositiveFloat = 5.0

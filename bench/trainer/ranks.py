@@ -75,12 +75,16 @@ class OnRanks(RankJob, frozen=True, kw_only=True):
     model: str
     work: Work
     steps: int
+    by_expert: bool = False
+    loops_over_experts: bool = False
 
 
 def on_ranks(job: OnRanks) -> list[float]:
     """Wall seconds of each step, on the lead; the other ranks do not return."""
     ranks = job.open()
-    learner = Learner(_config(job.model, job.work), ranks)
+    learner = Learner(_config(job.model, job.work, by_expert=job.by_expert), ranks)
+    if job.loops_over_experts:
+        learner.model.module.set_experts_implementation("eager")
     if not ranks.is_lead:
         ranks.follow(learner.orders | {"end": sys.exit})
     batch = _batch(learner, job.work)
@@ -94,9 +98,13 @@ def on_ranks(job: OnRanks) -> list[float]:
     return seconds
 
 
-def _config(model: str, work: Work) -> RunConfig:
+def _config(model: str, work: Work, *, by_expert: bool) -> RunConfig:
     return learner_config(
-        ModelConfig(path=model), device="cpu", learning_rate=LEARNING_RATE, tokens_per_microbatch=work.tokens_per_pass
+        ModelConfig(path=model),
+        device="cpu",
+        learning_rate=LEARNING_RATE,
+        tokens_per_microbatch=work.tokens_per_pass,
+        expert_parallel=by_expert,
     )
 
 

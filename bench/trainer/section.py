@@ -11,7 +11,7 @@ import msgspec
 
 from bench.result import Figure, Goal, compare_rounds, in_turns
 from bench.section import Bench, BenchSection, found_apart, wait_for
-from bench.sizing import SMALL, save_random
+from bench.sizing import MIXTURE, SMALL, save_random
 from bench.trainer.peer import LongAnswersSettings, measure_demo, measure_long_answers
 from bench.trainer.ranks import OnRanks, Work, start_ranks
 from bench.trainer.record import record_figures
@@ -25,6 +25,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and repetitions. The defaults take about half an hour on two quiet cores, most of it TRL's."""
 
     model: ModelShape = SMALL
+    mixture: ModelShape = MIXTURE
     work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=496, tokens_per_pass=4096)
     ranks_rounds: int = 3
     ranks_steps: int = 2
@@ -67,6 +68,37 @@ def ranks_figures(bench: Bench) -> Iterator[Figure]:
     )
 
 
+def experts_figures(bench: Bench) -> Iterator[Figure]:
+    """Compares a mixture's grouped products with a loop over its experts, and experts that stay on their rank with ones
+    that every rank gathers."""
+    settings = bench.settings
+    model, num_tokens = _model(bench, settings.mixture), settings.work.num_tokens
+
+    def rate(name: str, num_ranks: int, **how: bool) -> float:
+        job = OnRanks(model=str(model), work=settings.work, num_ranks=num_ranks, steps=settings.ranks_steps, **how)
+        wait_for(start_ranks(name, ON_RANKS, job, bench.folder))
+        return num_tokens / median(found_apart(name, list[float], bench.folder))
+
+    measures = {
+        "grouped": lambda: rate("grouped", 1),
+        "loop": lambda: rate("loop", 1, loops_over_experts=True),
+        "by expert": lambda: rate("by-expert", 2, by_expert=True),
+        "gathered": lambda: rate("gathered", 2),
+    }
+    found = in_turns(settings.ranks_rounds, measures)
+    for better, worse, reference_is in (
+        ("grouped", "loop", "a loop over the experts, one rank, in turns"),
+        ("by expert", "gathered", "every rank gathers all experts; two ranks, in turns"),
+        ("by expert", "grouped", "one rank, in turns"),
+    ):
+        yield compare_rounds(
+            f"experts {better}: tokens trained per second, {settings.mixture.name}",
+            found[better],
+            found[worse],
+            reference_is=reference_is,
+        )
+
+
 def _model(bench: Bench, model: ModelShape) -> Path:
     folder = bench.folder / model.name
     if not folder.exists():
@@ -78,6 +110,7 @@ TRAINER = BenchSection(
     "trainer",
     {
         "ranks": ranks_figures,
+        "experts": experts_figures,
         "record": lambda bench: record_figures(
             _model(bench, bench.settings.model), bench.settings.work, bench.settings.record_rounds, bench.folder
         ),
@@ -90,6 +123,7 @@ TRAINER = BenchSection(
     TrainerSettings(),
     quick=TrainerSettings(
         model=ModelShape("tiny", 64, 128, 2, 2, 1, 64, 300, tied=True),
+        mixture=ModelShape("tiny mixture", 64, 64, 2, 2, 1, 64, 300, tied=True, experts=4, experts_per_token=2),
         work=Work(num_groups=4, group_size=2, prompt_tokens=4, sampled_tokens=16, tokens_per_pass=64),
         ranks_rounds=1,
         ranks_steps=1,

@@ -43,6 +43,11 @@ class ModelShape(NamedTuple):
         return self.kv_heads * self.head_dim
 
     @property
+    def expert_parameters(self) -> int:
+        """All experts of a block, without their router."""
+        return 3 * self.hidden * self.intermediate * self.experts
+
+    @property
     def block_parameters(self) -> int:
         attention = 2 * self.hidden * (self.query_width + self.key_width) + 2 * self.head_dim * self.has_head_norms
         mlp = 3 * self.hidden * self.intermediate * (self.experts or 1) + self.hidden * self.experts
@@ -63,7 +68,7 @@ class RankSetting(NamedTuple):
 
     tokens: of a pass. dtype: `model.dtype`. unsharded: gradients are reduced once per optimizer step. has_reference: a
     KL term's model is held too. teacher: parameters of a teacher that is held too. adapter: parameters of the adapter
-    that is trained; None trains all parameters.
+    that is trained; None trains all parameters. by_expert: each rank computes its own experts.
     """
 
     ranks: int
@@ -75,6 +80,7 @@ class RankSetting(NamedTuple):
     has_reference: bool = False
     teacher: int = 0
     adapter: int | None = None
+    by_expert: bool = False
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
@@ -122,8 +128,12 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
 
     With an adapter of P parameters, masters, gradients and moments take 16 P / N, unsharded gradients 4 P and the
     frozen base b parameters / N; nothing is rounded for a pass, and block, embedding and head have no gradients.
+
+    By expert, a block's experts are not gathered: 2b experts / N, rounded, with their gradient, and they have no
+    unsharded gradients.
     """
     b, n, tokens = DTYPE_BYTES[setting.dtype], setting.ranks, setting.tokens
+    experts = shape.expert_parameters if setting.by_expert and n > 1 else 0
     block, root, whole = shape.block_parameters, shape.root_parameters, shape.parameters
     per_block = tokens * block_bytes_per_token(shape, setting.dtype)
     kept = tokens * b * shape.hidden * shape.layers if setting.checkpointing else shape.layers * per_block
@@ -138,13 +148,14 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
         phases += [computed_again]
     else:
         gathered = b * root
-        phases += [computed_again + (2 * b + (b + 4) * has_gradients) * block + b * root * has_gradients]
+        gathered_block = (2 * b + (b + 4) * has_gradients) * (block - experts)
+        phases += [computed_again + gathered_block + 2 * b * experts / n + b * root * has_gradients]
         phases += [(b + 4) * root * has_gradients]
     parts = {
         "masters, gradients, moments": 16 * trained / n,
         "base model": b * whole * (not has_gradients) / n,
         "gathered all the while": gathered,
-        "unsharded gradients": 4 * trained * (setting.unsharded and n > 1),
+        "unsharded gradients": 4 * (trained - shape.layers * experts * has_gradients) * (setting.unsharded and n > 1),
         "reference model": b * whole * setting.has_reference / n,
         "teacher": b * setting.teacher / n,
         "activations": kept + tokens * (3 * b + 16) * shape.hidden,

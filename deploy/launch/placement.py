@@ -254,6 +254,7 @@ def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         has_reference=config.model.reference is not None or (has_kl and config.lora is None),
         teacher=0 if teacher is None else teacher.parameters,
         adapter=None if config.lora is None else adapter_parameters(shape, config.lora),
+        by_expert=trainer.expert_parallel,
     )
     return rank_bytes(shape, setting)
 

@@ -26,6 +26,7 @@ from penstock.consumers.learning.loss.ess import rate_factor, weight_sums
 from penstock.consumers.learning.loss.sampled_version import Policies
 from penstock.consumers.learning.loss.scoring import Scored, StepConstants, TokenScorer
 from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
+from penstock.consumers.learning.model.expert_ranks import check_experts
 from penstock.consumers.learning.model.export import export_adapter, export_model
 from penstock.consumers.learning.model.learner_state import LearnerState
 from penstock.consumers.learning.model.loading import DTYPES
@@ -85,7 +86,10 @@ class Learner:
             dithered=config.dithers,
             max_model_len=config.engine.max_model_len,
             replays_routes=config.model.replay_routes,
+            by_expert=trainer.expert_parallel,
         )
+        if trainer.expert_parallel:
+            check_experts(self.model.module, self.ranks.size, f"model.path = {config.model.path!r}")
         self._movement: Movement | None = None
         """Of a policy that is rounded."""
         if config.model.dtype != "float32" and config.lora is None:

@@ -114,6 +114,7 @@ class TokenScorer:
                 field="model.reference" if config.model.reference else "model.path",
                 max_model_len=config.engine.max_model_len,
                 replays_routes=config.model.replay_routes and config.model.reference is None,
+                by_expert=config.trainer.expert_parallel,
             )
             if self.reference.vocabulary != model.vocabulary:
                 raise ConfigError(

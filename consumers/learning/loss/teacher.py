@@ -52,10 +52,10 @@ def open_teacher(config: RunConfig, model: PackedModel, device: torch.device, ra
     if config.teacher is None or config.teacher.model is None:
         return None
     check_vocabularies(config.model.path, config.teacher.model)
-    path, dtype, compiled = config.teacher.model, config.model.dtype, config.trainer.compile
+    path, trainer = config.teacher.model, config.trainer
     teacher = PackedModel(
-        path, dtype, device, ranks, compiled=compiled, frozen=True, field="teacher.model",
-        max_model_len=config.engine.max_model_len,
+        path, config.model.dtype, device, ranks, compiled=trainer.compile, frozen=True, field="teacher.model",
+        max_model_len=config.engine.max_model_len, by_expert=trainer.expert_parallel,
     )  # fmt: skip
     if teacher.vocabulary < model.vocabulary:
         # More rows are padding: each size of a model rounds its head up differently.

@@ -2,7 +2,7 @@
 
 `loading` opens a model, `packed_model.PackedModel` runs a batch's rows with `attention` on its `device`, `head` (with
 `head_kernels`) gives their logprobs, and `model_check` tests both at the start. `lora` has adapters, `optimizer` makes
-the optimizer, `schedule` has its learning rate; `shards` divides the parameters among ranks, `published.PublishedPart`
-refers to what is published, `rounding` makes it follow the masters. `learner_state` and `tensor_files` write
-checkpoints, and `export` makes Hugging Face folders of them.
+the optimizer, `schedule` has its learning rate; `shards` divides the parameters among ranks, `expert_ranks` the
+experts, `published.PublishedPart` refers to what is published, `rounding` makes it follow the masters. `learner_state`
+and `tensor_files` write checkpoints, and `export` makes Hugging Face folders of them.
 """

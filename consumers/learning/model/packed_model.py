@@ -1,5 +1,6 @@
 """The trained model: a transformers model run over a batch's rows, on the values that are published."""
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,6 +71,7 @@ class PackedModel:
         max_model_len: the engine's longest sequence in tokens, `engine.max_model_len`, which decides some rotary
             frequencies (`fix_rope`).
         replays_routes: rows are computed by their routes, the experts that the engine chose.
+        by_expert: each rank holds and computes whole experts (`expert_ranks`).
 
     Raises:
         ConfigError: no such model, incomplete weights, a head that is not one linear map or that contradicts the
@@ -93,6 +95,7 @@ class PackedModel:
         field: str = "model.path",
         max_model_len: int | None = None,
         replays_routes: bool = False,
+        by_expert: bool = False,
     ) -> None:
         self._named = f"{field} = {path!r}"
         self._max_model_len = max_model_len
@@ -148,8 +151,12 @@ class PackedModel:
             chosen = (self.attention, False) if whole is None else (whole.attention, whole.in_rectangles)
             attention, self.in_rectangles = self._ranks.gather(chosen)[0]
             self.module.set_attn_implementation(attention)
-            self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._kept, self._named)
+            self._shards = shard(
+                self.module, self._ranks.mesh, DTYPES[dtype], self._kept, self._named, by_expert=by_expert
+            )
             fill(self.module, None if whole is None else whole.module, self._ranks, device)
+            del whole
+            gc.collect()  # it holds itself, by the function that checkpointing calls
         self._dtype = DTYPES[dtype]
         if lora is not None and self._ranks.mesh is None:
             self._check_adapters(lora)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.consumers.learning.model.blocks import blocks
+from penstock.consumers.learning.model.expert_ranks import spread_experts
 from penstock.consumers.learning.model.loading import body_of
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError
@@ -29,13 +30,16 @@ class _BodyAndHead(nn.Module):
         return hidden
 
 
-def shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, kept: Collection[str], field: str) -> _BodyAndHead:
+def shard(
+    module: Any, mesh: DeviceMesh, dtype: torch.dtype, kept: Collection[str], field: str, *, by_expert: bool
+) -> _BodyAndHead:
     """Shards every block and the rest of the model over the ranks; returns the module that runs the model.
 
     A block's parameters are gathered in `dtype` while it runs; gradients are added up in float32 over the ranks, not
     averaged: the loss is a sum over all ranks' tokens already.
 
     kept: names of the parameters that are gathered in their own type; of these, untrained ones are whole on every rank.
+    by_expert: experts are not gathered: see `spread_experts`.
 
     Raises:
         ConfigError: no blocks are found, or a module has kept and other parameters; `field` names the model.
@@ -44,13 +48,15 @@ def shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, kept: Collection[st
     # Inputs stay as they are, as without shards.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     kept_parameters = [(name, parameter) for name, parameter in module.named_parameters() if name in kept]
-    untrained = {parameter for _, parameter in kept_parameters if not parameter.requires_grad}
+    apart = {parameter for _, parameter in kept_parameters if not parameter.requires_grad}
+    if by_expert:
+        apart |= spread_experts(module, mesh, dtype)
     for owner in _owners(module, [name for name, parameter in kept_parameters if parameter.requires_grad], field):
-        fully_shard(owner, mesh=mesh, mp_policy=replace(policy, param_dtype=None), ignored_params=untrained)
+        fully_shard(owner, mesh=mesh, mp_policy=replace(policy, param_dtype=None), ignored_params=apart)
     for block in found:
-        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=untrained)
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=apart)
     root = _BodyAndHead(module)
-    fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=untrained)
+    fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=apart)
     for each in root.modules():
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from penstock.schemas.config import (
     AdvantageConfig,
@@ -18,14 +20,27 @@ from penstock.schemas.config import (
     TeacherConfig,
     TrainerConfig,
 )
+from penstock.schemas.rollout import Rollout, RolloutGroup, Segment
+from penstock.schemas.routes import Routes
 from rank_processes import log_of, on_ranks
 from rank_work import MARK, Trained, train, train_from_checkpoints, write_to_a_full_disk
-from training_groups import configuration, group_of, random_group, random_groups, segment, tiny_model, tiny_tokenizer
+from training_groups import (
+    VOCABULARY,
+    configuration,
+    group_of,
+    random_group,
+    random_groups,
+    segment,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(900)]
 
 SIZES = (2, 4)
-ON_FOUR = ("plain", "again", "untied", "steps", "reward-kl", "lora", "lora-bfloat16", "sampled", "beside", "marked")
+ON_FOUR = (
+    "plain", "again", "untied", "steps", "reward-kl", "lora", "lora-bfloat16", "sampled", "beside", "marked", "experts",
+)  # fmt: skip
 """What is trained on four ranks too."""
 LORA = LoraConfig(rank=3, alpha=6.0)
 SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
@@ -46,13 +61,14 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         model: str = "tied",
         dtype: str = "float32",
         reference: str | None = None,
+        replay_routes: bool = False,
         **changes: Any,
     ) -> RunConfig:
         path = str(folder / model)
         if "teacher" in changes:
             changes["teacher"] = TeacherConfig(model=str(folder / "untied"), **changes["teacher"])
         reference = reference and str(folder / reference)
-        model_config = ModelConfig(path=path, dtype=dtype, reference=reference)
+        model_config = ModelConfig(path=path, dtype=dtype, reference=reference, replay_routes=replay_routes)
         return configuration(path, **{"trainer": _trainer(), "record": True} | changes | {"model": model_config})
 
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1, "entropy_coefficient": 0.01})
@@ -80,6 +96,14 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "sampled-lora": run(correction=SAMPLED, lora=LORA),
         "teacher": run(teacher={}),
         "beside": run(teacher={"alone": False}, correction=CorrectionConfig(mode="sequence_mask")),
+        "experts": run(
+            "mixture",
+            objective=kl,
+            trainer=_trainer(expert_parallel=True, num_minibatches=2, weight_decay=0.1, gradient_checkpointing=True),
+        ),
+        "experts-bfloat16": run("mixture", dtype="bfloat16", trainer=_trainer(expert_parallel=True)),
+        "routes": run("mixture", replay_routes=True, trainer=_trainer(gradient_checkpointing=True)),
+        "routes-experts": run("mixture", replay_routes=True, trainer=_trainer(expert_parallel=True)),
         "marked": run(objective=Plug(path="rank_work:NanAtMark"), trainer=_trainer(num_minibatches=2)),
     }
 
@@ -93,6 +117,35 @@ def _batches() -> list[list]:
     return batches
 
 
+EXPERTS = 8
+
+
+def _mixture(folder: Path) -> None:
+    """Saves a random Qwen3-MoE of two layers, of whose experts a token meets two."""
+    torch.manual_seed(2)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=2,
+        initializer_range=0.3, max_position_embeddings=64,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def _routed(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """Returns the groups with random routes."""
+    generator = np.random.default_rng(0)
+
+    def with_routes(segment: Segment) -> Segment:
+        rows = [generator.permutation(EXPERTS)[:2] for _ in range(2 * (segment.num_tokens - 1))]
+        ids = np.array(rows, dtype=np.uint8).tobytes()
+        return msgspec.structs.replace(segment, routes=Routes(2, 2, "B", ids))
+
+    def rerouted(rollout: Rollout) -> Rollout:
+        return msgspec.structs.replace(rollout, segments=tuple(map(with_routes, rollout.segments)))
+
+    return [msgspec.structs.replace(group, rollouts=tuple(map(rerouted, group.rollouts))) for group in groups]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
@@ -103,10 +156,12 @@ def found(folder: Path) -> dict[int, dict[str, Trained]]:
     """By the number of ranks."""
     tiny_model(folder / "tied")
     tiny_model(folder / "untied", tied=False, seed=1)
+    _mixture(folder / "mixture")
     for name in ("tied", "untied"):
         tiny_tokenizer(folder / name)
     configs, batches = _configs(folder), _batches()
     groups = {name: batches if name == "plain" else batches[:4] for name in configs}
+    groups |= {name: [_routed(each) for each in groups[name]] for name in configs if name.startswith("routes")}
     of_size = {1: configs, 2: configs, 4: {name: configs[name] for name in ON_FOUR}}
     return {size: on_ranks(size, train, of_size[size], groups, folder=folder / str(size))[0] for size in of_size}
 
@@ -114,7 +169,7 @@ def found(folder: Path) -> dict[int, dict[str, Trained]]:
 COUNTS = ("num_tokens_trained", "num_tokens_rejected", "num_optimizer_steps", "skipped_reason", "failed", "spared",
           "steps_skipped")  # fmt: skip
 NAMES = sorted(_configs(Path()))
-ROUNDED = {"bfloat16": 2e-2, "float16": 3e-3, "lora-bfloat16": 5e-2}
+ROUNDED = {"bfloat16": 2e-2, "float16": 3e-3, "lora-bfloat16": 5e-2, "experts-bfloat16": 2e-2}
 """Of the weights' norm; an adapter is nothing but updates."""
 
 
@@ -185,10 +240,11 @@ def test_the_same_number_of_ranks_gives_the_same_bits_and_a_group_that_is_not_fi
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "optimizer", "lora"), [(1, 2, SGD, None), (2, 4, None, None), (4, 1, None, LORA)]
+    ("before", "after", "optimizer", "lora", "by_expert"),
+    [(1, 2, SGD, None, False), (2, 4, None, None, False), (4, 1, None, LORA, False), (4, 2, None, None, True)],
 )
 def test_a_checkpoint_is_continued_on_another_number_of_ranks(
-    tmp_path: Path, before: int, after: int, optimizer: Plug | None, lora: LoraConfig | None
+    tmp_path: Path, before: int, after: int, optimizer: Plug | None, lora: LoraConfig | None, by_expert: bool
 ) -> None:
     # Of rows that no number of ranks divides.
     odd = {
@@ -198,8 +254,11 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(
         "num_key_value_heads": 1,
         "head_dim": 6,
     }
-    tiny_model(tmp_path / "model", tied=False, **odd)
-    trainer = _trainer(optimizer=optimizer, weight_decay=0.0 if optimizer else 0.1)
+    if by_expert:
+        _mixture(tmp_path / "model")
+    else:
+        tiny_model(tmp_path / "model", tied=False, **odd)
+    trainer = _trainer(optimizer=optimizer, weight_decay=0.0 if optimizer else 0.1, expert_parallel=by_expert)
     model = ModelConfig(path=str(tmp_path / "model"))
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1 if before == 2 else 0.0})
     config = configuration(model.path, trainer=trainer, model=model, objective=kl, lora=lora)

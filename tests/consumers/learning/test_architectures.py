@@ -1,6 +1,7 @@
 """docs/models.md says which architectures are trained and why others are not: small random models of each."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.consumers.learning.model import model_check
 from penstock.consumers.learning.model import packed_model as model
+from penstock.consumers.learning.model.expert_ranks import check_experts
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.schemas.config import ConfigError, LoraConfig, ModelConfig, RunConfig, TrainerConfig
 from rank_processes import on_ranks
@@ -193,6 +195,20 @@ def test_ranks_are_checked_in_the_mode_in_which_they_train(tmp_path) -> None:
     config = configuration(tmp_path / "opt", trainer=trainer)
     with pytest.raises(Exception, match="something random"):
         on_ranks(2, step_once, {"opt": config}, [random_group(1, 1)], folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "problem"),
+    [
+        ("qwen3_moe", 2, None),
+        ("qwen3_moe", 3, "has 4 experts, which 3 ranks do not divide; expected false, or a number of ranks that does"),
+        ("qwen3", 1, "Qwen3ForCausalLM has no layers of experts that transformers computes by grouped products"),
+        ("llama4_text", 2, "Llama4ForCausalLM has no layers of experts that transformers computes by grouped products"),
+    ],
+)
+def test_ranks_by_expert_need_experts_that_they_divide(kind: str, num_ranks: int, problem: str | None) -> None:
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        check_experts(small_model(kind), num_ranks, "model.path = 'mixture'")
 
 
 ODD = {"hidden_size": 18, "intermediate_size": 25, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}

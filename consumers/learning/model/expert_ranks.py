@@ -1,0 +1,116 @@
+"""Layers of experts over several ranks: each rank holds and computes whole experts, and tokens travel to theirs.
+
+GShard's (arXiv 2006.16668), without its capacity: no token is dropped.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from penstock.schemas.config import ConfigError
+
+_NAME = "penstock_expert_ranks"
+
+
+def check_experts(module: nn.Module, num_ranks: int, named: str) -> None:
+    """Raises ConfigError if the model has no layers of experts that transformers runs through its `ExpertsInterface`,
+    or a number of experts that the ranks do not divide. `named` is the model's field and value."""
+    setting = f"trainer.expert_parallel = true with {named}"
+    layers = _layers(module)
+    if not layers:
+        raise ConfigError(
+            f"{setting}: {type(module).__name__} has no layers of experts that transformers computes by grouped "
+            "products; expected false"
+        )
+    for name, experts in layers.items():
+        if experts.num_experts % num_ranks:
+            raise ConfigError(
+                f"{setting}: {name} has {experts.num_experts} experts, which {num_ranks} ranks do not divide; expected "
+                "false, or a number of ranks that does"
+            )
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    """Returns the layers of experts that transformers' decorator `use_experts_implementation` has marked, by name."""
+    marks = ("num_experts", "has_gate", "is_transposed")
+    return {name: each for name, each in module.named_modules() if all(hasattr(each, mark) for mark in marks)}
+
+
+def spread_experts(module: Any, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Leaves each rank `num_experts / ranks` experts of every layer, uninitialized; returns their parameters, DTensors
+    split by experts. Their gradients are sums over all ranks' tokens. What `check_experts` refuses stays as it is.
+
+    dtype: in which they compute.
+    """
+    layers = list(_layers(module).values())
+    if not layers or any(experts.num_experts % mesh.size() for experts in layers):
+        return set()
+    spread: set[nn.Parameter] = set()
+    for experts in layers:
+        for own_name, whole in list(experts._parameters.items()):
+            part = torch.empty_like(whole[: experts.num_experts // mesh.size()])
+            own = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]), whole.requires_grad)
+            experts._parameters[own_name] = own
+            spread.add(own)
+        experts.ranks, experts.dtype = mesh.get_group(), dtype
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+    module.set_experts_implementation(_NAME)
+    return spread
+
+
+@torch.compiler.disable
+def _forward(experts: Any, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    """Returns the experts' outputs, summed by weight, [N, H]. hidden: [N, H]. choices, weights: [N, k]."""
+    group, num_experts = experts.ranks, experts.num_experts
+    by_token = choices.reshape(-1)
+    order = by_token.argsort(stable=True)
+    counts = torch.bincount(by_token, minlength=num_experts)
+    met = torch.empty_like(counts)
+    dist.all_to_all_single(met, counts, group=group)
+    own = num_experts // group.size()
+    sent, received = (each.view(-1, own).sum(1).tolist() for each in (counts, met))
+    rows: Tensor = _Exchange.apply(hidden[order // choices.shape[1]], sent, received, group)
+    ids = torch.arange(own, device=hidden.device).repeat(group.size()).repeat_interleave(met)
+    ones = torch.ones_like(rows[:, :1])
+    found = grouped_mm_experts_forward(_Own(experts, own), rows, ids[:, None], ones)
+    back: Tensor = _Exchange.apply(found, received, sent, group)
+    weighted = back[order.argsort()] * weights.reshape(-1, 1)
+    return weighted.view(*choices.shape, -1).sum(1).to(hidden.dtype)
+
+
+class _Own:
+    """A layer of experts as one with this rank's alone."""
+
+    def __init__(self, experts: Any, num_experts: int) -> None:
+        self._experts = experts
+        self.num_experts = num_experts
+        for name, parameter in experts._parameters.items():
+            setattr(self, name, parameter.to_local().to(experts.dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows [sum(sent), H] to the ranks, consecutive ones to each; returns what they send, [sum(received), H]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+        ctx.exchange = received, sent, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient, *ctx.exchange), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    into = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(into, rows.contiguous(), list(received), list(sent), group=group)
+    return into
