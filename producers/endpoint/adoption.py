@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
-from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Opened, Unread, decode
+from penstock.producers.endpoint.recording import Acted, Begun, Ended, KeptCall, Opened, Unread, decode
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
 from penstock.producers.rollout.sampling import join
@@ -28,6 +28,7 @@ class _KeptRollout:
     answered: dict[int, KeptCall] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
+    acts: list[Acted] = field(default_factory=list)
     ended: Ended | None = None
 
     def take(self, entry: KeptCall) -> None:
@@ -61,7 +62,7 @@ class _KeptRollout:
             )
         rollout.ledger.num_begun = 1 + max(self.places, default=-1)
         if self.ended is None and replay:
-            rollout.is_waiting, rollout.earlier = True, list(self.calls.values())
+            rollout.is_waiting, rollout.earlier, rollout.earlier_acts = True, list(self.calls.values()), self.acts
         elif self.ended is None or self.ended.reward is not None:
             rollout.ledger.restore(list(calls.values()), self.unread)
             # The newest answer to a request counts.
@@ -135,6 +136,8 @@ def _read(entries: Sequence[bytes]) -> tuple[RolloutGroup, list[_KeptRollout]]:
                 rollouts[call.rollout].take(call)
             case Unread(n, number):
                 rollouts[n].unread.add(number)
+            case Acted() as act:
+                rollouts[act.rollout].acts.append(act)
             case Ended() as ended:
                 rollouts[ended.rollout].ended = ended
             case Begun():

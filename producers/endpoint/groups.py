@@ -13,7 +13,17 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from penstock.producers.endpoint.call_ledger import Call, CallLedger, digest
-from penstock.producers.endpoint.recording import Begun, Ended, Entry, KeptCall, Opened, RunningCall, Unread, encode
+from penstock.producers.endpoint.recording import (
+    Acted,
+    Begun,
+    Ended,
+    Entry,
+    KeptCall,
+    Opened,
+    RunningCall,
+    Unread,
+    encode,
+)
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.journals import Journal
@@ -53,6 +63,8 @@ class AgentRollout:
     calls: those being answered, by their number.
     earlier: the calls that an earlier holder had begun and no request has repeated yet, the oldest first. Each is
         answered once as it was answered before, and one that was running is continued.
+    earlier_acts: the actions of an earlier holder that its conversation has not come to yet.
+    state: of its conversation after the last action.
     is_waiting: True until its conversation, held inside the producer, starts again here.
     last_seen: monotonic seconds of its agent's last request; infinite before the first one, while the agent sets up.
     finished: its trained segments and its reward; None unless it is finished.
@@ -65,6 +77,8 @@ class AgentRollout:
     running: set[asyncio.Task] = field(default_factory=set)
     calls: dict[int, RunningCall] = field(default_factory=dict)
     earlier: list[KeptCall] = field(default_factory=list)
+    earlier_acts: list[Acted] = field(default_factory=list)
+    state: bytes | None = None
     is_waiting: bool = False
     last_seen: float = math.inf
     finished: Rollout | None = None
@@ -107,6 +121,19 @@ class AgentRollout:
             return None
         self.earlier.remove(found)
         return found
+
+    def take_earlier_act(self) -> Acted | None:
+        """Removes and returns the next action of an earlier holder; `state` is what it left."""
+        if not self.earlier_acts:
+            return None
+        act = self.earlier_acts.pop(0)
+        self.state = self.state if act.state is None else act.state
+        return act
+
+    def enter_act(self, result: bytes, state: bytes | None) -> None:
+        """Enters an action that is done now. state: of the conversation afterwards."""
+        self.group.enter(Acted(rollout=self.place, result=result, state=None if state == self.state else state))
+        self.state = state
 
     def record(
         self,
@@ -191,7 +218,8 @@ class AgentRollout:
 
     def _end(self) -> None:
         self.let_go()
-        self.ledger, self.earlier, self.is_waiting = CallLedger(), [], False
+        self.ledger, self.earlier, self.earlier_acts, self.is_waiting = CallLedger(), [], [], False
+        self.state = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -261,7 +289,7 @@ class AgentGroup:
             try:
                 self.enter(Begun(encode_group(self.record().finished_by(self.instance), dead=True)))
             except (TypeError, ValueError, OverflowError) as error:  # a prompt's values are the user's
-                self._give_up_journal(error)
+                self.give_up_journal(error)
 
     def continue_with(self, rollouts: list[AgentRollout], entries: Sequence[bytes], num_tokens: int) -> None:
         """Takes the rollouts of an earlier holder. entries: of its journal after the first, with so many tokens."""
@@ -277,10 +305,12 @@ class AgentGroup:
             try:
                 self.journal.add(encode(entry), num_tokens)
             except (TypeError, ValueError, OverflowError) as error:  # a reward's values are the user's
-                self._give_up_journal(error)
+                self.give_up_journal(error)
 
-    def _give_up_journal(self, error: Exception) -> None:
-        log.warning("progress of %s is not kept: %s", self.claim, error)
+    def give_up_journal(self, why: object) -> None:
+        """Leaves nothing for another producer from now on."""
+        if not self.journal.is_given_up:
+            log.warning("progress of %s is not kept: %s", self.claim, why)
         self.journal.give_up()
 
     def restart(self) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,7 +16,7 @@ from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
-from penstock.producers.interfaces import RolloutFacts
+from penstock.producers.interfaces import MOST_STATE_BYTES, RolloutFacts, State
 from penstock.producers.rollout.rewards import checked
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.stream.in_flight import Claim, Dead
@@ -26,16 +27,26 @@ from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import NOT_FINISHED, EngineFingerprint, RolloutGroup, SamplingSettings, shown_error
 
 Json = dict[str, Any]
+T = TypeVar("T")
+Save = Callable[[AgentGroup], Awaitable[None]]
 
 CREDIT_S = 0.2
 """Pause after an opening that found no prompt."""
 
 
 class RolloutConversation:
-    """The `Conversation` of one rollout. sampling: what requests may ask for, even if the rollout's differs."""
+    """The `Conversation` of one rollout.
 
-    def __init__(self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings, *, ignore: bool) -> None:
+    sampling: what requests may ask for, even if the rollout's differs. save: saves its group's progress; None for a
+        group that nobody continues.
+    """
+
+    def __init__(
+        self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings, save: Save | None, *, ignore: bool
+    ) -> None:
         self._ignore = ignore
+        self._save = save
+        self._acting = asyncio.Lock()
         self._rollout = rollout
         self._calls = calls
         self._sampling = sampling
@@ -51,6 +62,27 @@ class RolloutConversation:
         answered = await self._calls.answer(self._rollout, request, number, identity)
         answered.call.delivered = True
         return answered.message
+
+    async def act(self, action: Callable[[], Awaitable[T]], state: State | None = None) -> T:
+        """See `Conversation.act`."""
+        rollout = self._rollout
+        async with self._acting:
+            if (done := rollout.take_earlier_act()) is not None:
+                if not rollout.earlier_acts and state is not None and rollout.state is not None:
+                    await state.restore(rollout.state)
+                return msgspec.msgpack.decode(done.result)
+            returned = await action()
+            try:
+                result = msgspec.msgpack.encode(returned)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise TypeError(f"an action returned {repr(returned)[:80]}, expected what MessagePack holds") from error
+            if self._save is not None:
+                saved = None if state is None else await state.save(MOST_STATE_BYTES)
+                if state is not None and saved is None:
+                    rollout.group.give_up_journal(f"a conversation's state is more than {MOST_STATE_BYTES:,} bytes")
+                rollout.enter_act(result, saved)
+                await self._save(rollout.group)
+            return msgspec.msgpack.decode(result)
 
     @property
     def facts(self) -> RolloutFacts:
@@ -130,15 +162,15 @@ class Conversations:
         else:
             rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
 
-    async def hold(self, rollout: AgentRollout) -> Reward | str:
-        """Holds one conversation; returns its reward, or the reason for having none.
+    async def hold(self, rollout: AgentRollout, save: Save | None = None) -> Reward | str:
+        """Holds one conversation; returns its reward, or the reason for having none. save: see `RolloutConversation`.
 
         Raises:
             EngineError: the engine serves no longer, even if the environment caught the error.
         """
         outcome: Reward | str = ""
         try:
-            (outcome,) = await gather_or_cancel([self._hold(rollout)])  # a task of its own, which it may cancel
+            (outcome,) = await gather_or_cancel([self._hold(rollout, save)])  # a task of its own, which it may cancel
         except asyncio.CancelledError as error:
             if ends_caller(error):
                 raise
@@ -149,13 +181,13 @@ class Conversations:
             self.calls.failed.result()
         return outcome
 
-    async def _hold(self, rollout: AgentRollout) -> Reward | str:
+    async def _hold(self, rollout: AgentRollout, save: Save | None) -> Reward | str:
         """Returns the reward of one conversation; without one, `rollout.error` says why."""
         try:
             source = self.environments.named(rollout.group.claim.environment)
             environment: Any = source.environment  # a ConversingEnvironment
             ignore = self.endpoint.unsupported == "ignore"
-            conversation = RolloutConversation(rollout, self.calls, source.sampling, ignore=ignore)
+            conversation = RolloutConversation(rollout, self.calls, source.sampling, save, ignore=ignore)
             return checked(await environment.converse(rollout.group.prompt, conversation), "a conversation")
         except BaseException as error:  # the environment is the user's, and one rollout never ends the others
             if ends_caller(error):
@@ -186,11 +218,11 @@ class Conversations:
     async def _converse(self, agents: Agents, rollout: AgentRollout) -> None:
         async with self.environments.named(rollout.group.claim.environment).room:
             rollout.group.start()
-            outcome = await self.hold(rollout)
+            outcome = await self.hold(rollout, agents.save)
         # An environment may ignore its cancellation: at a deadline, or when another producer continues the rollout.
         if rollout.is_open and not rollout.group.journal.has_moved:
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
-            if rollout.earlier:
+            if rollout.earlier or rollout.earlier_acts:
                 agents.restart(rollout.group)
             elif isinstance(outcome, Reward):
                 agents.finish(rollout, outcome)

@@ -56,6 +56,17 @@ class KeptCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reply: Json = {}
 
 
+class Acted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An action of a conversation, see `penstock.producers.interfaces.Conversation.act`.
+
+    result: what it has returned, as MessagePack. state: the conversation's afterwards; None for the same as before.
+    """
+
+    rollout: int
+    result: bytes
+    state: bytes | None = None
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a rollout.
 
@@ -71,7 +82,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_abandoned: bool = False
 
 
-Entry = Begun | Opened | Unread | KeptCall | Ended
+Entry = Begun | Opened | Unread | KeptCall | Acted | Ended
 decode = msgspec.msgpack.Decoder(Entry).decode
 encode = msgspec.msgpack.Encoder().encode
 

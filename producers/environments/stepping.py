@@ -4,14 +4,15 @@ import hashlib
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from penstock.producers.interfaces import Conversation, RolloutFacts
+from penstock.producers.interfaces import Conversation, RolloutFacts, State
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 TOO_LONG = ("context_length_exceeded", "rollout_too_large")
 """Codes of calls for which no room is left."""
@@ -136,6 +137,9 @@ class OneAnswer:
         if not self._left:
             raise ContextFullError("there is one answer; this model's maximum context length is reached")
         return {"role": "assistant", "content": self._left.pop()}
+
+    async def act(self, action: Callable[[], Awaitable[T]], state: State | None = None) -> T:
+        return await action()
 
 
 def as_dicts(prompt: Prompt) -> list[Json]:

@@ -23,7 +23,7 @@ needs a base class; a run file names an environment by its import path (`environ
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -34,6 +34,10 @@ from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSe
 from penstock.schemas.routes import Routes
 
 Restore = Callable[[], Awaitable[str]]
+T = TypeVar("T")
+
+MOST_STATE_BYTES = 1 << 20
+"""The most that one state of a conversation may take beside its recorded calls."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +216,18 @@ class Environment(Protocol):
         ...
 
 
+class State(Protocol):
+    """What the actions of a conversation change, such as a sandbox's files."""
+
+    async def save(self, most_bytes: int) -> bytes | None:
+        """Returns it as bytes, the same ones for the same state; None if they are more than `most_bytes`."""
+        ...
+
+    async def restore(self, state: bytes) -> None:
+        """Makes a new one what `save` has returned."""
+        ...
+
+
 class Conversation(Protocol):
     """One rollout as a conversing environment sees it: any number of calls, one after another or concurrent."""
 
@@ -222,6 +238,23 @@ class Conversation(Protocol):
             ApiError: the request cannot be answered; its `code` is `context_length_exceeded` for one that exceeds the
                 context and `rollout_ended` after the end of the rollout.
             EngineError: the engine serves no longer.
+        """
+        ...
+
+    async def act(self, action: Callable[[], Awaitable[T]], state: State | None = None) -> T:
+        """Does something that has an effect, such as a tool call, and returns what it returns. One after another.
+
+        What an action has returned is kept with the recorded calls. When another producer repeats the conversation,
+        it is returned again and `action` is not called; with the last one that was kept, `state` is restored to what it
+        was then, so that the conversation goes on as if nothing had happened.
+
+        action: returns values that MessagePack holds.
+        state: what the actions change, the same one for all of a conversation. Beyond `MOST_STATE_BYTES` the group's
+            progress is not kept, and another producer starts it again.
+
+        Raises:
+            TypeError: the returned value cannot be kept.
+            ApiError: another producer continues the rollout.
         """
         ...
 

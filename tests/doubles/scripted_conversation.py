@@ -1,5 +1,6 @@
 """A conversation whose answers are written down."""
 
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,9 @@ class ScriptedConversation:
         if isinstance(answer, Exception):
             raise answer
         return {"role": "assistant", **({"content": answer} if isinstance(answer, str) else {"content": "", **answer})}
+
+    async def act(self, action: Callable[[], Awaitable[Any]], state: object = None) -> Any:
+        return await action()
 
     @property
     def read(self) -> list[str]:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from agent_client import ADD, ANSWER, CALL, AgentClient, as_plain_client, spelled, tool_user
 from chat_templates import decode as text_of
+from crashed_producer import free_claims, kill
 from penstock.producers.endpoint.access import KEY
 from penstock.producers.endpoint.adoption import adopt
 from penstock.producers.endpoint.call_ledger import Call, digest
@@ -19,11 +20,9 @@ from penstock.producers.endpoint.recording import Begun, Ended, KeptCall, Runnin
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.stream import progress_store
-from penstock.producers.stream.claims import FREE_AT_ONCE_MS
 from penstock.producers.stream.in_flight import Claim
 from penstock.producers.stream.journals import Journal, JournalHolder, Journals
 from penstock.schemas.config import EndpointConfig
-from penstock.schemas.keys import PRODUCERS_GROUP
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     EngineFingerprint,
@@ -54,23 +53,6 @@ def patient(monkeypatch) -> None:
 
 def path_of(rollout: dict, what: str = "v1/chat/completions") -> str:
     return f"/r/{rollout['id']}/{what}"
-
-
-def free_claims(one) -> None:
-    """Others may take over what a producer holds, as after `claim_idle_s` without a refresh."""
-    client, whose = one.server.client, one.producer.context.producer_id
-    rows = client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 9, whose)
-    ids = [row["message_id"] for row in rows]
-    if ids:
-        client.xclaim(KEYS.prompts, PRODUCERS_GROUP, whose, 0, ids, idle=FREE_AT_ONCE_MS, justid=True)
-
-
-async def kill(one) -> None:
-    """Ends a producer as a crash does, a while ago: its claims and its heartbeat stay."""
-    async with one.producer.table.marking:  # no refresh is on its way
-        one.task.cancel()
-        await asyncio.gather(one.task, return_exceptions=True)
-    free_claims(one)
 
 
 async def take_for_dead(one) -> None:
