@@ -343,6 +343,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     expert_parallel: bool = False
     """With several ranks: each computes its own experts of a mixture, whole ones, and receives the other ranks' tokens
     for them, instead of gathering every expert of a block."""
+    context_parallel: Positive = 1
+    """Consecutive ranks that compute each forward pass together, each a part of the tokens of every row, for rows that
+    are too long for one."""
     rank_timeout_s: PositiveFloat = 300.0
     """The trainer ends if ranks have waited this long for another."""
     lease_s: PositiveFloat = 5.0

@@ -35,6 +35,7 @@ class World(Ranks):
         self.mesh = init_device_mesh(device.type, (size,))
         self.group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._orders = dist.new_group(backend="gloo", timeout=self._timeout if self.is_lead else FOREVER)
+        self._neighbours: dict[int, dist.ProcessGroup] = {}
         self._threads: dict[Thread, Ranks] = {
             "checkpoint": _ThreadRanks(self, dist.new_group(backend="gloo", timeout=self._timeout)),
             "publisher": _ThreadRanks(
@@ -67,6 +68,11 @@ class World(Ranks):
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def neighbours(self, size: int) -> dist.ProcessGroup:
+        if size not in self._neighbours:
+            self._neighbours[size] = dist.new_subgroups(size, timeout=self._timeout)[0]
+        return self._neighbours[size]
 
     def add(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.group)

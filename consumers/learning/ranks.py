@@ -59,6 +59,11 @@ class Ranks:
         """Returns every rank's value, by rank, on all ranks. Tensors must be on CPU."""
         return [value]
 
+    def neighbours(self, size: int) -> dist.ProcessGroup:
+        """Returns the group of the `size` consecutive ranks among which this one is; its tensors are on the ranks'
+        devices."""
+        raise NotImplementedError("a world of one has no neighbours")
+
     def add(self, values: Tensor) -> Tensor:
         """Returns the sum over the ranks, on all of them, of tensors of one shape and type."""
         return values

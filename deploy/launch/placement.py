@@ -246,8 +246,8 @@ def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         teacher = read_shape(Path(config.teacher.model))
     setting = RankSetting(
         trainer.num_processes,
-        # A longer single segment makes a pass of its own.
-        max(trainer.tokens_per_microbatch, config.engine.max_model_len or 0),
+        # A longer single segment makes a pass of its own, which `context_parallel` ranks share.
+        max(trainer.tokens_per_microbatch, -(-(config.engine.max_model_len or 0) // trainer.context_parallel)),
         config.model.dtype,
         trainer.gradient_checkpointing,
         unsharded=trainer.gradient_accumulation == "unsharded" and trainer.num_processes > 1,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.advantages import BatchRewards
-from penstock.consumers.learning.batch.layout import PackedLayout, make_layout
+from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare, make_layout
 from penstock.schemas.metrics import LAG_LABELS, lag_label
 
 UNKNOWN_EXPERT = -1
@@ -40,6 +40,7 @@ class MicroBatch:
     routes: [N, layers, experts per token] int16, the experts that the engine chose, `UNKNOWN_EXPERT` where it is not
         known; None if some row has none.
     older: by version in `versions`, the rows with its tokens, in the same order; its values stay on the host.
+    share: if several ranks compute their micro-batches' tokens together, the tokens that this one computes.
     """
 
     token_ids: Tensor
@@ -61,6 +62,7 @@ class MicroBatch:
     teacher_logprobs: Tensor | None = None
     routes: Tensor | None = None
     older: Mapping[int, "MicroBatch"] = field(default_factory=dict)
+    share: TokenShare | None = None
 
     @property
     def is_idle(self) -> bool:

@@ -47,6 +47,40 @@ class PackedLayout:
         return replace(self, buckets=tuple(b.to(device, non_blocking=non_blocking) for b in self.buckets), **moved)
 
 
+@dataclass(frozen=True)
+class TokenShare:
+    """This rank's L of the T tokens of the micro-batches of several ranks, which they compute together.
+
+    Of 2R consecutive parts of the tokens rank r has the parts r and 2R - 1 - r, so that the ranks' causal attention
+    costs about the same (Llama 3, arXiv 2407.21783, section 3.3.2).
+
+    token_ids, position_ids: [L] int64.
+    routes: [L, layers, experts per token] int16, or None; see `MicroBatch`.
+    layout: of queries [L] and keys: `key_tokens` are places among all ranks' tokens, each rank's padded to `longest`
+        and one after another. It has no buckets.
+    longest: the most tokens of a rank.
+    order: [L] int64, the own tokens by the rank whose micro-batch has them, `sent` of each rank.
+    places: [N] int64, where the packed tokens of the rank's own micro-batch are among those received, `received` of
+        each rank.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    routes: Tensor | None
+    layout: PackedLayout
+    longest: int
+    order: Tensor
+    sent: tuple[int, ...]
+    places: Tensor
+    received: tuple[int, ...]
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "TokenShare":
+        names = ("token_ids", "position_ids", "layout", "order", "places")
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        routes = None if self.routes is None else self.routes.to(device, non_blocking=non_blocking)
+        return replace(self, routes=routes, **moved)
+
+
 def make_layout(
     prefix_starts: np.ndarray,
     prefix_lengths: np.ndarray,

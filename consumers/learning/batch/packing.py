@@ -23,6 +23,7 @@ from penstock.consumers.learning.batch.batch import (
 from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
 from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, make_layout
 from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatches_of, shared_out, spread
+from penstock.consumers.learning.batch.split import split_tokens
 from penstock.consumers.learning.batch.trainable import check_taught
 from penstock.consumers.learning.outcome import outcome
 from penstock.schemas.config import RunConfig
@@ -204,7 +205,11 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
     budget = config.trainer.tokens_per_microbatch
 
     def packed(passes: list[list[_Row]]) -> tuple[MicroBatch, ...]:
-        return tuple(_pack_rows(rows, sharing.in_rectangles) for rows in passes)
+        found = [_pack_rows(rows, sharing.in_rectangles) for rows in passes]
+        size = sharing.per_pass
+        if size > 1:
+            found = [each for n in range(0, len(found), size) for each in split_tokens(found[n : n + size])]
+        return tuple(found)
 
     of_kl = config.advantage.kl_coefficient > 0  # the KL of a whole rollout
     alive, skipped = ([row for row in rows if of_kl or row.num_unmasked] for rows in (part.rows, part.skipped))
@@ -309,19 +314,29 @@ def _split(rows: list[_Row], budget: int, in_rectangles: bool) -> Iterator[list[
 def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]:
     """Returns the rows of each forward pass; with several ranks each one's first pass, then each one's second, etc.
 
-    Every rank has the same number of passes of about equal cost; a rank with too few rows gets empty ones.
+    Every rank has the same number of passes of about equal cost; a rank with too few rows gets empty ones. Ranks that
+    compute their tokens together have one pass of `budget` tokens for each of them, and share its rows.
     """
     if sharing.num_ranks == 1:
         return list(_split(rows, budget, sharing.in_rectangles))
-    groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.place.group)]
-    shares = shared_out(groups, lambda row: sharing.cost(row.length), sharing.num_ranks)
-    splits = [list(_split(share, budget, sharing.in_rectangles)) for share in shares]
+    size = sharing.per_pass
+    shares = shared_out(_by_group(rows), lambda row: sharing.cost(row.length), sharing.num_ranks // size)
+    splits = [list(_split(share, budget * size, sharing.in_rectangles)) for share in shares]
     num_passes = max(map(len, splits))
     if sharing.in_rectangles:
         spread_out = [[*split, *([] for _ in range(num_passes - len(split)))] for split in splits]
     else:
         spread_out = [spread(share, lambda row: row.length, num_passes) for share in shares]
-    return [_longest_first(share[number]) for number in range(num_passes) for share in spread_out]
+    return [
+        _longest_first(own)
+        for number in range(num_passes)
+        for share in spread_out
+        for own in (shared_out(_by_group(share[number]), lambda row: row.length, size) if size > 1 else [share[number]])
+    ]
+
+
+def _by_group(rows: list[_Row]) -> list[list[_Row]]:
+    return [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.place.group)]
 
 
 def _longest_first(rows: list[_Row]) -> list[_Row]:

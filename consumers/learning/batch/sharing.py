@@ -19,11 +19,13 @@ Row = TypeVar("Row")
 @dataclass(frozen=True)
 class Sharing:
     """num_ranks: the ranks that share a batch. even_length: tokens of a row above which attention's products cost more
-    than those of the weights. in_rectangles: the rows of a forward pass are padded to one rectangle."""
+    than those of the weights. in_rectangles: the rows of a forward pass are padded to one rectangle. per_pass:
+    consecutive ranks that compute their micro-batches' tokens together."""
 
     num_ranks: int = 1
     even_length: float = math.inf
     in_rectangles: bool = False
+    per_pass: int = 1
 
     def cost(self, num_tokens: int) -> float:
         """Returns a row's cost, attention's quadratic share included, in units of a token without attention."""

@@ -37,7 +37,7 @@ from penstock.consumers.learning.model.rounding import NUM_STEPS, Movement
 from penstock.consumers.learning.model.schedule import learning_rate
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import RolloutGroup
 
@@ -103,8 +103,21 @@ class Learner:
         self._full_rate_ess: float | None = getattr(objective, "full_rate_ess", None)
         if self.scorer.sampled is not None:
             self.scorer.sampled.before_change = lambda: self.before_update()
+        self._check_split(trainer.context_parallel)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
         self._saved = LearnerState(self.model, self.optimizer, self.ranks)
+
+    def _check_split(self, per_pass: int) -> None:
+        setting = f"trainer.context_parallel = {per_pass}"
+        if self.ranks.size % per_pass:
+            raise ConfigError(f"{setting}: expected a divisor of the {self.ranks.size} ranks")
+        if per_pass > 1 and self.scorer.in_rectangles:
+            raise ConfigError(
+                f"{setting} with model.path = {self.config.model.path!r}: its rows are padded to a rectangle (see "
+                "docs/models.md), which ranks cannot split; expected 1"
+            )
+        if per_pass > 1:
+            self.ranks.neighbours(per_pass)  # made now, while every rank is here
 
     def _warn_of_a_standstill(self, slowest_rate: float) -> None:
         rate, model = self.config.trainer.learning_rate, self.config.model
@@ -238,7 +251,9 @@ class Learner:
 
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
         """Packs the groups of one update for `step`; see `packing.pack`."""
-        sharing = Sharing(self.ranks.size, self.model.even_length, self.scorer.in_rectangles)
+        sharing = Sharing(
+            self.ranks.size, self.model.even_length, self.scorer.in_rectangles, self.config.trainer.context_parallel
+        )
         batch = pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=sharing)
         if sharing.in_rectangles and not self._said_padding:
             self._said_padding = True

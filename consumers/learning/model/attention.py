@@ -83,7 +83,7 @@ def packed_attention(
         layer: Any = module.layer_idx
         packed = layout.attend(layer, flat, width, scores)
     elif scores.is_plain and is_unpadded(query.device, query.dtype):
-        packed = _unpadded(flat, layout, width, scores)
+        packed = unpadded(flat, layout, width, scores)
     else:
         packed = _in_rectangles(flat, layout, width, scores)
     return packed.view(1, -1, query.shape[1], width)[..., : value.shape[3]], None
@@ -105,7 +105,7 @@ def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scor
     outputs = []
     for indices in layout.buckets:
         longest = indices.shape[1]
-        q, k, v = (_rows(indices, states, head_dim).transpose(1, 2) for states in flat)
+        q, k, v = (rows_of(indices, states, head_dim).transpose(1, 2) for states in flat)
         if _wants_whole_heads(q):
             k, v = whole_heads(q, k, v)
         band = None
@@ -148,7 +148,7 @@ def whole_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return repeated[0], repeated[1]
 
 
-def _unpadded(flat: list[Tensor], layout: PackedLayout, head_dim: int, scores: Scores) -> Tensor:
+def unpadded(flat: list[Tensor], layout: PackedLayout, head_dim: int, scores: Scores) -> Tensor:
     """Computes flash attention over the spans, which exists for 16-bit floats on CUDA only. Queries and results stay in
     place; keys and values are gathered.
 
@@ -156,7 +156,7 @@ def _unpadded(flat: list[Tensor], layout: PackedLayout, head_dim: int, scores: S
     aligns its causal mask to the end (FlashAttention 2.1, "Change behavior of causal flag").
     """
     q = flat[0].unflatten(-1, (-1, head_dim))
-    k, v = (_rows(layout.key_tokens, states, head_dim) for states in flat[1:])
+    k, v = (rows_of(layout.key_tokens, states, head_dim) for states in flat[1:])
     grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
     attended: Any = varlen_attn(
         q, k, v, layout.query_bounds, layout.key_bounds, layout.longest_query, layout.longest_keys,
@@ -181,7 +181,7 @@ def _takes_enable_gqa(attend: Callable[..., Any]) -> bool:
     return "enable_gqa" in signature(attend).parameters
 
 
-def _rows(indices: Tensor, states: Tensor, head_dim: int) -> Tensor:
+def rows_of(indices: Tensor, states: Tensor, head_dim: int) -> Tensor:
     """Gathers [*indices, heads, head_dim]. Uses an embedding lookup, whose backward adds rows in a fixed order and is
     far faster than index_add on CPU."""
     return F.embedding(indices, states).unflatten(-1, (-1, head_dim))

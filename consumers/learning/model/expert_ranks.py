@@ -3,7 +3,6 @@
 GShard's (arXiv 2006.16668), without its capacity: no token is dropped.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from penstock.consumers.learning.model.exchange import exchanged
 from penstock.schemas.config import ConfigError
 
 _NAME = "penstock_expert_ranks"
@@ -75,11 +75,11 @@ def _forward(experts: Any, hidden: Tensor, choices: Tensor, weights: Tensor) -> 
     dist.all_to_all_single(met, counts, group=group)
     own = num_experts // group.size()
     sent, received = (each.view(-1, own).sum(1).tolist() for each in (counts, met))
-    rows: Tensor = _Exchange.apply(hidden[order // choices.shape[1]], sent, received, group)
+    rows = exchanged(hidden[order // choices.shape[1]], sent, received, group)
     ids = torch.arange(own, device=hidden.device).repeat(group.size()).repeat_interleave(met)
     ones = torch.ones_like(rows[:, :1])
     found = grouped_mm_experts_forward(_Own(experts, own), rows, ids[:, None], ones)
-    back: Tensor = _Exchange.apply(found, received, sent, group)
+    back = exchanged(found, received, sent, group)
     weighted = back[order.argsort()] * weights.reshape(-1, 1)
     return weighted.view(*choices.shape, -1).sum(1).to(hidden.dtype)
 
@@ -95,22 +95,3 @@ class _Own:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends rows [sum(sent), H] to the ranks, consecutive ones to each; returns what they send, [sum(received), H]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-        ctx.exchange = received, sent, group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient, *ctx.exchange), None, None, None
-
-
-def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    into = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(into, rows.contiguous(), list(received), list(sent), group=group)
-    return into

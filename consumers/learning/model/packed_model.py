@@ -18,9 +18,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.consumers.learning.batch.batch import MicroBatch, idle_microbatch
-from penstock.consumers.learning.batch.layout import PackedLayout
+from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare
 from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention, is_unpadded
 from penstock.consumers.learning.model.blocks import compile_blocks
+from penstock.consumers.learning.model.exchange import exchanged
 from penstock.consumers.learning.model.head import OutputHead
 from penstock.consumers.learning.model.loading import (
     DTYPES,
@@ -39,6 +40,7 @@ from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import dither
 from penstock.consumers.learning.model.routing import RouteReplay
 from penstock.consumers.learning.model.shards import fill, gathered, held, shard
+from penstock.consumers.learning.model.split_attention import SplitAttention
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
 
@@ -274,8 +276,18 @@ class PackedModel:
 
     def forward(self, microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
         """Returns hidden states [N, H], `scaled`, and the head: published values, in `dtype`."""
-        hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout, microbatch.routes)
+        if microbatch.share is None:
+            hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout, microbatch.routes)
+        else:
+            hidden, head = self._run_split(microbatch.share)
         return self.scaled(hidden), head
+
+    def _run_split(self, share: TokenShare) -> tuple[Tensor, OutputHead]:
+        """Runs the body over this rank's share of the tokens; returns as `run` does, for the rank's own micro-batch."""
+        group = self._ranks.neighbours(len(share.sent))
+        hidden, head = self.run(share.token_ids, share.position_ids, SplitAttention(share, group), share.routes)
+        arrived = exchanged(F.embedding(share.order, hidden), share.sent, share.received, group)
+        return F.embedding(share.places, arrived), head
 
     def run(
         self,

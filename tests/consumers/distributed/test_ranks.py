@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from msgspec.structs import replace
+from transformers import NemotronConfig, NemotronForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from penstock.schemas.config import (
     AdvantageConfig,
@@ -40,6 +40,7 @@ pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(900)]
 SIZES = (2, 4)
 ON_FOUR = (
     "plain", "again", "untied", "steps", "reward-kl", "lora", "lora-bfloat16", "sampled", "beside", "marked", "experts",
+    "split",
 )  # fmt: skip
 """What is trained on four ranks too."""
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -104,6 +105,13 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "experts-bfloat16": run("mixture", dtype="bfloat16", trainer=_trainer(expert_parallel=True)),
         "routes": run("mixture", replay_routes=True, trainer=_trainer(gradient_checkpointing=True)),
         "routes-experts": run("mixture", replay_routes=True, trainer=_trainer(expert_parallel=True)),
+        "split": run(
+            objective=kl,
+            trainer=_trainer(context_parallel=2, num_minibatches=2, num_epochs=2, gradient_checkpointing=True),
+        ),
+        "split-sampled": run(correction=SAMPLED, trainer=_trainer(context_parallel=2)),
+        "split-lora": run("window", lora=LORA, trainer=_trainer(context_parallel=2)),
+        "split-experts": run("mixture", replay_routes=True, trainer=_trainer(context_parallel=2, expert_parallel=True)),
         "marked": run(objective=Plug(path="rank_work:NanAtMark"), trainer=_trainer(num_minibatches=2)),
     }
 
@@ -118,6 +126,10 @@ def _batches() -> list[list]:
 
 
 EXPERTS = 8
+TINY_NEMOTRON = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def _mixture(folder: Path) -> None:
@@ -138,12 +150,12 @@ def _routed(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     def with_routes(segment: Segment) -> Segment:
         rows = [generator.permutation(EXPERTS)[:2] for _ in range(2 * (segment.num_tokens - 1))]
         ids = np.array(rows, dtype=np.uint8).tobytes()
-        return msgspec.structs.replace(segment, routes=Routes(2, 2, "B", ids))
+        return replace(segment, routes=Routes(2, 2, "B", ids))
 
     def rerouted(rollout: Rollout) -> Rollout:
-        return msgspec.structs.replace(rollout, segments=tuple(map(with_routes, rollout.segments)))
+        return replace(rollout, segments=tuple(map(with_routes, rollout.segments)))
 
-    return [msgspec.structs.replace(group, rollouts=tuple(map(rerouted, group.rollouts))) for group in groups]
+    return [replace(group, rollouts=tuple(map(rerouted, group.rollouts))) for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +169,14 @@ def found(folder: Path) -> dict[int, dict[str, Trained]]:
     tiny_model(folder / "tied")
     tiny_model(folder / "untied", tied=False, seed=1)
     _mixture(folder / "mixture")
+    tiny_model(folder / "window", use_sliding_window=True, sliding_window=5, max_window_layers=1)
     for name in ("tied", "untied"):
         tiny_tokenizer(folder / name)
     configs, batches = _configs(folder), _batches()
     groups = {name: batches if name == "plain" else batches[:4] for name in configs}
-    groups |= {name: [_routed(each) for each in groups[name]] for name in configs if name.startswith("routes")}
-    of_size = {1: configs, 2: configs, 4: {name: configs[name] for name in ON_FOUR}}
+    groups |= {name: [_routed(each) for each in groups[name]] for name in configs if configs[name].model.replay_routes}
+    whole = {name: replace(each, trainer=replace(each.trainer, context_parallel=1)) for name, each in configs.items()}
+    of_size = {1: whole, 2: configs, 4: {name: configs[name] for name in ON_FOUR}}
     return {size: on_ranks(size, train, of_size[size], groups, folder=folder / str(size))[0] for size in of_size}
 
 
@@ -275,6 +289,23 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(
     for key, tensor in weights.items():
         assert torch.equal(loaded[key], saved[key]), key
         assert (tensor - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "problem"),
+    [
+        ("tied", 3, r"trainer\.context_parallel = 3: expected a divisor of the 2 ranks"),
+        ("nemotron", 2, r"trainer\.context_parallel = 2 with model\.path = .*: its rows are padded to a rectangle"),
+    ],
+)
+def test_rows_that_ranks_cannot_share_are_refused(tmp_path: Path, kind: str, size: int, problem: str) -> None:
+    if kind == "tied":
+        tiny_model(tmp_path / kind)
+    else:
+        NemotronForCausalLM(NemotronConfig(**TINY_NEMOTRON)).save_pretrained(tmp_path / kind)
+    config = configuration(tmp_path / kind, trainer=_trainer(context_parallel=size))
+    with pytest.raises(Exception, match=problem):
+        on_ranks(2, train, {"run": config}, {"run": []}, folder=tmp_path / "work")
 
 
 def test_a_disk_that_is_full_for_one_rank_is_the_leads_error(tmp_path: Path) -> None:

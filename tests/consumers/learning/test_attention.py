@@ -112,7 +112,7 @@ def form(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param.startswith("unpadded"):
         kernel = _flash_attention_of_torch_2_11 if "2.11" in request.param else _flash_attention_row_by_row
         monkeypatch.setattr(attention, "varlen_attn", kernel)
-        monkeypatch.setattr(attention, "_in_rectangles", attention._unpadded)
+        monkeypatch.setattr(attention, "_in_rectangles", attention.unpadded)
     elif request.param == "whole heads":
         monkeypatch.setattr(attention, "_wants_whole_heads", lambda query: True)
         monkeypatch.setattr(attention, "F", _Functions)
@@ -179,7 +179,7 @@ def test_flash_attention_on_a_gpu_equals_rectangles(window) -> None:
         for heads in (4, 2, 2)
     ]
     results = []
-    for attend in (attention._unpadded, attention._in_rectangles):
+    for attend in (attention.unpadded, attention._in_rectangles):
         attended = attend(flat, layout, 64, attention.Scores(0.125, window))
         results.append((attended, torch.autograd.grad(attended.float().square().sum(), flat)))
     (got, got_grads), (wanted, wanted_grads) = results

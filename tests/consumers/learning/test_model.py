@@ -205,9 +205,9 @@ def test_the_check_runs_the_attention_that_training_runs(folder, monkeypatch, ca
 
     monkeypatch.setattr(attention, "is_unpadded", lambda device, dtype: dtype is torch.bfloat16)
     monkeypatch.setattr(packed_model, "is_unpadded", attention.is_unpadded)
-    monkeypatch.setattr(attention, "_unpadded", attention._in_rectangles)
+    monkeypatch.setattr(attention, "unpadded", attention._in_rectangles)
     PackedModel(str(folder), "bfloat16", torch.device("cpu"))
-    monkeypatch.setattr(attention, "_unpadded", leaking)
+    monkeypatch.setattr(attention, "unpadded", leaking)
     assert not PackedModel(str(folder), "float32", torch.device("cpu")).in_rectangles
     assert PackedModel(str(folder), "bfloat16", torch.device("cpu")).in_rectangles
     assert "rows leak" in caplog.text

@@ -1,0 +1,56 @@
+"""Attention of a pass whose tokens several ranks share: each has its queries, and gathers every key and value."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.consumers.learning.batch.layout import TokenShare
+from penstock.consumers.learning.model.attention import Scores, attend, is_unpadded, rows_of, unpadded
+from penstock.consumers.learning.model.exchange import all_rows
+
+_MASK_ELEMENTS = 1 << 22
+"""A larger mask would cost more than the queries that it saves."""
+
+
+class SplitAttention:
+    """An `OwnAttention` of one rank's share."""
+
+    def __init__(self, share: TokenShare, group: dist.ProcessGroup) -> None:
+        self._share, self._group = share, group
+
+    def attend(self, layer: int, flat: list[Tensor], head_dim: int, scores: Scores) -> Tensor:
+        """See `OwnAttention`; flat: of this rank's tokens."""
+        query, layout = flat[0], self._share.layout
+        width = flat[1].shape[1]
+        gathered = all_rows(torch.cat(flat[1:], dim=1), self._share.longest, self._group)
+        key, value = gathered[:, :width], gathered[:, width:]
+        if scores.is_plain and is_unpadded(query.device, query.dtype):
+            return unpadded([query, key, value], layout, head_dim, scores)
+        outputs, queries, keys = [], layout.query_bounds.tolist(), layout.key_bounds.tolist()
+        for n in range(len(queries) - 1):
+            own = query[queries[n] : queries[n + 1]].unflatten(-1, (-1, head_dim))
+            places = layout.key_tokens[keys[n] : keys[n + 1]]
+            outputs.append(_piece(own, *(rows_of(places, states, head_dim) for states in (key, value)), scores))
+        return torch.cat(outputs)
+
+
+def _piece(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Returns [Q, num_heads * head_dim]: the last query sees every key, each earlier one a key less. query: [Q, heads,
+    head_dim]; key, value: [K, heads, head_dim]."""
+    num_queries, num_keys, window = len(query), len(key), scores.sliding_window
+    if window is not None:
+        key, value = (states[-(num_queries + window - 1) :] for states in (key, value))
+    q, k, v = (states[None].transpose(1, 2) for states in (query, key, value))
+    if num_queries == num_keys and (window is None or num_keys <= window):
+        seen = None
+    elif scores.is_plain and window is None and num_queries * num_keys > _MASK_ELEMENTS:
+        # Without a mask kernels keep nothing of the square; the queries before are computed and dropped.
+        before = q.new_zeros(1, q.shape[1], num_keys - num_queries, q.shape[3])
+        q, seen = torch.cat([before, q], dim=2), None
+    else:
+        columns = torch.arange(k.shape[2], device=q.device)
+        own = columns[-num_queries:, None]
+        seen = columns <= own
+        if window is not None:
+            seen &= columns > own - window
+    return attend(q, k, v, seen, scores)[0, :, -num_queries:].transpose(0, 1).flatten(1)
