@@ -141,7 +141,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
     rows = min(tokens, max(elements // shape.vocabulary, shape.hidden // 4))
     has_gradients = setting.adapter is None
     trained = whole if setting.adapter is None else setting.adapter
-    phases = [4 * (rows * shape.vocabulary + scratch + shape.vocabulary * shape.hidden * has_gradients)]
+    phases: list[float] = [4 * (rows * shape.vocabulary + scratch + shape.vocabulary * shape.hidden * has_gradients)]
     computed_again = per_block if setting.checkpointing else 0
     if n == 1:
         gathered = b * whole * (setting.dtype != "float32" and has_gradients)

@@ -30,7 +30,8 @@ class SplitAttention:
         for n in range(len(queries) - 1):
             own = query[queries[n] : queries[n + 1]].unflatten(-1, (-1, head_dim))
             places = layout.key_tokens[keys[n] : keys[n + 1]]
-            outputs.append(_piece(own, *(rows_of(places, states, head_dim) for states in (key, value)), scores))
+            seen_key, seen_value = (rows_of(places, states, head_dim) for states in (key, value))
+            outputs.append(_piece(own, seen_key, seen_value, scores))
         return torch.cat(outputs)
 
 

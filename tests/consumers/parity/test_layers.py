@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from captured_states import capture_of
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.inference import captured_version, compare_layers
 from penstock.consumers.parity.report import ParityError
 from penstock.schemas import hidden_states as names
-from training_groups import tiny_model
+from training_groups import VOCABULARY, tiny_model
 
 IDS = [1, 5, 2, 9, 9, 3, 20, 0, 7, 11, 4, 6]
 LAYERS = [f"layers.{index}.{part}" for index in range(3) for part in ("attention", "mlp")]
@@ -55,6 +55,23 @@ def test_only_a_16_bit_head_is_blamed_and_nothing_where_both_compute_the_same(de
     logits = (load_file(capture)[names.NORM].to(half) @ engine.lm_head.weight.to(half).t()).float()
     logprobs = torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(IDS)[1:, None])[:, 0].detach()
     assert off(compare_layers(model, capture_of(engine, IDS, tmp_path / "c", **{names.LOGPROBS: logprobs}))) == ["head"]
+
+
+def test_other_experts_of_a_few_tokens_in_16_bits_are_no_other_layer(tmp_path):
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for dtype, few in (("bfloat16", []), ("float32", ["layers.1.mlp"])):
+        engine, model = engine_of(tmp_path / "model", getattr(torch, dtype)), trainer_of(tmp_path / "model", dtype)
+        name = names.layer(1, names.MLP)
+        outputs = load_file(capture_of(engine, IDS, tmp_path / "exact"))[name]
+        for num_tokens, expected in ((0, []), (1, few), (4, ["layers.1.mlp"])):
+            other = torch.cat([2 * outputs[:num_tokens], outputs[num_tokens:]])
+            capture = capture_of(engine, IDS, tmp_path / "other", **{name: other})
+            assert off(compare_layers(model, capture)) == expected, (dtype, num_tokens)
 
 
 def scaled(parameter: str, by: float = 1.01) -> Callable:
