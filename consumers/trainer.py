@@ -2,6 +2,8 @@
 
 The stages of the pipeline, what each waits for and, in brackets, who unblocks it:
 
+    warm start   steps on demonstrations, if the run has any: before   -
+                 the first policy: learning/warm_start/steps.py
     release      a task index is released while the credit lasts       waits for room under the lag bound
                  stream/release.py                                     [settlement: each settled group makes room]
     rollout      a producer claims the index, samples a group          waits for a prompt [release]
@@ -54,6 +56,7 @@ from dataclasses import dataclass
 from penstock.consumers.checkpoints.checkpoints import CheckpointWriteError
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.warm_start.steps import warm_steps
 from penstock.consumers.observe.record import RunRecord
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
@@ -140,6 +143,8 @@ class Trainer:
 
     def _train(self) -> bool:
         progress, lag_of = self.progress, self.intake.lag_of
+        if not self._warm_up():
+            return False
         self.policy.publish_first()
         self._request_evaluation()
         self.intake.reconcile()
@@ -179,6 +184,20 @@ class Trainer:
             self._evaluate()
             self._commit_if_due(busy=True)
         self._finish()
+        return True
+
+    def _warm_up(self) -> bool:
+        """Takes the steps of the warm start that are left, if no update was made; returns False once `stop` was called.
+
+        Commits every `checkpoint.every` steps and at the end: what was committed is not done again."""
+        for step in () if self.progress.num_batches else warm_steps(self.learner):
+            self.policy.advance()
+            self.run_log.warm_step(step)
+            self.leadership.check()
+            if self.stopping or step.step == step.num_steps or step.step % self.config.checkpoint.every == 0:
+                self._commit(reconcile=False)
+            if self.stopping:
+                return False
         return True
 
     def _take(self) -> list[RolloutGroup] | None:

@@ -213,6 +213,21 @@ class LoraConfig(Section, frozen=True, kw_only=True):
         return self.alpha / self.rank
 
 
+class WarmStartConfig(Section, frozen=True, kw_only=True):
+    """Before the first update the model is trained on demonstrations, by cross-entropy on the assistant's turns: for
+    models that fail a task at first ([warm-start.md](warm-start.md))."""
+
+    demonstrations: Place
+    """A file of JSON lines: `messages`, and `tools` if there are any; or `prompt` and `completion`, for environments
+    whose prompts are texts. Relative to the trainer's working directory."""
+    steps: Positive = 200
+    """Optimizer steps."""
+    learning_rate: PositiveFloat = 2e-5
+    """The optimizer's, constant."""
+    batch_size: Positive = 16
+    """Demonstrations of one step."""
+
+
 class SamplingConfig(ReproducibleSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rollouts are sampled. Only settings that the trainer can reproduce are accepted."""
 
@@ -694,6 +709,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     producers: ProducersConfig = ProducersConfig()
     trainer: TrainerConfig = TrainerConfig()
+    warm_start: WarmStartConfig | None = None
+    """None begins with the model as it is."""
     objective: ObjectivePlug = ObjectivePlug()
     """The loss (docs/objectives.md)."""
     advantage: AdvantageConfig = AdvantageConfig()

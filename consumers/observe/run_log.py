@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 from penstock.consumers.checkpoints.state import PassedOver
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.outcome import outcome
+from penstock.consumers.learning.warm_start.steps import WarmStep
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
 from penstock.consumers.parity.gate import Alert
@@ -30,6 +32,9 @@ from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
+
+WARM_LINE_S = 30.0
+"""How often a step of the warm start is logged."""
 
 
 def by_environment(
@@ -87,6 +92,8 @@ class RunLog:
         """The figures of the policy announced last."""
         self._updates = JsonLines(folder / "updates.jsonl")
         self._evaluations = JsonLines(folder / "evaluations.jsonl")
+        self._warm_steps = JsonLines(folder / "warm_start.jsonl") if config.warm_start is not None else None
+        self._warm_line_at = 0.0
         self._ledger_file = LedgerFile(folder / "trainer.json")
         self._sinks = Sinks(
             config, folder, progress.num_batches, on_error=lambda name: metrics[M.SINK_ERRORS].labels(name).inc()
@@ -159,6 +166,15 @@ class RunLog:
         self.metrics[M.MISMATCH_MEAN].set(self.alert.gap)
         self.metrics[M.MISMATCH_BAND].set(self.alert.band)
 
+    def warm_step(self, step: WarmStep) -> None:
+        """Logs a step of the warm start."""
+        if self._warm_steps is not None:
+            figures = {name: value if math.isfinite(value) else None for name, value in step._asdict().items()}
+            self._warm_steps.write(**clock.stamp(), **figures)
+        if step.step == step.num_steps or time.monotonic() >= self._warm_line_at:
+            self._warm_line_at = time.monotonic() + WARM_LINE_S
+            log.info("warm start: step %d of %d, loss %.4f", step.step, step.num_steps, step.loss)
+
     def _take_rollouts(self) -> Any:
         """Returns the `penstock.schemas.attrition.Counts` since the last line, as builtins."""
         attrition = self._ledger.attrition
@@ -218,6 +234,8 @@ class RunLog:
         """Waits for each sink, for `penstock.consumers.observe.sinks.feeding.CLOSE_S` at most."""
         self._updates.close()
         self._evaluations.close()
+        if self._warm_steps is not None:
+            self._warm_steps.close()
         self._sinks.close()
 
 

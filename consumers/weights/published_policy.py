@@ -20,15 +20,24 @@ class PublishedPolicy:
         self._lag_of = lag_of
         self._epoch = epoch
         self._parent_version = parent_version
-        self._steps_before = learner.num_steps
+        self._steps_before = self._num_steps
+
+    @property
+    def _num_steps(self) -> int:
+        return self._learner.num_steps + self._learner.num_warm_steps
 
     @property
     def version(self) -> int:
         return self._lag_of.current
 
     def publish_first(self) -> None:
-        """Publishes the weights that the epoch begins with; after a resume they are a fork of the parent version."""
+        """Publishes the weights that the epoch begins with, those after a warm start; after a resume they are a fork of
+        the parent version."""
         self._publisher.publish(self.version, self._parent_version, fork=self._epoch > 0)
+
+    def advance(self) -> None:
+        """Numbers the weights after optimizer steps, as `version`."""
+        self._lag_of.advance(make_version(self._epoch, self._num_steps - self._steps_before))
 
     def publish(self) -> None:
         """Begins to publish the weights after an update under the next version, which becomes `version`.
@@ -40,5 +49,5 @@ class PublishedPolicy:
         """
         self._publisher.wait()
         parent_version = self.version
-        self._lag_of.advance(make_version(self._epoch, self._learner.num_steps - self._steps_before))
+        self.advance()
         self._publisher.publish(self.version, parent_version)

@@ -150,10 +150,17 @@ class PlainView(View):
         self._next_line = 0.0
         super().catch_up()
 
-    def _position(self) -> tuple[int, int, int]:
-        """Returns what a line is about: the numbers of batches, evaluations and abandoned groups."""
-        update = self.progress.update
-        return (update.update if update else 0, len(self.progress.lines.evaluations), self.progress.num_abandoned)
+    def _position(self) -> tuple[int, int, int, int]:
+        """Returns what a line is about: the numbers of batches, evaluations, abandoned groups and steps of the warm
+        start."""
+        progress = self.progress
+        update, step = progress.update, progress.lines.warm_step
+        return (
+            update.update if update else 0,
+            len(progress.lines.evaluations),
+            progress.num_abandoned,
+            step.step if step else 0,
+        )
 
 
 class LiveView(View):
@@ -186,6 +193,8 @@ class LiveView(View):
         config, update = self.config, self.progress.update
         title = Text.assemble((config.name, "bold"), f"  {config.mode}, seed {config.seed}, {self.elapsed()}")
         bar = ProgressBar(total=config.num_updates, completed=update.update if update else 0)
+        if (step := self.progress.warm_step) is not None:
+            bar = ProgressBar(total=step.num_steps, completed=step.step)
         numbers = Table.grid(padding=(0, 3))
         shown = figures(self)
         numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
@@ -219,6 +228,13 @@ class LiveView(View):
 def figures(view: View) -> list[tuple[str, str]]:
     """Returns names and values of the figures to show, in order."""
     progress, num_updates = view.progress, view.config.num_updates
+    if (step := progress.warm_step) is not None:
+        return [
+            ("warm start", f"{step.step}/{step.num_steps}"),
+            ("left", _duration((step.num_steps - step.step) * step.step_s)),
+            ("loss", _number(step.loss, ".4f")),
+            ("tokens/s", f"{step.num_tokens / step.step_s:,.0f}"),
+        ]
     update, evaluations = progress.update, progress.lines.evaluations
     figure = view.config.evaluation.figure
     held_out = _held_out(evaluations[-1], figure) if evaluations else "-"

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from penstock.deploy.launch.endpoints import Samples, scrape
-from penstock.deploy.report.lines import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
+from penstock.deploy.report.lines import EvaluationPoint, ProducerEvent, Update, WarmStartLine, WeightsLoaded, to_record
 from penstock.deploy.report.means import masked_lag_frac, mean_lag
 from penstock.deploy.report.summary_table import masked_advice
+from penstock.deploy.report.telemetry import WARM_START
 from penstock.schemas import limits
 from penstock.schemas.metrics import TrainerMetric as M
 
@@ -64,12 +65,17 @@ class RunLines:
         self._folder = run_folder
         self._update_lines = Tail(run_folder / "updates.jsonl", Update)
         self._evaluation_lines = Tail(run_folder / "evaluations.jsonl", EvaluationPoint)
+        self.warm_step: WarmStartLine | None = None
+        """The newest step on demonstrations."""
+        self._warm_lines = Tail(run_folder / WARM_START, WarmStartLine)
         self._producer_lines: dict[str, Tail] = {}
 
     def read(self) -> None:
         """Reads what was appended since the last call."""
         self.updates.extend(self._update_lines.read())
         self.evaluations += self._evaluation_lines.read()
+        if steps := self._warm_lines.read():
+            self.warm_step = steps[-1]
         for file in sorted((self._folder / "producers").glob("*.jsonl")):
             lines = self._producer_lines.setdefault(file.stem, Tail(file, ProducerEvent))
             found = [(event.time_s, event.pause_s) for event in lines.read() if isinstance(event, WeightsLoaded)]
@@ -92,6 +98,7 @@ class Progress:
         self.num_dead = self.num_abandoned = 0
         self._folder = run_folder
         self._scrape_at = 0.0
+        self._warm_at: float | None = None
         self._scraped_after: int | None = None
         self._seen: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         # Lines of a resumed run's earlier sessions do not count for the rate of this one.
@@ -105,8 +112,10 @@ class Progress:
 
     def poll(self) -> None:
         """Reads what was appended since the last call, and the trainer's metrics every `scrape_s`."""
-        before = self.update
+        before, warm = self.update, self.lines.warm_step
         self.lines.read()
+        if self.lines.warm_step is not warm:
+            self._warm_at = time.monotonic()
         update = self.update
         if update is not None and update is not before:
             if self._seen and self._seen[-1][1] > update.update:
@@ -125,8 +134,14 @@ class Progress:
 
     @property
     def seen_at(self) -> float | None:
-        """When a batch was seen last, in monotonic seconds; None before the first."""
-        return self._seen[-1][0] if self._seen else None
+        """When a batch was seen last, or a step of the warm start, in monotonic seconds; None before the first."""
+        return self._seen[-1][0] if self._seen else self._warm_at
+
+    @property
+    def warm_step(self) -> WarmStartLine | None:
+        """The newest step of a warm start that is under way."""
+        step = self.lines.warm_step
+        return step if self.update is None and step is not None and step.step < step.num_steps else None
 
     @property
     def num_idle(self) -> int:

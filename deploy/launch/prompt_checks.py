@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.consumers.learning.warm_start.demonstrations import read_demonstrations
 from penstock.deploy.launch.command_line import run_coroutine
 from penstock.deploy.launch.context_length import longest_sequence
 from penstock.deploy.launch.posed_tasks import PosedTask
@@ -28,14 +29,16 @@ def check_prompts(checked: Checked) -> list[str]:
     has no tokenizer.
 
     Raises:
-        ConfigError: prompts that the model's chat template does not render or that the model has no room for, a reward
-            of another type, or a figure that no reward has.
+        ConfigError: demonstrations that cannot be used, prompts that the model's chat template does not render or that
+            the model has no room for, a reward of another type, or a figure that no reward has.
     """
     config = checked.config
     if not any((Path(config.model.path) / name).is_file() for name in _TOKENIZER_FILES):
         return []
     tokenizer, left_out, warnings = load_tokenizer(config), LeftOut(), list[str]()
     room = longest_sequence(config)
+    if config.warm_start is not None:
+        read_demonstrations(config, room)
     for task in checked.tasks:
         if not task.source.converses:
             _check_prompt(config, task, tokenizer, room)

@@ -28,7 +28,11 @@ def check_resumed(config: RunConfig, runs: Path) -> list[str]:
         return []  # the trainer reports what is wrong with the checkpoints
     if saved.name is None:
         return []
-    learner = saved.state.learner
+    learner, num_batches = saved.state.learner, saved.state.num_batches
+    if config.warm_start != before.warm_start and num_batches:
+        raise ConfigError(
+            f"warm_start: it comes before the first update, and the run has made {num_batches}; expected it unchanged"
+        )
     check_identity(saved_identity(learner), identity_of(config), str(config.folder(runs) / CHECKPOINTS / saved.name))
     return list(_rate_changes(before, config, learner["num_steps"]))
 

@@ -1,6 +1,7 @@
 """Trains on recorded batches in their order, without Redis, engine or randomness."""
 
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.learning.warm_start.steps import warm_steps
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.model_digest import model_digest
@@ -158,6 +160,8 @@ def play(
             learner = _opened(config, ranks)
             if start.checkpoint is not None:
                 _load(start.checkpoint, learner)
+            else:
+                deque(warm_steps(learner), maxlen=0)
         elif not steps_alike(config, learner.config):
             learner = _resumed(learner, config)
         head, recorded = record.batch(at)

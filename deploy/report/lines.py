@@ -64,6 +64,18 @@ class Update(Stamped, frozen=True, kw_only=True):
         return sum(self.lag_histogram.values())
 
 
+class WarmStartLine(Stamped, frozen=True, kw_only=True):
+    """One line of `warm_start.jsonl`: a step on demonstrations."""
+
+    step: int
+    num_steps: int
+    num_tokens: int
+    """Of the assistant's turns."""
+    step_s: float
+    loss: float | None = None
+    """In nats a token, before the step; None if it was not finite."""
+
+
 class EvaluationPoint(Stamped, frozen=True, kw_only=True):
     """One line of `evaluations.jsonl`: what one policy reached on the held-out prompts."""
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from penstock.deploy.report.attrition import attrition_figures
-from penstock.deploy.report.lines import EvaluationPoint, Started, Update
+from penstock.deploy.report.lines import EvaluationPoint, Started, Update, WarmStartLine
 from penstock.deploy.report.means import (
     MASKED,
     answered,
@@ -69,6 +69,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "goal": config.evaluation.goal.value if config and config.evaluation.goal else None,
         "ended_early": ledger.ended_early if ledger and telemetry.is_over else "",
         "goal_reached_s": goal_reached_s(points, config, start_s),
+        "warm_start": warm_start(telemetry.warm_start),
         "course": course(telemetry.updates),
         "environments": by_environment(telemetry.updates, points),
         "wall_s": wall_s,
@@ -128,6 +129,22 @@ def goal_reached_s(points: Iterable[EvaluationPoint], config: RunConfig | None, 
         return None
     reached = (point for point in points if point.figures.get(goal.figure, -np.inf) >= goal.value)
     return next((point.time_s - start_s for point in reached), None)
+
+
+def warm_start(steps: Sequence[WarmStartLine]) -> dict[str, float] | None:
+    """Returns the steps of the warm start, their tokens and seconds, and `first` and `last` of its loss, means over the
+    first and last tenth; None without one."""
+    losses = [line.loss for line in steps if line.loss is not None]
+    if not losses:
+        return None
+    count = max(1, len(losses) // 10)
+    return {
+        "num_steps": steps[-1].step,
+        "num_tokens": sum(line.num_tokens for line in steps),
+        "seconds": sum(line.step_s for line in steps),
+        "first": float(np.mean(losses[:count])),
+        "last": float(np.mean(losses[-count:])),
+    }
 
 
 def course(updates: Sequence[Update]) -> dict[str, dict[str, float]] | None:

@@ -17,12 +17,15 @@ from penstock.deploy.report.lines import (
     TelemetryError,
     TrainerLedger,
     Update,
+    WarmStartLine,
     read_ledger,
     read_lines,
 )
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.process.clock import TOLERATED_S
+
+WARM_START = "warm_start.jsonl"
 
 
 class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +36,7 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     start_s: when the first prompt was claimed; without the trainer's ledger, the earliest time in its lines.
     updates: ascending by number, only those that led to the latest policy (none that a rollback undid).
     evaluations: ascending by update, one per update, of those same policies.
+    warm_start: ascending by step, one per step.
     producers: by producer id, events in the order written, in the trainer's time.
     clocks: by producer id, the seconds that its clock was ahead of the trainer's (below 0: behind), if they differed by
         more than `TOLERATED_S`; the times of its events are corrected.
@@ -52,6 +56,7 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     num_torn_lines: int
     read_s: float = 0.0
     clocks: dict[str, float] = {}
+    warm_start: tuple[WarmStartLine, ...] = ()
 
     def clock_notes(self) -> list[str]:
         """Returns a sentence on each producer of `clocks`."""
@@ -95,6 +100,7 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
         missing.append("run.toml")
     updates, torn_updates = lines("updates.jsonl", Update)
     evaluations, torn_evaluations = lines("evaluations.jsonl", EvaluationPoint)
+    warm_steps = read_lines(run_folder / WARM_START, WarmStartLine)[0] if (run_folder / WARM_START).is_file() else []
     ledger = read_ledger(run_folder / "trainer.json")
     if ledger is None:
         missing.append("trainer.json")
@@ -125,6 +131,7 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
         num_torn_lines=torn_updates + torn_evaluations + sum(torn for _, torn in producers.values()),
         read_s=read_s,
         clocks=clocks,
+        warm_start=tuple({line.step: line for line in warm_steps}.values()),  # a resume may repeat some
     )
 
 

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.learning.warm_start.steps import warm_steps
 from penstock.consumers.observe.record import Taken, records_of
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.loaded import LoadedChecks
@@ -71,6 +73,7 @@ def train(
         learner = Learner(config, ranks)
         learner.follow_versions(older_policies(learner))
         if ranks.is_lead:
+            deque(warm_steps(learner), maxlen=0)
             steps = [step(learner, groups) for groups in batches[name]]
             found[name] = Trained(*map(list, zip(*steps, strict=True)), learner.published_weights())
             ranks.order("end")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.consumers.learning.batch.batch import Batch
+from penstock.consumers.learning.batch.batch import Batch, MiniBatch
 from penstock.consumers.learning.batch.lag import Lags
 from penstock.consumers.learning.batch.packing import pack
 from penstock.consumers.learning.learner.step_report import NOTHING_TO_TRAIN, StepReport
@@ -16,7 +16,7 @@ from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.files import digest
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout import RolloutGroup, Segment
 
 FILE = "trained.json"
 """The only tensor file of its checkpoints."""
@@ -31,8 +31,8 @@ class ScriptedLearner:
 
     `trained` lists the indexes in the order in which they were trained. It is saved and loaded with the model, so after
     a resume it holds what the saved policy was trained on. `fail_at` maps a step to the reason why it is skipped, or to
-    an exception to raise; once `fails_from` steps were taken, every further one fails. Indexes in `never_finite` fail
-    while the rest of their batch is trained.
+    an exception to raise, and -1 - n to one in step n of a warm start; once `fails_from` steps were taken, every
+    further one fails. Indexes in `never_finite` fail while the rest of their batch is trained.
     """
 
     vocabulary = 100
@@ -42,7 +42,7 @@ class ScriptedLearner:
     def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
         self.config = config
         self.ranks = ranks or Ranks()
-        self.num_steps = 0
+        self.num_steps = self.num_warm_steps = 0
         self.trained: list[int] = []
         self.lags: list[dict[int, int]] = []
         self.fail_at: dict[int, str | BaseException] = {}
@@ -79,8 +79,18 @@ class ScriptedLearner:
             else dict.fromkeys(self.never_finite & set(batch.indexes), "loss is not finite"),
         )
 
+    def pack_demonstrations(self, demonstrations: Sequence[Segment]) -> MiniBatch:
+        return MiniBatch(microbatches=(), indexes=(), num_tokens=len(demonstrations), num_rollouts=len(demonstrations))
+
+    def warm_step(self, minibatch: MiniBatch) -> tuple[float, float]:
+        if failure := self.fail_at.pop(-1 - self.num_warm_steps, None):
+            assert isinstance(failure, BaseException)
+            raise failure
+        self.num_warm_steps += 1
+        return 1 / self.num_warm_steps, 1.0
+
     def published_parts(self) -> Callable[[], list[PublishedPart]]:
-        weights = {"steps": torch.tensor([float(self.num_steps)]), **self.more_weights}
+        weights = {"steps": torch.tensor([float(self.num_steps + self.num_warm_steps)]), **self.more_weights}
         return lambda: [
             PublishedPart(name, tensor.dtype, tuple(tensor.shape), 0, tensor.reshape(-1))
             for name, tensor in weights.items()
@@ -90,7 +100,7 @@ class ScriptedLearner:
         pass
 
     def state(self) -> dict:
-        return {"num_steps": self.num_steps}
+        return {"num_steps": self.num_steps, "num_warm_steps": self.num_warm_steps}
 
     def begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
         written: Future[dict[str, str]] = Future()
@@ -106,7 +116,7 @@ class ScriptedLearner:
         return {FILE: digest(folder / FILE)}
 
     def load_checkpoint(self, folder: Path, state: dict) -> None:
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.num_warm_steps = state["num_steps"], state["num_warm_steps"]
         self.trained = json.loads((folder / FILE).read_text())
 
     @staticmethod

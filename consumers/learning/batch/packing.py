@@ -161,19 +161,35 @@ def pack_segments(
     Yields:
         A micro-batch, and the places in `segments` of the segments in it, in the order of its tokens.
     """
-    rows = [
-        _Row(
-            segment=segment,
-            place=Place(group, number, 0),
-            rollout=number,
-            spans=(_Span(segment.num_sampled_tokens, 0),),
-            temperature=temperature,
-            rollout_tokens=segment.num_sampled_tokens,
-        )
-        for number, (group, segment, temperature) in enumerate(segments)
-    ]
+    rows = [_plain_row(number, *each) for number, each in enumerate(segments)]
     for part in _split(rows, budget, in_rectangles):
         yield _pack_rows(part, in_rectangles), tuple(row.rollout for row in part)
+
+
+def pack_demonstrations(segments: Sequence[Segment], budget: int, sharing: Sharing) -> MiniBatch:
+    """Packs demonstrations for one step: no advantage, no lag, the tokens of their turns as denominator.
+
+    budget: tokens of one forward pass. sharing: the ranks that share the rows; `MiniBatch.of_rank` returns the part of
+    each.
+    """
+    rows = [_plain_row(number, number, segment, 1.0) for number, segment in enumerate(segments)]
+    return MiniBatch(
+        microbatches=tuple(_pack_rows(part, sharing.in_rectangles) for part in _passes(rows, budget, sharing)),
+        indexes=(),
+        num_tokens=_num_unmasked(rows),
+        num_rollouts=len(rows),
+    )
+
+
+def _plain_row(number: int, group: int, segment: Segment, temperature: float) -> _Row:
+    return _Row(
+        segment=segment,
+        place=Place(group, number, 0),
+        rollout=number,
+        spans=(_Span(segment.num_sampled_tokens, 0),),
+        temperature=temperature,
+        rollout_tokens=segment.num_sampled_tokens,
+    )
 
 
 @dataclass(frozen=True)

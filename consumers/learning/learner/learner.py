@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.consumers.learning.advantages import check_advantage, check_siblings
-from penstock.consumers.learning.batch.batch import Batch, MiniBatch
+from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch
 from penstock.consumers.learning.batch.lag import Lags
-from penstock.consumers.learning.batch.packing import pack
+from penstock.consumers.learning.batch.packing import pack, pack_demonstrations
 from penstock.consumers.learning.batch.sharing import Sharing
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.learner.batch_tally import BatchTally, metric_sums
@@ -24,7 +24,7 @@ from penstock.consumers.learning.learner.loss_scale import LossScale
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.loss.ess import rate_factor, weight_sums
 from penstock.consumers.learning.loss.sampled_version import Policies
-from penstock.consumers.learning.loss.scoring import Scored, StepConstants, TokenScorer
+from penstock.consumers.learning.loss.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.model.device import choose_device, enable_onednn_matmul
 from penstock.consumers.learning.model.expert_ranks import check_experts
 from penstock.consumers.learning.model.export import export_adapter, export_model
@@ -39,7 +39,7 @@ from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process.plugins import construct
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout import RolloutGroup, Segment
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class Learner:
         self.ranks = Ranks() if ranks is None else ranks
         self.num_steps = 0
         """Optimizer steps taken, which determine the learning rate."""
+        self.num_warm_steps = 0
+        """Steps of the warm start taken, which are not among them."""
         self.loss_scale = LossScale(config.model.dtype == "float16")
         self.before_update: Callable[[], object] = lambda: None
         """Called on every rank before the masters change, during which nobody may read them."""
@@ -150,6 +152,7 @@ class Learner:
         """The methods that the lead starts on the other ranks, by name."""
         return {
             "step": self._step,
+            "warm step": self._warm_step,
             "published weights": self.model.published_weights,
             "begin checkpoint": self._begin_checkpoint,
             "load checkpoint": self._load_checkpoint,
@@ -172,6 +175,35 @@ class Learner:
             report.metrics["loss_scale"] = self.loss_scale.value
         self.ranks.phase = BETWEEN_STEPS
         return report
+
+    def warm_step(self, minibatch: MiniBatch) -> tuple[float, float]:
+        """Takes one clipped step on the cross-entropy of demonstrations; returns it, in nats a token, and the gradient
+        norm. If one is not finite, the model is left unchanged. The last step clears the optimizer's moments, which are
+        of another loss than those to come. minibatch: from `pack_demonstrations`."""
+        size = self.ranks.size
+        self.ranks.order("warm step", lambda rank: (minibatch.of_rank(rank, size),))
+        return self._warm_step(minibatch.of_rank(0, size))
+
+    def _warm_step(self, minibatch: MiniBatch) -> tuple[float, float]:
+        settings = self.config.warm_start
+        assert settings is not None
+        num_tokens = minibatch.num_tokens
+        accumulate = partial(self._accumulate, minibatch, lambda _, each: self.scorer.cross_entropy(each, num_tokens))
+        loss = self._total(accumulate())
+        norms = self._grad_norms()
+        if self.loss_scale.value > 1 and not norms.isfinite().all():
+            norms = self._rescaled(loss, accumulate, norms)
+        self.ranks.phase = "optimizer"
+        grad_norm = norms.norm()
+        if math.isfinite(loss + grad_norm.item()):
+            self._update(norms, grad_norm, settings.learning_rate)
+            self.loss_scale.count_step()
+        self.optimizer.zero_grad()
+        self.num_warm_steps += 1
+        if self.num_warm_steps == settings.steps:
+            self.optimizer.state.clear()
+        self.ranks.phase = BETWEEN_STEPS
+        return loss, grad_norm.item()
 
     def published_weights(self) -> dict[str, Tensor]:
         """Returns copies on CPU in `model.dtype`, by `save_pretrained`'s names; no two share memory."""
@@ -213,6 +245,7 @@ class Learner:
         self.ranks.phase = "load the checkpoint"
         self._saved.load(folder)
         self.num_steps = state["num_steps"]
+        self.num_warm_steps = state.get("num_warm_steps", 0)
         if "loss_scale" in state:
             self.loss_scale.load(state["loss_scale"])
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
@@ -228,6 +261,7 @@ class Learner:
         """Returns counters and random generators' states as JSON types."""
         state: dict[str, Any] = {
             "num_steps": self.num_steps,
+            "num_warm_steps": self.num_warm_steps,
             "rng": torch.get_rng_state().tolist(),
         }
         if self.config.model.dtype == "float16":
@@ -251,14 +285,20 @@ class Learner:
 
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
         """Packs the groups of one update for `step`; see `packing.pack`."""
-        sharing = Sharing(
-            self.ranks.size, self.model.even_length, self.scorer.in_rectangles, self.config.trainer.context_parallel
-        )
-        batch = pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=sharing)
-        if sharing.in_rectangles and not self._said_padding:
+        batch = pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=self._sharing)
+        if self._sharing.in_rectangles and not self._said_padding:
             self._said_padding = True
             log.warning("padding is %.0f%% of the first batch's rectangles", 100 * batch.padding)
         return batch
+
+    def pack_demonstrations(self, demonstrations: Sequence[Segment]) -> MiniBatch:
+        """Packs demonstrations for `warm_step`."""
+        return pack_demonstrations(demonstrations, self.config.trainer.tokens_per_microbatch, self._sharing)
+
+    @property
+    def _sharing(self) -> Sharing:
+        model, split = self.model, self.config.trainer.context_parallel
+        return Sharing(self.ranks.size, model.even_length, self.scorer.in_rectangles, split)
 
     @property
     def vocabulary(self) -> int:
@@ -312,7 +352,8 @@ class Learner:
         self.ranks.phase = "optimizer"
         norms = self._grad_norms()
         if self.loss_scale.value > 1 and not norms.isfinite().all():
-            norms = self._rescaled(minibatch, constants, scored, norms)
+            accumulate = partial(self._accumulate, minibatch, self._loss_of(minibatch, constants))
+            norms = self._rescaled(self._total(sum(part.loss.item() for part in scored)), accumulate, norms)
         grad_norm = norms.norm()
         if tally.end_step(place, minibatch, scored, sums, grad_norm):
             rates.append(learning_rate(self.config, self.num_steps) * self._rate_factor(weights))
@@ -332,23 +373,26 @@ class Learner:
     def _is_finite(self, minibatch: MiniBatch) -> bool:
         """Returns whether a mini-batch's loss and gradient are finite, with the present weights as proximal policy."""
         with self.loss_scale.off():
-            total = self._accumulate(minibatch, self.scorer.constants(minibatch.microbatches))
+            constants = self.scorer.constants(minibatch.microbatches)
+            total = self._accumulate(minibatch, self._loss_of(minibatch, constants))
             norm = self._grad_norms().norm().item()
-        return math.isfinite(self.ranks.add(torch.tensor(total, dtype=torch.float64)).item() + norm)
+        return math.isfinite(self._total(total) + norm)
 
-    def _rescaled(
-        self, minibatch: MiniBatch, constants: list[StepConstants], scored: list[Scored], norms: Tensor
-    ) -> Tensor:
+    def _total(self, loss: float) -> float:
+        """Returns the sum of a loss over the ranks."""
+        return self.ranks.add(torch.tensor(loss, dtype=torch.float64)).item()
+
+    def _rescaled(self, loss: float, accumulate: Callable[[], object], norms: Tensor) -> Tensor:
         """Computes gradients that overflow again, at half the loss scale, until they are finite; returns their norms.
 
-        If they are not finite at a scale of 1 either, or if the loss is not, the scale is not to blame and is kept."""
-        loss = torch.tensor(sum(part.loss.item() for part in scored), dtype=torch.float64)
-        if not math.isfinite(self.ranks.add(loss).item()):
+        If they are not finite at a scale of 1 either, or if the loss is not, the scale is not to blame and is kept.
+        accumulate: replaces the gradients by the same ones at the present scale."""
+        if not math.isfinite(loss):
             return norms
         began, state = self.loss_scale.value, self.loss_scale.state()
         while self.loss_scale.value > 1 and not norms.isfinite().all():
             self.loss_scale.halve()
-            self._accumulate(minibatch, constants)
+            accumulate()
             norms = self._grad_norms()
         if not norms.isfinite().all():
             self.loss_scale.load(state)
@@ -356,13 +400,17 @@ class Learner:
             log.info("gradients overflow float16 at a loss scale of %g: taken at %g", began, self.loss_scale.value)
         return norms
 
-    def _accumulate(self, minibatch: MiniBatch, constants: list[StepConstants]) -> float:
-        """Replaces the gradients by a mini-batch's; returns this rank's part of its loss."""
+    def _loss_of(self, minibatch: MiniBatch, constants: list[StepConstants]) -> Callable[[int, MicroBatch], Tensor]:
+        """Returns the objective's loss of a mini-batch's micro-batches, by their number."""
+        return lambda number, microbatch: self.scorer.score(microbatch, minibatch, constants[number])[0]
+
+    def _accumulate(self, minibatch: MiniBatch, loss_of: Callable[[int, MicroBatch], Tensor]) -> float:
+        """Replaces the gradients by those of a mini-batch's loss; returns this rank's part of it."""
         self.optimizer.zero_grad()
         total, last = 0.0, len(minibatch.microbatches) - 1
         for number, microbatch in enumerate(minibatch.microbatches):
             self.ranks.phase = "forward"
-            loss, _ = self.scorer.score(microbatch.to(self.device), minibatch, constants[number])
+            loss = loss_of(number, microbatch.to(self.device))
             self._backward(loss, is_last=number == last)
             total += loss.item()
         return total

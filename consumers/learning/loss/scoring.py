@@ -171,8 +171,7 @@ class TokenScorer:
         For an idle micro-batch: a loss of 0 with gradients of 0, and None.
         """
         if microbatch.is_idle:
-            hidden, head = self._model.forward(microbatch)
-            return (hidden.sum(dtype=torch.float32) + head.weight.sum(dtype=torch.float32)) * 0.0, None
+            return self._idle_loss(microbatch), None
 
         def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
             return self._outputs(microbatch, minibatch, constants, part, current, entropy)
@@ -193,6 +192,16 @@ class TokenScorer:
             None if constants.sampled is None else constants.sampled.known,
         )
         return result.loss, scored
+
+    def cross_entropy(self, microbatch: MicroBatch, num_tokens: int) -> Tensor:
+        """Returns the micro-batch's share of the mean negative logprob of `num_tokens` tokens, under gradient."""
+        if microbatch.is_idle:
+            return self._idle_loss(microbatch)
+        return -self.logprobs(microbatch)[0].sum() / num_tokens
+
+    def _idle_loss(self, microbatch: MicroBatch) -> Tensor:
+        hidden, head = self._model.forward(microbatch)
+        return (hidden.sum(dtype=torch.float32) + head.weight.sum(dtype=torch.float32)) * 0.0
 
     def logprobs(
         self,

@@ -1,5 +1,6 @@
 """The learner on 2 and 4 ranks against the learner of one process."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.schemas.config import (
     RunConfig,
     TeacherConfig,
     TrainerConfig,
+    WarmStartConfig,
 )
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment
 from penstock.schemas.routes import Routes
@@ -41,8 +43,10 @@ SIZES = (2, 4)
 ON_FOUR = (
     "plain", "again", "untied", "steps", "reward-kl", "lora", "lora-bfloat16", "sampled", "beside", "marked", "experts",
     "split",
+    "warm",
 )  # fmt: skip
 """What is trained on four ranks too."""
+DEMONSTRATIONS = "demonstrations.jsonl"
 LORA = LoraConfig(rank=3, alpha=6.0)
 SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
 WHITENED = "penstock.consumers.learning.advantages:reinforce_plus_plus"
@@ -96,6 +100,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "sampled": run(correction=SAMPLED, trainer=_trainer(num_epochs=2)),
         "sampled-lora": run(correction=SAMPLED, lora=LORA),
         "teacher": run(teacher={}),
+        "warm": run(warm_start=WarmStartConfig(demonstrations=str(folder / DEMONSTRATIONS), steps=3, batch_size=5)),
         "beside": run(teacher={"alone": False}, correction=CorrectionConfig(mode="sequence_mask")),
         "experts": run(
             "mixture",
@@ -170,6 +175,8 @@ def found(folder: Path) -> dict[int, dict[str, Trained]]:
     tiny_model(folder / "untied", tied=False, seed=1)
     _mixture(folder / "mixture")
     tiny_model(folder / "window", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    lines = [{"prompt": f"{n}+{n}", "completion": "-" * n} for n in (1, 2, 3)]
+    (folder / DEMONSTRATIONS).write_text("\n".join(map(json.dumps, lines)))
     for name in ("tied", "untied"):
         tiny_tokenizer(folder / name)
     configs, batches = _configs(folder), _batches()
