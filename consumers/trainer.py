@@ -3,7 +3,7 @@
 The stages of the pipeline, what each waits for and, in brackets, who unblocks it:
 
     warm start   steps on demonstrations, if the run has any: before   -
-                 the first policy: learning/warm_start/steps.py
+                 the first policy: learning/learner/warm_start.py
     release      a task index is released while the credit lasts       waits for room under the lag bound
                  stream/release.py                                     [settlement: each settled group makes room]
     rollout      a producer claims the index, samples a group          waits for a prompt [release]
@@ -56,7 +56,7 @@ from dataclasses import dataclass
 from penstock.consumers.checkpoints.checkpoints import CheckpointWriteError
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
-from penstock.consumers.learning.warm_start.steps import warm_steps
+from penstock.consumers.learning.learner.warm_start import warm_steps
 from penstock.consumers.observe.record import RunRecord
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate, ParityRefusedError

@@ -271,7 +271,7 @@ BUDGET = {
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 118
+MOST_IMPORTED_BY_THE_TRAINER = 119
 
 
 def test_the_house_keeps_its_budget():

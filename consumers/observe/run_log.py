@@ -12,8 +12,8 @@ import msgspec
 
 from penstock.consumers.checkpoints.state import PassedOver
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.learner.warm_start import WarmStep
 from penstock.consumers.learning.outcome import outcome
-from penstock.consumers.learning.warm_start.steps import WarmStep
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
 from penstock.consumers.parity.gate import Alert

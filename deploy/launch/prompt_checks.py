@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.consumers.learning.warm_start.demonstrations import read_demonstrations
+from penstock.consumers.learning.learner.demonstrations import read_demonstrations
 from penstock.deploy.launch.command_line import run_coroutine
 from penstock.deploy.launch.context_length import longest_sequence
 from penstock.deploy.launch.posed_tasks import PosedTask

@@ -18,8 +18,8 @@ from penstock.consumers.checkpoints.checkpoints import (
 from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.learner.warm_start import warm_steps
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.warm_start.steps import warm_steps
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.model_digest import model_digest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.consumers.learning.warm_start import steps
+from penstock.consumers.learning.learner import warm_start
 from penstock.consumers.observe import run_log
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
 from penstock.schemas.weights.log import read_log
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.redis
 def warm(bench: TrainerBench, monkeypatch: pytest.MonkeyPatch) -> TrainerBench:
     """A run with ten steps on demonstrations; a checkpoint every four."""
     found = [(segment([1, 2], [(1, 2)], [-1]),)]
-    monkeypatch.setattr(steps, "read_demonstrations", lambda config, longest: found)
+    monkeypatch.setattr(warm_start, "read_demonstrations", lambda config, longest: found)
     bench.overrides = ["warm_start.demonstrations=demonstrations.jsonl", "warm_start.steps=10", "num_updates=5"]
     return bench
 

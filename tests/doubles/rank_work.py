@@ -21,9 +21,9 @@ from penstock.consumers.learning.batch.lag import LagTable
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.learning.learner.warm_start import warm_steps
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.warm_start.steps import warm_steps
 from penstock.consumers.observe.record import Taken, records_of
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.loaded import LoadedChecks

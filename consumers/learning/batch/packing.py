@@ -174,7 +174,7 @@ def pack_demonstrations(segments: Sequence[Segment], budget: int, sharing: Shari
     """
     rows = [_plain_row(number, number, segment, 1.0) for number, segment in enumerate(segments)]
     return MiniBatch(
-        microbatches=tuple(_pack_rows(part, sharing.in_rectangles) for part in _passes(rows, budget, sharing)),
+        microbatches=_pack_passes(_passes(rows, budget, sharing), sharing),
         indexes=(),
         num_tokens=_num_unmasked(rows),
         num_rollouts=len(rows),
@@ -219,26 +219,18 @@ def _rows_of(
 
 def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
     budget = config.trainer.tokens_per_microbatch
-
-    def packed(passes: list[list[_Row]]) -> tuple[MicroBatch, ...]:
-        found = [_pack_rows(rows, sharing.in_rectangles) for rows in passes]
-        size = sharing.per_pass
-        if size > 1:
-            found = [each for n in range(0, len(found), size) for each in split_tokens(found[n : n + size])]
-        return tuple(found)
-
     of_kl = config.advantage.kl_coefficient > 0  # the KL of a whole rollout
     alive, skipped = ([row for row in rows if of_kl or row.num_unmasked] for rows in (part.rows, part.skipped))
     sample = _sample_rollouts(skipped)
     rollouts = [one for group in part.groups for one in group.rollouts if not _is_left_out(one, config)]
     split = _passes(alive, budget, sharing)
     whole = MiniBatch(
-        microbatches=packed(split),
+        microbatches=_pack_passes(split, sharing),
         places=tuple(tuple(row.place for row in rows) for rows in split if rows),
         indexes=tuple(group.index for group in part.groups),
         num_tokens=max(1, sum(rollout.num_sampled_tokens for rollout in rollouts)),
         num_rollouts=max(1, len(rollouts)),
-        skipped=packed(_passes(sample, budget, sharing)),
+        skipped=_pack_passes(_passes(sample, budget, sharing), sharing),
         skipped_scale=_num_unmasked(skipped) / _num_unmasked(sample) if sample else 1.0,
     )
 
@@ -246,13 +238,20 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
         for index, rows in groupby(alive, key=lambda row: row.place.group):
             yield replace(
                 whole,
-                microbatches=packed(_passes(list(rows), budget, sharing)),
+                microbatches=_pack_passes(_passes(list(rows), budget, sharing), sharing),
                 places=(),
                 indexes=(index,),
                 skipped=(),
             )
 
     return replace(whole, alone=alone)
+
+
+def _pack_passes(passes: list[list[_Row]], sharing: Sharing) -> tuple[MicroBatch, ...]:
+    found, size = [_pack_rows(rows, sharing.in_rectangles) for rows in passes], sharing.per_pass
+    if size > 1:
+        found = [each for n in range(0, len(found), size) for each in split_tokens(found[n : n + size])]
+    return tuple(found)
 
 
 def _num_unmasked(rows: list[_Row]) -> int:

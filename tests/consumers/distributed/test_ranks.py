@@ -76,6 +76,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         model_config = ModelConfig(path=path, dtype=dtype, reference=reference, replay_routes=replay_routes)
         return configuration(path, **{"trainer": _trainer(), "record": True} | changes | {"model": model_config})
 
+    warm = WarmStartConfig(demonstrations=str(folder / DEMONSTRATIONS), steps=3, batch_size=5)
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1, "entropy_coefficient": 0.01})
     return {
         "plain": run(),
@@ -100,7 +101,8 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "sampled": run(correction=SAMPLED, trainer=_trainer(num_epochs=2)),
         "sampled-lora": run(correction=SAMPLED, lora=LORA),
         "teacher": run(teacher={}),
-        "warm": run(warm_start=WarmStartConfig(demonstrations=str(folder / DEMONSTRATIONS), steps=3, batch_size=5)),
+        "warm": run(warm_start=warm),
+        "warm-split": run(warm_start=warm, trainer=_trainer(context_parallel=2)),
         "beside": run(teacher={"alone": False}, correction=CorrectionConfig(mode="sequence_mask")),
         "experts": run(
             "mixture",

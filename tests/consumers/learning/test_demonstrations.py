@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from chat_templates import encode, render, tokenizer_of
-from penstock.consumers.learning.warm_start.demonstrations import read_demonstrations
+from penstock.consumers.learning.learner.demonstrations import read_demonstrations
 from penstock.schemas.config import ConfigError, RunConfig, SamplingConfig, WarmStartConfig
 from penstock.schemas.rollout import Segment, unpack_ids
 from training_groups import configuration

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp64_oracle import sampled_logprobs
+from penstock.consumers.learning.learner import warm_start
 from penstock.consumers.learning.learner.learner import Learner
-from penstock.consumers.learning.warm_start import steps
-from penstock.consumers.learning.warm_start.steps import warm_steps
+from penstock.consumers.learning.learner.warm_start import warm_steps
 from penstock.schemas.config import LoraConfig, ModelConfig, RunConfig, WarmStartConfig
 from training_groups import assert_near, configuration, gradients_of, lag_from, random_groups, segment, weights_of
 
@@ -32,7 +32,7 @@ def _config(folder: Path, **changes) -> RunConfig:
 def read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn is a demonstration, as if they had been read."""
     found = [(turn,) for turn in TURNS]
-    monkeypatch.setattr(steps, "read_demonstrations", lambda config, longest: found)
+    monkeypatch.setattr(warm_start, "read_demonstrations", lambda config, longest: found)
 
 
 @pytest.mark.parametrize("budget", [3, 8192])

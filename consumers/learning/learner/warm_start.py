@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from penstock.consumers.learning.learner.demonstrations import read_demonstrations
 from penstock.consumers.learning.learner.learner import Learner
-from penstock.consumers.learning.warm_start.demonstrations import read_demonstrations
 
 log = logging.getLogger(__name__)
 

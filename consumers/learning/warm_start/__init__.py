@@ -1,1 +1,0 @@
-"""The warm start: `steps.warm_steps` takes optimizer steps on what `demonstrations.read_demonstrations` reads."""
