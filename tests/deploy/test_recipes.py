@@ -1,6 +1,5 @@
 """The recipes: each is a short run file that can be started, with a section of docs/recipes.md."""
 
-import json
 import re
 import sys
 import tomllib
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.recipes_check import SMALL, write_data
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.command_line import recipes
@@ -26,17 +26,16 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_ready_to_run(recipe, model_folder, capsys):
+def test_a_recipe_is_ready_to_run_as_it_is_and_as_the_check_of_recipes_runs_it(recipe, model_folder, capsys):
     tiny_tokenizer(model_folder)
-    asked = ["--set", f"model.path={model_folder}"]
+    settings = {"model.path": model_folder}
     if "teacher" in tomllib.loads(recipes()[recipe].read_text()):
-        asked += ["--set", f"teacher.model={model_folder}"]
-    for name in ("train", "test"):
-        file = Path("data") / "gsm8k" / f"{name}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"question": f"A {name} of 4 and 5 wagons?", "answer": "4 + 5 = 9\n#### 9"}))
-    assert cli.main(["run", recipe, "--dry-run", *asked]) == 0, capsys.readouterr().err
-    assert f"recipe:{tomllib.loads(capsys.readouterr().out)['name']}" == recipe
+        settings["teacher.model"] = model_folder
+    write_data(Path())
+    for changed in (settings, SMALL[recipe.removeprefix("recipe:")] | settings):
+        asked = [word for key, value in changed.items() for word in ("--set", f"{key}={value}")]
+        assert cli.main(["run", recipe, "--dry-run", *asked]) == 0, capsys.readouterr().err
+        assert f"recipe:{tomllib.loads(capsys.readouterr().out)['name']}" == recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

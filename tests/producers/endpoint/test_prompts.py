@@ -2,11 +2,12 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chat_templates import QWEN3_TURNS, STYLES, decode, encode, render, tokenizer_of
+from chat_templates import CHATML_TURNS, QWEN3_TURNS, STYLES, decode, encode, render, tokenizer_of
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
 from penstock.producers.endpoint.chat.answers import Answers, ParsedAnswer
 from penstock.producers.endpoint.chat.errors import ApiError
@@ -16,6 +17,7 @@ from penstock.producers.interfaces import Completion
 from penstock.schemas.config import ConfigError
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 
+ROOT = Path(__file__).parents[3]
 STYLE_NAMES = sorted(STYLES)
 ASKED = [{"role": "user", "content": "what is three plus four"}]
 MORE = {"role": "user", "content": "the tool says so"}
@@ -302,6 +304,22 @@ def test_a_template_may_trim_escape_merge_and_strip_reasoning() -> None:
             served = served_by(told + template)
             for said in (SAID, SAID[:2], SAID[:4]):
                 assert served.prompt(request(said, **fields), CallLedger()).left_out == (), told + template
+
+
+def test_smollm2_s_template_shows_all_of_tools_and_is_its_own_one_without_them() -> None:
+    template = (ROOT / "deploy" / "demo" / "smollm2.jinja").read_text()
+    served = served_by(template)
+    for said in (SAID, SAID[:2], SAID[1:4]):
+        fields = {"tools": [{"type": "function", "function": TOOL}]}
+        assert served.prompt(request(said, **fields), CallLedger()).left_out == ()
+    own = (
+        "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' \
+        if messages[0].role != 'system' }}"
+        + CHATML_TURNS
+    )
+    for said in (SAID[:2], SAID[1:2], [SAID[0], SAID[5], SAID[4], SAID[5]]):
+        shown = [tokenizer_with(each).apply_chat_template(said, tokenize=False) for each in (template, own)]
+        assert shown[0] == shown[1]
 
 
 def test_what_is_rendered_once_costs_no_rendering_more(monkeypatch) -> None:
