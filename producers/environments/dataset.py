@@ -150,6 +150,9 @@ def _messages(row: Row, column: str, place: str) -> tuple[Message, ...]:
         found = tuple(Message(role=each["role"], content=each["content"]) for each in value)
     except (TypeError, KeyError):
         found = ()
+    parts = [part for each in found if isinstance(each.content, list) for part in each.content]
+    if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts):
+        raise ValueError(f"{place}: column {column!r} holds an image, expected text: the policy is a model of text")
     if not found or not all(isinstance(text, str) for each in found for text in (each.role, each.content)):
         raise unlike(value, column, place, "a string, or messages with role and content")
     return found

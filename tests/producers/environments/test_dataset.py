@@ -171,6 +171,11 @@ def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path)
         ('{"prompt": "a"}\n', {}, "{file}:1: column 'answer' is missing, found ['prompt']; name it in"),
         ('{"prompt": 3, "answer": 4}\n', {}, "{file}:1: column 'prompt' is 3, expected a string that is not empty"),
         ('{"prompt": ["a"], "answer": 4}\n', {}, "column 'prompt' is ['a'], expected a string, or messages with role"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 4}\n',
+            {},
+            "column 'prompt' holds an image, expected text: the policy is a model of text",
+        ),
         ('{"prompt": "a", "answer": null}\n', {}, "column 'answer' is None, expected a string, a number or a boolean"),
         (LINE, {"columns": {"answer": "answer"}}, "expected one of prompt and text among"),
         (LINE, {"columns": {"prompt": "prompt", "source": "answer"}}, "expected another name than source"),
