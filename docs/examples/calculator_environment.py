@@ -1,42 +1,60 @@
-"""An environment of the library verifiers: sums of three terms, with a calculator as a tool."""
+"""A taskset of the library verifiers: sums of three terms, with a calculator as a tool."""
 
 import random
 import re
+from collections.abc import Iterator
 
-import verifiers as vf
-from datasets import Dataset
+import verifiers.v1 as vf
 
 
-def calculator(expression: str) -> str:
-    """Computes an expression of integers, + - * and parentheses.
+class CalculatorTools(vf.Toolset[vf.SharedToolsetConfig]):
+    TOOL_PREFIX = None
 
-    Args:
-        expression: for instance 2*(3+4)
-    """
+    @vf.tool
+    def calculator(self, expression: str) -> str:
+        """Computes an expression of integers, + - * and parentheses, for instance 2*(3+4)."""
+        return compute(expression)
+
+
+def compute(expression: str) -> str:
     if not re.fullmatch(r"[0-9+*() -]{1,100}", expression) or "**" in expression:
         raise ValueError("expected integers, + - * and parentheses")
     return str(eval(expression))
 
 
-def problems(seed: int, count: int) -> Dataset:
-    draw = random.Random(seed)
-    asked = []
-    for _ in range(count):
-        a, b, c = (str(draw.randrange(10, 100)) for _ in range(3))
-        asked.append(a + draw.choice("+-*") + b + draw.choice("+-*") + c)
-    return Dataset.from_list([{"question": f"What is {each}?", "answer": calculator(each)} for each in asked])
+class SumData(vf.TaskData):
+    answer: str
 
 
-def exact(completion, answer) -> float:
-    """1 if the last answer ends with the number."""
-    return float((completion[-1].content or "").split()[-1:] == [answer])
+class Sum(vf.Task[SumData]):
+    @vf.reward
+    async def exact(self, trace: vf.Trace) -> float:
+        """1 if the last answer ends with the number."""
+        return float(trace.last_reply.split()[-1:] == [self.data.answer])
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return trace.num_turns
 
 
-def load_environment(num_problems: int = 4096, num_held_out: int = 64) -> vf.Environment:
-    return vf.ToolEnv(
-        tools=[calculator],
-        max_turns=4,
-        dataset=problems(1, num_problems),
-        eval_dataset=problems(2, num_held_out),
-        rubric=vf.Rubric(funcs=[exact]),
-    )
+class SumsConfig(vf.TasksetConfig):
+    num_problems: int = 4096
+
+
+class SumsTaskset(vf.Taskset[Sum, SumsConfig]):
+    def load(self) -> Iterator[Sum]:
+        draw = random.Random(1)
+        for _ in range(self.config.num_problems):
+            a, b, c = (str(draw.randrange(10, 100)) for _ in range(3))
+            asked = a + draw.choice("+-*") + b + draw.choice("+-*") + c
+            yield Sum(SumData(prompt=f"What is {asked}?", answer=compute(asked)))
+
+    @classmethod
+    def toolsets(cls, config: SumsConfig) -> list[vf.Toolset]:
+        return [CalculatorTools(vf.SharedToolsetConfig())]
+
+
+__all__ = ["SumsTaskset"]
+
+if __name__ == "__main__":
+    CalculatorTools.run()

@@ -75,7 +75,8 @@ def rollout_of(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return said
 
         engine = ScriptedEngine(script=script, max_model_len=16384)
-        one = await serve(engine, group_size=1, key=KEY, **changes)
+        # A program that starts while others do may be silent for long.
+        one = await serve(engine, group_size=1, key=KEY, **{"endpoint": EndpointConfig(port=0), **changes})
         one.trainer.release(1, 1)
         (tool,) = blocks("Recipes")
         (tmp_path / "agent.py").write_text(START + tool + program.replace("http://127.0.0.1:9500", one.url))
