@@ -133,7 +133,8 @@ async def test_the_agent_of_the_tutorial_makes_one_exact_segment(rollout_of) -> 
 
 
 async def test_nemo_gym_s_agents_name_the_rollout_in_each_call(serve, tmp_path: Path, monkeypatch) -> None:
-    """A stand-in for its servers: the agent's loop over a model server that passes a row's metadata on."""
+    """A stand-in for its servers, whose package needs Python 3.13.14 and Ray: the agent's loop over a model server that
+    passes a row's metadata on."""
     monkeypatch.setenv("PENSTOCK_API_KEY", KEY)
     one = await serve(group_size=1, key=KEY)
     one.trainer.release(1, 1)
