@@ -78,7 +78,7 @@ class CodeTasks:
         return sum(found.get(number) == each for number, each in enumerate(wanted)), -1 in found
 
 
-class CodeJsonl(CodeTasks, Dataset):
+class CodeJsonl(CodeTasks, Dataset):  # type: ignore[misc]  # its reward is a coroutine
     """A `Dataset` of `{"prompt": "Write a function ...", "tests": ["assert f(2) == 4", ...]}`, scored by `CodeTasks`.
 
     tests: the column of the tests, a list of strings. All other arguments are those of the two classes.
@@ -127,7 +127,7 @@ class Functions(CodeTasks):
     def __init__(self, *, seed: int, num_evaluation_prompts: int = 64, **tested: Any) -> None:
         super().__init__(**tested)
         self._seed, self.num_evaluation_prompts = seed, num_evaluation_prompts
-        self._evaluation = []
+        self._evaluation: list[Prompt] = []
         held_out = _tasks("evaluation", held_out=True)
         while len(self._evaluation) < num_evaluation_prompts:
             if (found := next(held_out)) not in self._evaluation:

@@ -164,8 +164,13 @@ class Sandboxes:
         self.room = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator["LocalSandbox"]:
-        sandbox = await LocalSandbox.started(self.limits, LIMITS if self.why_not else NAMESPACES, self.room)
+    async def open(self, limits: Limits | None = None) -> AsyncIterator["LocalSandbox"]:
+        """Opens a sandbox. limits: its own; None for those of all.
+
+        Raises:
+            SandboxError: it cannot be started.
+        """
+        sandbox = await LocalSandbox.started(limits or self.limits, LIMITS if self.why_not else NAMESPACES, self.room)
         try:
             yield sandbox
         finally:
@@ -284,7 +289,7 @@ def packed(files: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
         for name, data in files.items():
-            member = tarfile.TarInfo(name)
+            member = tarfile.TarInfo(name.lstrip("/"))
             member.size, member.mode = len(data), 0o755
             archive.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
