@@ -12,6 +12,8 @@ Without them it is a process that kills whatever descends from it, and its comma
 Sources: namespaces(7), user_namespaces(7), pid_namespaces(7), mount_setattr(2), pivot_root(2), seccomp(2), prctl(2).
 """
 
+from __future__ import annotations
+
 import _socket
 import ctypes
 import errno
@@ -24,6 +26,13 @@ import signal
 import struct
 import sys
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # to import `typing` would take longer than the rest
+    from typing import Any
+
+    Json = dict[str, Any]
+    Stats = list[tuple[int, list[bytes]]]
 
 FRAME = struct.Struct("!II")
 WORK = "/workspace"
@@ -49,14 +58,14 @@ io_uring_setup."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(name, *arguments):
+def call(name: str, *arguments: Any) -> None:
     """Calls a function of the C library. Raises OSError with the function's name."""
     if getattr(libc, name)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def mount(source, target, kind, flags, options=None):
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     encoded = [None if value is None else os.fsencode(value) for value in (source, target, kind, options)]
     try:
         call("mount", *encoded[:3], ctypes.c_ulong(flags), encoded[3])
@@ -64,7 +73,7 @@ def mount(source, target, kind, flags, options=None):
         raise OSError(error.errno, f"{error.strerror} ({target})") from None
 
 
-def enter_namespaces(settings):
+def enter_namespaces(settings: Json) -> None:
     """Makes this process the first of new namespaces; returns in a child. The process called waits for it and ends."""
     is_root = os.geteuid() == 0
     user, group = (NOBODY, NOBODY) if is_root else (os.geteuid(), os.getegid())
@@ -99,13 +108,13 @@ def enter_namespaces(settings):
         file.write("0")  # in which a command would have capabilities again
 
 
-def open_shown(folders):
+def open_shown(folders: list[str]) -> list[tuple[str, int]]:
     """Returns path and descriptor of what is shown; of a link, of what it leads to: no command can replace that."""
     found = [(path, os.open(os.path.realpath(path), os.O_PATH)) for path in folders if os.path.isdir(path)]
     return found + [(f"/dev/{name}", os.open(f"/dev/{name}", os.O_PATH)) for name in DEVICES]
 
 
-def change_root(shown, disk_bytes):
+def change_root(shown: list[tuple[str, int]], disk_bytes: int) -> None:
     root = "/tmp"
     mount("none", "/", None, RECURSIVE | PRIVATE)
     options = f"size={disk_bytes},nr_inodes={max(4096, disk_bytes >> 12)},mode=755,uid=0,gid=0"
@@ -133,11 +142,11 @@ def change_root(shown, disk_bytes):
     os.chdir("/")
 
 
-def refuse_calls(*, network):
+def refuse_calls(*, network: bool) -> None:
     """Installs a filter of system calls for this process and all that it starts."""
     audit, socket_call, refused = REFUSED[os.uname().machine]
 
-    def step(code, value, yes=0, no=0):
+    def step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("=HBBI", code, yes, no, value)
 
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
@@ -165,7 +174,7 @@ class Jail:
     settings: `limits` (see `sandbox.Limits`), `shown` (folders) and `isolation`, "namespaces" or "limits".
     """
 
-    def __init__(self, settings):
+    def __init__(self, settings: Json) -> None:
         self.limits = settings["limits"]
         self.is_alone = settings["isolation"] == "namespaces"
         self.work = WORK
@@ -179,7 +188,7 @@ class Jail:
             os.mkdir(self.work, 0o700)
         call("prctl", DUMPABLE, 0, 0, 0, 0)
 
-    def serve(self):
+    def serve(self) -> None:
         """Answers requests until standard input ends."""
         send({"work": self.work})
         while True:
@@ -192,7 +201,7 @@ class Jail:
             request = json.loads(receive(num_header))
             send(*self.run(request, receive(num_data)))
 
-    def run(self, request, given):
+    def run(self, request: Json, given: bytes) -> tuple[Json, bytes]:
         """Runs one command; returns how it ended, and its two outputs one after the other."""
         began = looked = time.monotonic()
         self.cpu_before_s = self.cpu_s(self.stats())
@@ -245,7 +254,7 @@ class Jail:
         }
         return reply, bytes(output[out].kept + output[err].kept)
 
-    def excess(self):
+    def excess(self) -> str:
         """Returns the limit that the processes exceed together; empty for none."""
         stats = self.stats()
         running = [pid for pid, fields in stats if fields[0] != b"Z"]
@@ -255,13 +264,13 @@ class Jail:
             return "memory"
         return "CPU time" if self.cpu_s(stats) - self.cpu_before_s > self.limits["cpu_s"] else ""
 
-    def cpu_s(self, stats):
+    def cpu_s(self, stats: Stats) -> float:
         """Returns the processor time of everything that has run in here."""
         reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
         ticks = sum(sum(map(int, fields[11:15])) for _, fields in stats)
         return reaped.ru_utime + reaped.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
-    def stats(self):
+    def stats(self) -> Stats:
         """Returns id and fields of /proc/ID/stat, from the third on, of each process in here but this one."""
         found = {}
         for name in os.listdir("/proc"):
@@ -279,7 +288,7 @@ class Jail:
             inside |= {pid for pid, fields in found.items() if int(fields[1]) in inside}
         return [(pid, found[pid]) for pid in inside if pid in found]
 
-    def kill_all(self):
+    def kill_all(self) -> None:
         """Kills every process in here but this one, and waits until they have ended."""
         while self.reap():
             if self.is_alone:
@@ -290,7 +299,7 @@ class Jail:
                 signal_each(found, signal.SIGKILL)
             time.sleep(0.001)
 
-    def reap(self):
+    def reap(self) -> bool:
         """Reaps what has ended. Returns whether there are processes left."""
         while True:
             try:
@@ -302,7 +311,7 @@ class Jail:
             if pid == self.child:
                 self.status = status
 
-    def end(self):
+    def end(self) -> None:
         """Ends everything in here, and this process."""
         self.kill_all()
         if not self.is_alone:
@@ -313,12 +322,12 @@ class Jail:
 class Output:
     """What a command has written to one of its outputs; what is beyond the limit is read and dropped."""
 
-    def __init__(self, number, limit):
+    def __init__(self, number: int, limit: int) -> None:
         self.number, self.limit = number, limit
         self.kept, self.is_open, self.is_truncated = bytearray(), True, False
         os.set_blocking(number, False)
 
-    def read(self, times):
+    def read(self, times: int) -> None:
         for _ in range(times):
             try:
                 found = os.read(self.number, 65536)
@@ -332,7 +341,7 @@ class Output:
             self.is_truncated |= len(found) > room
 
 
-def become(request, jail, ends):
+def become(request: Json, jail: Jail, ends: list[int]) -> None:
     """Makes this process the command. What goes wrong before that is told through the last of `ends`."""
     try:
         os.setsid()
@@ -376,7 +385,7 @@ def become(request, jail, ends):
         os._exit(127)
 
 
-def signal_each(pids, number):
+def signal_each(pids: list[int], number: int) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -384,7 +393,7 @@ def signal_each(pids, number):
             continue
 
 
-def resident_bytes(pid):
+def resident_bytes(pid: int) -> int:
     """Returns the memory of a process that is no file's."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
@@ -393,7 +402,7 @@ def resident_bytes(pid):
         return 0
 
 
-def receive(size):
+def receive(size: int) -> bytes:
     """Returns so many bytes of standard input; none at its end."""
     found = bytearray()
     while len(found) < size:
@@ -403,14 +412,14 @@ def receive(size):
     return bytes(found)
 
 
-def send(header, data=b""):
+def send(header: Json, data: bytes = b"") -> None:
     encoded = json.dumps(header).encode()
     frame = memoryview(FRAME.pack(len(encoded), len(data)) + encoded + data)
     while frame:
         frame = frame[os.write(1, frame) :]
 
 
-def main():
+def main() -> None:
     settings = json.loads(sys.argv[1])
     jail = Jail(settings)
     try:
