@@ -69,13 +69,10 @@ class CodeTasks:
         }
         async with self._sandboxes.open() as sandbox:
             result = await sandbox.run([*PYTHON, _HARNESS], stdin=json.dumps(task).encode())
-        found: dict[int, str] = {}
-        for line in result.stdout.decode(errors="replace").splitlines():
-            if line.startswith(key):
-                number, said = json.loads(line.removeprefix(key))
-                found.setdefault(number, said)
+        lines = [line.split() for line in result.stdout.decode(errors="replace").splitlines()]
+        found = {line[1]: line[2] for line in reversed(lines) if len(line) == 3 and line[0] == key}
         wanted = ["passed" if expected is None else expected for _, expected in split]
-        return sum(found.get(number) == each for number, each in enumerate(wanted)), -1 in found
+        return sum(found.get(str(number)) == each for number, each in enumerate(wanted)), "-1" in found
 
 
 class CodeJsonl(CodeTasks, Dataset):  # type: ignore[misc]  # its reward is a coroutine
@@ -147,12 +144,12 @@ def program_in(completion: str) -> str:
 
 
 def split_test(test: str) -> tuple[str, str | None]:
-    """Returns the call and the value, canonical, of `assert CALL == VALUE`; None as the value for other tests."""
+    """Returns the call and the digest of the value of `assert CALL == VALUE`; None as the value for other tests."""
     match ast.parse(test.strip()).body:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
             try:
-                return ast.unparse(left), code_harness.canonical(ast.literal_eval(right))
-            except ValueError:
+                return ast.unparse(left), code_harness.digest(ast.literal_eval(right))
+            except (ValueError, TypeError):
                 pass
     return test, None
 

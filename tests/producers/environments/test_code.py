@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.producers.environments.code import CodeJsonl, CodeTasks, Functions, program_in, split_test
+from penstock.producers.environments.code_harness import canonical, digest
 from penstock.schemas.prompt import Prompt, Reward
 
 TESTS = ["assert f(1) == 2", "assert f(-3) == -6", "assert f('ab') == 'abab'", "assert abs(f(0.1) - 0.2) < 1e-9"]
@@ -35,6 +36,7 @@ PROGRAMS = {
         True,
     ),
     "holds itself": ("x = []; x.append(x)\ndef f(_): return x", 0, True),
+    "returns what is very long": ("def f(x): return 'x' * (1 << 20) if x == 1 else 2 * x", 3, True),
     "a number of many digits": ("def f(x): return 10 ** 5000", 0, True),
     "closes everything": ("import os; os.closerange(0, 99)\ndef f(x): return 2 * x", 0, False),
     "kills": ("import os; os.kill(os.getppid(), 9); os.kill(-1, 9)\ndef f(x): return 2 * x", 0, False),
@@ -77,8 +79,8 @@ def test_the_program_is_the_first_block_of_code_or_everything(completion: str, p
 @pytest.mark.parametrize(
     ("test", "found"),
     [
-        ("assert f(1, 2) == {3: 'x', 1: [True]}", ("f(1, 2)", "d{1:l[1],3:'x'}")),
-        ("assert f(1) == 2.0", ("f(1)", "2")),
+        ("assert f(1, 2) == {3: 'x', 1: [True]}", ("f(1, 2)", digest({1: [True], 3: "x"}))),
+        ("assert f(1) == 2.0", ("f(1)", digest(2))),
         ("assert f() == set(g())", ("assert f() == set(g())", None)),
         ("assert f() == 1 == 1.0", ("assert f() == 1 == 1.0", None)),
         ("x = f()\nassert x == 1", ("x = f()\nassert x == 1", None)),
@@ -86,6 +88,19 @@ def test_the_program_is_the_first_block_of_code_or_everything(completion: str, p
 )
 def test_what_a_call_should_return_stays_outside_the_sandbox(test: str, found: tuple[str, str | None]) -> None:
     assert split_test(test) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({1: [True], 3: "x"}, "d{1:l[1],3:'x'}"),
+        ({3: "x", 1.0: [1]}, "d{1:l[1],3:'x'}"),
+        ({2, 1}, "s{1,2}"),
+        ((1, None, 0.5), "t[1,None,0.5]"),
+    ],
+)
+def test_equal_values_have_the_same_text(value: Any, text: str) -> None:
+    assert canonical(value) == text
 
 
 async def test_every_generated_task_is_solved_by_its_answer_and_held_out_tasks_are_never_trained_on() -> None:
