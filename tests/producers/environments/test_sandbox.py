@@ -24,7 +24,7 @@ from penstock.producers.environments.sandbox import (
 from waiting import until, wait_for
 
 KINDS = ("namespaces", "limits")
-LIMITS = Limits(wall_s=30.0, cpu_s=0.7, memory_bytes=200 * MB, disk_bytes=8 * MB, processes=20, output_bytes=2000)
+LIMITS = Limits(wall_s=300.0, cpu_s=0.7, memory_bytes=200 * MB, disk_bytes=8 * MB, processes=20, output_bytes=2000)
 
 
 def sandboxes(kind: str, limits: Limits = LIMITS) -> Sandboxes:
@@ -115,7 +115,7 @@ async def test_what_a_command_does_is_a_result_and_the_sandbox_lives_on(kind: st
     if attack.only not in ("", kind):
         pytest.skip(f"{attack.only} only")
     async with sandboxes(kind).open() as box:
-        result = await python(box, attack.code, wall_s=1.0 if attack.ended_by == "wall time" else 30.0)
+        result = await python(box, attack.code, wall_s=1.0 if attack.ended_by == "wall time" else 300.0)
         if attack.ended_by is None:
             assert result.exit_code or result.ended_by
         else:
