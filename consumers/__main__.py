@@ -21,6 +21,7 @@ from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.record import RolloutRecorder, RunRecord
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.sinks.feeding import check_sinks
+from penstock.consumers.observe.traces import GroupTraces
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.consumers.parity.producers import ProducerGaps
@@ -53,6 +54,7 @@ from penstock.schemas.policy import make_version
 from penstock.schemas.process import clock, logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
+from penstock.schemas.process.tracing import Tracing, check_tracing
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
 from penstock.schemas.rollout import shown_error
 from penstock.schemas.weights.reading import WeightReader
@@ -116,6 +118,7 @@ def _main(
     logs.adopt()
     connection = None
     try:
+        check_tracing(config)
         check_sinks(config.metrics)  # before it takes the run over from a trainer that has their packages
         metrics = TrainerMetrics(run=config.name)
         connection = TrainerConnection(
@@ -270,7 +273,9 @@ def _assemble(
         recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of, learner.ranks.size)
 
     record = RunRecord(recorder, intake, progress, keeps_batches=config.record)
-    run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection))
+    traces = GroupTraces(Tracing(config, "trainer") if config.metrics.traces else None, scripts.run_id)
+    intake.on_ended = traces.ended
+    run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection), traces)
     best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, keys), epoch)
     publisher = Publisher(
         scripts,
@@ -300,7 +305,7 @@ def _assemble(
         evaluator=evaluator,
         best=best,
         early_end=EarlyEnd(config, progress),
-        commits=Commits(leadership, learner, intake, progress, config.checkpoint.every, record.sync),
+        commits=Commits(leadership, learner, intake, progress, config.checkpoint.every, record.sync, traces),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, LoadedChecks(config), judge_by, learner.ranks),
         producers=producers,

@@ -171,6 +171,7 @@ class Trainer:
             self.run_log.update(
                 groups,
                 report,
+                received_s=self.intake.received_s,
                 passed=progress.take_passed(),
                 policy_version=self.policy.version,
                 credit=self.intake.credit,

@@ -122,7 +122,8 @@ class Producer:
             engine=engine,
             teacher=context.teacher,
         )
-        self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id, context.instance)
+        names = context.producer_id, context.instance
+        self.writer = Writer(connection, keys, self.table, context.metrics, *names, context.tracing)
         self._store = ProgressStore(connection, keys, self.table, context.metrics, config.producers)
         self.progress = RolloutProgress(self._store, context.instance)
         self.heartbeat = HeartbeatSender(

@@ -671,6 +671,11 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     """Also writes the numbers of each update and evaluation to `<runs>/<name>/tensorboard/`. Needs the extra
     `tensorboard`."""
     wandb: WandbConfig | None = None
+    traces: bool = False
+    """Exports one OpenTelemetry trace per group to where `OTEL_EXPORTER_OTLP_ENDPOINT` says ([tracing](tracing.md)).
+    Needs the extra `otel`."""
+    trace_url: Annotated[str, Meta(pattern=r"^(https?://\S*\{trace_id\}\S*)?$")] = ""
+    """Address of a trace in your tracing tool, for links in the report: `{trace_id}` stands for its id."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

@@ -246,6 +246,12 @@ class TrainerMetric:
     STEP_SECONDS = Metric(
         "penstock_step_seconds", "Time per batch by phase", ("phase",), STEP_BUCKETS, values=("wait", "step", "publish")
     )
+    GROUP_SECONDS = Metric(
+        "penstock_group_seconds",
+        "Time of the last batch's groups by phase, from release to the policy they made, mean",
+        ("phase",),
+        values=("queue", "sample", "reward", "stream", "batch", "step", "publish"),
+    )
     WEIGHT_BYTES = Metric(
         "penstock_weight_bytes_published_total", "Bytes of chunks of weights published, anchors included", unit="B"
     )

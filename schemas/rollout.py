@@ -211,6 +211,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     claimed_s: float = 0.0
     generated_s: float = 0.0
     appended_s: float = 0.0
+    released_s: float | msgspec.UnsetType = msgspec.UNSET
+    """By Redis' clock, of the prompt that was claimed; unset in records of earlier releases."""
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -408,8 +410,9 @@ def _check_context(group: RolloutGroup, dead: bool) -> None:
         if not is_valid:
             raise RecordError(f"{where}: sampling.{name}: {getattr(sampling, name)}, expected {expected}")
     for name in group.timings.__struct_fields__:
-        if not math.isfinite(getattr(group.timings, name)):
-            raise RecordError(f"{where}: timings.{name}: {getattr(group.timings, name)}, expected a finite number")
+        seconds = getattr(group.timings, name)
+        if seconds is not msgspec.UNSET and not math.isfinite(seconds):
+            raise RecordError(f"{where}: timings.{name}: {seconds}, expected a finite number")
     tables: dict[str, Sized] = {
         "prompt.messages": prompt.messages or (),
         "prompt.metadata": prompt.metadata,

@@ -196,6 +196,16 @@ def calculator_model(make_model_once: Callable[[str], Path]) -> Path:
     return make_model_once("calculator")
 
 
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A collector of traces, to which this process and those that it starts export."""
+    from collector import collecting
+
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        yield collector
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The URL of an S3 server."""

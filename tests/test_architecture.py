@@ -31,7 +31,10 @@ VLLM_FILES = {
     )
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
-BESIDE_IT = {"process": {"prometheus_client", "redis"}, "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"}}
+BESIDE_IT = {
+    "process": {"opentelemetry", "prometheus_client", "redis"},
+    "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"},
+}
 """What wings of the contract import in addition."""
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
 ROOF = ROOT / "deploy" / "roof" / "__init__.py"
@@ -271,7 +274,7 @@ BUDGET = {
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 119
+MOST_IMPORTED_BY_THE_TRAINER = 121
 
 
 def test_the_house_keeps_its_budget():

@@ -143,6 +143,8 @@ class TrainerMetrics:
         for name, found in environments.items():
             for outcome in ("trained", "skipped"):
                 self[M.ENVIRONMENT_GROUPS].labels(name, outcome).inc(found[f"num_groups_{outcome}"])
+        for phase, seconds in line["group_s"].items():
+            self[M.GROUP_SECONDS].labels(phase).set(seconds)
         for phase in _SECONDS:
             self[M.STEP_SECONDS].labels(phase.removesuffix("_s")).observe(line[phase])
 

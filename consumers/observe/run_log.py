@@ -16,6 +16,7 @@ from penstock.consumers.learning.learner.warm_start import WarmStep
 from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
+from penstock.consumers.observe.traces import GroupTraces
 from penstock.consumers.parity.gate import Alert
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
@@ -74,6 +75,7 @@ class RunLog:
         ledger: Ledger,
         progress: RunProgress,
         clock_ahead_s: float = 0.0,
+        traces: GroupTraces | None = None,
     ) -> None:
         self.alert = Alert(config)
         self.metrics = metrics
@@ -81,6 +83,7 @@ class RunLog:
         self._progress = progress
         self._config = config
         self._clock_ahead_s = clock_ahead_s
+        self.traces = traces or GroupTraces()
         self._is_first = True
         """True until this trainer's first batch is logged."""
         self._warned: set[str] = set()
@@ -113,6 +116,7 @@ class RunLog:
         groups: Sequence[RolloutGroup],
         report: StepReport,
         *,
+        received_s: Mapping[int, float],
         passed: PassedOver,
         policy_version: int,
         credit: int,
@@ -122,8 +126,18 @@ class RunLog:
         publish_s: float,
         publish_blocked_s: float,
     ) -> None:
-        """Logs one batch. passed: groups skipped while it was filled. credit: for the next batch.
-        publish_blocked_s: the time that training waited for publications."""
+        """Logs one batch. received_s: when each group was read, by index. passed: groups skipped while it was filled.
+        credit: for the next batch. publish_blocked_s: the time that training waited for publications."""
+        stepped_s = clock.steady_s() - publish_s
+        traced = self.traces.batch(
+            groups,
+            report,
+            received_s,
+            update=self._progress.num_batches,
+            policy_version=policy_version,
+            step_s=step_s,
+            stepped_s=stepped_s,
+        )
         if self._is_first:  # the time in which engines booted is no wait for rollouts
             wait_s = min(wait_s, longest_s(groups))
         self._is_first = False
@@ -153,6 +167,7 @@ class RunLog:
             "phase_s": report.phase_s,
             "publish_s": publish_s,
             "publish_blocked_s": publish_blocked_s,
+            **traced,
             "mismatch_lag0_band": self.alert.band,
             **self._published,
         }
@@ -198,6 +213,7 @@ class RunLog:
         self.metrics[M.WEIGHT_ANCHORS].inc(publication.is_whole)
         figures: dict[str, float] = {"weight_chain": publication.chain, "weight_redis_bytes": publication.redis_bytes}
         if publication.changed_frac is not None:
+            self.traces.announced(publication.version, publication.num_bytes)
             figures |= {"weight_changed_frac": publication.changed_frac, "weight_chunk_bytes": publication.num_bytes}
         self._published = {**self._published, **figures}
 
@@ -237,6 +253,7 @@ class RunLog:
         if self._warm_steps is not None:
             self._warm_steps.close()
         self._sinks.close()
+        self.traces.close()
 
 
 class LedgerFile:

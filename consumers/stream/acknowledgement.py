@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from penstock.consumers.checkpoints.checkpoints import CheckpointWriteError, rng_state
 from penstock.consumers.checkpoints.schedule import CommitSchedule
@@ -14,6 +14,21 @@ from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.schemas.keys import entry_key
+
+PUBLISHED_S = 10.0
+"""How long a commit waits for the policies of its batches to be announced, in a run with traces: a committed group has
+a complete one."""
+
+
+class Traces(Protocol):
+    """See `penstock.consumers.observe.traces.GroupTraces`."""
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def snapshot(self) -> None: ...
+
+    def commit(self, wait_s: float) -> None: ...
 
 
 class Snapshot(NamedTuple):
@@ -47,6 +62,7 @@ class Commits:
     `begin` takes a snapshot, which a thread writes; `complete` makes Redis point to it. Batches trained in between are
     acknowledged by the next commit: after a crash in between, streams and Redis still match the previous checkpoint.
 
+    traces: of the groups that a checkpoint settles.
     sync_record: returns once the record of rollouts is on disk; raises OSError or RunFailedError.
     """
 
@@ -58,6 +74,7 @@ class Commits:
         progress: RunProgress,
         every: int,
         sync_record: Callable[[], None],
+        traces: Traces,
     ) -> None:
         self.schedule = CommitSchedule(leadership.scripts.connection.memory_share, every)
         self._leadership = leadership
@@ -65,6 +82,7 @@ class Commits:
         self._intake = intake
         self._progress = progress
         self._sync_record = sync_record
+        self._traces = traces
         self._snapshot: Snapshot | None = None
         self._num_released = 0
         """The release cursor of the previous checkpoint, which is used if the newest one is torn."""
@@ -86,6 +104,7 @@ class Commits:
             self._sync_record()
         except (OSError, RunFailedError) as error:
             raise CheckpointWriteError(f"no checkpoint: the record of rollouts cannot be written: {error}") from error
+        self._traces.snapshot()
         self._snapshot = Snapshot(
             writing=self._leadership.checkpoints.begin(self._learner, self._state()),
             num_batches=self._progress.num_batches,
@@ -107,8 +126,12 @@ class Commits:
         snapshot = self._snapshot
         if snapshot is None or not (wait or snapshot.writing.done()):
             return None
+        overdue = time.monotonic() > snapshot.began_s + PUBLISHED_S
+        if not (wait or self._traces.is_complete or overdue):
+            return None
         self._snapshot = None
         name = snapshot.writing.result()
+        self._traces.commit(PUBLISHED_S if wait else 0.0)
         leadership, reader = self._leadership, self._intake.reader
         # A server that was emptied meanwhile and whose clock is behind reuses ids, and not all were read yet.
         keep_rollouts = min(snapshot.keep_rollouts, reader.first_unsettled(), key=entry_key)

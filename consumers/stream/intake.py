@@ -15,10 +15,13 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.keys import entry_key
+from penstock.schemas.process import clock
 from penstock.schemas.record import PASSED_OVER
 from penstock.schemas.rollout import RolloutGroup, died_of_length, encode_group
 
 log = logging.getLogger(__name__)
+
+OnEnded = Callable[[str, int, RolloutGroup | None, float, str], None]
 
 
 class Intake:
@@ -45,6 +48,10 @@ class Intake:
         )
         self.died: list[Refused] = []
         """Groups that died or were skipped before a batch took them, for the record, if the run keeps one."""
+        self.on_ended: OnEnded = lambda *ended: None
+        """Called for each group that no batch trains; see `GroupTraces.ended`."""
+        self.received_s: dict[int, float] = {}
+        """When the groups of the last batch were read, by index."""
         self.quarantine = Quarantine(scripts)
         self._config = config
         self._keeps_record = config.record
@@ -101,7 +108,10 @@ class Intake:
         self.release()
         ready = self.reader.ready
         taken = [] if self._waits_for_all else self._window.in_turn(ready)[:num_groups]
-        return [ready[index].group for index in sorted(taken)] if len(taken) == num_groups else None
+        if len(taken) < num_groups:
+            return None
+        self.received_s = {index: ready[index].received_s for index in taken}
+        return [ready[index].group for index in sorted(taken)]
 
     def settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Settles the batch, then counts the step, which may raise: trained groups must not be trained again.
@@ -117,6 +127,8 @@ class Intake:
             progress.skipped_share = (progress.skipped_share + share) / 2
         self._settlement.mark_dead({index: ready[index] for index in report.failed}, report.failed)
         self._count("dead", *(ready[index].group for index in report.failed))
+        for index, reason in report.failed.items():
+            self.on_ended("dead", index, ready[index].group, ready[index].received_s, reason)
         settled = [group for group in groups if report.settles(group.index) and group.index not in report.failed]
         if report.counts_as_update:
             self._settlement.settle_batch(settled, report)
@@ -175,7 +187,8 @@ class Intake:
         ready = self.reader.ready
         flat = [index for index, each in ready.items() if not has_variance(each.group, self._config.advantage)]
         for index in (sorted(flat) if self._config.mode == "synchronous" else flat)[: self._room_to_skip]:
-            group = ready.pop(index).group
+            _, group, received_s = ready.pop(index)
+            self.on_ended("skipped", index, group, received_s, "")
             self._settlement.pass_over(group)
             self._count("skipped", group)
             self._progress.passed.add(group)
@@ -228,6 +241,7 @@ class Intake:
     def _count_again(self, ready: ReadyGroup, outcome: str) -> None:
         if self._is_first(ready.group.index, ready.entry_id):
             self._count(outcome, ready.group)
+            self.on_ended(outcome, ready.group.index, ready.group, ready.received_s, "")
 
     def _is_first(self, index: int, entry_id: bytes) -> bool:
         """Returns True once for a group that is to be sampled again, however often its entry is read again after a
@@ -241,11 +255,12 @@ class Intake:
     def _count_refused(self, record: Refused, outcome: str) -> None:
         if record.index is None:
             return
-        task = self.ledger.tasks.get(record.index)
+        task, group = self.ledger.tasks.get(record.index), readable(record.payload)
+        self.on_ended(outcome, record.index, group, clock.steady_s(), record.reason)
         self.ledger.attrition.add(
             "" if task is None else task.environment,
             outcome,
-            readable(record.payload),
+            group,
             self._config.group_size,
             is_too_long=died_of_length(record.reason),
         )

@@ -11,6 +11,7 @@ from penstock.consumers.stream.connection import BLOCK_S, TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
 from penstock.schemas.keys import Field, Keys, Kind, entry_key, is_of_run, number_in
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
+from penstock.schemas.process import clock
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
@@ -40,6 +41,8 @@ class ReadyGroup(NamedTuple):
 
     entry_id: bytes
     group: RolloutGroup
+    received_s: float = 0.0
+    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class Reader:
             self.refuse(_for_its_rows(index, error, payload, entry_id))
             return
         try:
-            self.ready[index] = ReadyGroup(entry_id, self._with_task(group))
+            self.ready[index] = ReadyGroup(entry_id, self._with_task(group), clock.steady_s())
         except RecordError as error:
             self.refuse(Refused(index, f"poison: {error}", payload, entry_id, producer=one_line(group.producer_id)))
             return

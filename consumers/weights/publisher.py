@@ -41,11 +41,12 @@ END_S = 5.0
 class Publication(NamedTuple):
     """One announced manifest.
 
-    num_bytes: of its chunks. changed_frac: share of the elements that it changes; None for an anchor of a policy that
-        was announced before. chain: deltas since the newest anchor. redis_bytes: of all chunks in Redis. is_whole: an
-        anchor.
+    version: of the policy. num_bytes: of its chunks. changed_frac: share of the elements that it changes; None for an
+        anchor of a policy that was announced before. chain: deltas since the newest anchor. redis_bytes: of all chunks
+        in Redis. is_whole: an anchor.
     """
 
+    version: int
     num_bytes: int
     changed_frac: float | None
     chain: int
@@ -280,6 +281,7 @@ class Publisher:
         self._kept.forget_before(oldest)
         self._on_published(
             Publication(
+                version=version,
                 num_bytes=manifest.chunk_bytes,
                 changed_frac=None if anchor_only else manifest.num_changed / max(1, manifest.num_elements),
                 chain=len(self._kept.deltas),

@@ -223,6 +223,14 @@ TRAINER = [
         colours={"wait": "orange", "step": "green", "publish": "blue"},
     ),
     timeseries(
+        "A group's time",
+        "Mean of the last batch's groups, from release to the policy they made: until they are claimed, sampled, "
+        "scored, read, taken, trained, announced. `penstock report` lists the slowest groups, with their traces.",
+        {"{{phase}}": last("penstock_group_seconds", by="phase")},
+        unit="s",
+        stacked=True,
+    ),
+    timeseries(
         "Tokens: generated, trained, masked",
         "What is generated and neither trained nor masked is in groups without reward variance, or in the queue.",
         {

@@ -29,6 +29,7 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.process.outage import on_another_node
 from penstock.schemas.process.plugins import construct, definition, is_whole, read_attribute, shown_value
 from penstock.schemas.process.redis_url import configured_url, place_of
+from penstock.schemas.process.tracing import check_tracing
 from penstock.schemas.rollout import MAX_ENTRY_BYTES
 from penstock.schemas.routes import row_bytes, shape_in
 
@@ -61,6 +62,7 @@ def check(config: RunConfig) -> Checked:
     _check_engine(config)
     check_context(config)
     _check_adapter(config)
+    check_tracing(config)
     warnings = check_sinks(config.metrics)
     config, environments = _open(config)
     tasks = pose_tasks(config, environments)

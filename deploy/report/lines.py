@@ -28,6 +28,16 @@ class Stamped(msgspec.Struct, frozen=True, kw_only=True):
     """Of that process, by a clock that nothing sets."""
 
 
+class SlowGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One of a batch's slowest groups: the seconds from its release to its step, and those of each phase."""
+
+    index: int
+    total_s: float
+    phases: dict[str, float]
+    trace_id: str = ""
+    """Empty in a run without traces."""
+
+
 class Update(Stamped, frozen=True, kw_only=True):
     """One batch of `updates.jsonl`."""
 
@@ -49,6 +59,9 @@ class Update(Stamped, frozen=True, kw_only=True):
     wait_s: float | None = None
     step_s: float | None = None
     publish_s: float | None = None
+    group_s: dict[str, float] = {}
+    """By phase, the mean seconds of the batch's groups; `publish` is of the policy before."""
+    slowest_groups: tuple[SlowGroup, ...] = ()
     clock_ahead_s: float | None = None
     """How far the trainer's clock is ahead of Redis'."""
     rollouts: Counts = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.deploy.report.lines import Rate, Started, Update, WeightsLoaded
+from penstock.deploy.report.lines import Rate, SlowGroup, Started, Update, WeightsLoaded
 from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, lag_key, lag_label
@@ -15,6 +15,8 @@ from penstock.schemas.metrics import LAG_LABELS, lag_key, lag_label
 PHASES = ("wait", "step", "publish")
 """Parts of the trainer's time; an update has the seconds of each."""
 MASKED = "masked_frac"
+NUM_SLOWEST = 10
+"""Groups that a report lists."""
 
 
 def metric_values(updates: Iterable[Update], name: str) -> list[float]:
@@ -25,6 +27,21 @@ def metric_values(updates: Iterable[Update], name: str) -> list[float]:
 def phase_seconds(updates: Sequence[Update]) -> dict[str, float]:
     """Returns the trainer's seconds in each of `PHASES`."""
     return {phase: sum(getattr(line, f"{phase}_s") or 0.0 for line in updates) for phase in PHASES}
+
+
+def group_seconds(updates: Sequence[Update]) -> dict[str, float] | None:
+    """Returns the mean seconds of a group by phase, from its release to the policy that it made; None without any."""
+    found: dict[str, list[float]] = {}
+    for line in updates:
+        for phase, seconds in line.group_s.items():
+            found.setdefault(phase, []).append(seconds)
+    return {phase: sum(values) / len(values) for phase, values in found.items()} or None
+
+
+def slowest_groups(updates: Sequence[Update]) -> list[SlowGroup]:
+    """Returns the slowest groups of the run."""
+    slow = (group for line in updates for group in line.slowest_groups)
+    return sorted(slow, key=lambda group: group.total_s, reverse=True)[:NUM_SLOWEST]
 
 
 def lag_totals(updates: Iterable[Update]) -> Counter[int]:

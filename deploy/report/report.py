@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
+from penstock.deploy.report.means import slowest_groups
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.summary_table import NOTHING, not_over, table_rows, warnings_of
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
@@ -46,6 +47,7 @@ def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str)
         result=_rows(table_rows(summary)),
         figures="\n".join(_figure(spec, telemetry) for spec in FIGURES),
         attrition=_attrition(telemetry),
+        slowest=_slowest(telemetry),
         summary=_rows((name, _show(value)) for name, value in summary.items()),
         engine=_rows((name, _show(value)) for name, value in engine.items()),
         configuration=html.escape(configuration),
@@ -101,6 +103,23 @@ def _attrition(telemetry: RunTelemetry) -> str:
     for title, rows in attrition_tables(attrition, windows_of(telemetry.updates)):
         parts.append(f"<h2>{html.escape(title)}</h2><table>{_rows(rows)}</table>")
     return f"<details open><summary>What was sampled and what was trained</summary>{''.join(parts)}</details>"
+
+
+def _slowest(telemetry: RunTelemetry) -> str:
+    """Renders the groups that took longest, each with a link to its trace if the run file has its address."""
+    groups = slowest_groups(telemetry.updates)
+    if not groups:
+        return ""
+    template = "" if telemetry.config is None else telemetry.config.metrics.trace_url
+    rows = ["<tr><td>group</td><td>seconds</td><td>of these</td><td>trace</td></tr>"]
+    for group in groups:
+        phases = ", ".join(f"{name} {seconds:.3g}" for name, seconds in group.phases.items())
+        trace = html.escape(group.trace_id or NOTHING)
+        if template and group.trace_id:
+            trace = f'<a href="{html.escape(template.replace("{trace_id}", group.trace_id))}">{trace}</a>'
+        cells = f"{group.index:,}", f"{group.total_s:.3g}", html.escape(phases), trace
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    return f"<details><summary>The slowest groups</summary><table>{''.join(rows)}</table></details>"
 
 
 def _rows(rows: Iterable[Sequence[str]]) -> str:

@@ -11,6 +11,7 @@ from penstock.deploy.report.lines import EvaluationPoint, Started, Update, WarmS
 from penstock.deploy.report.means import (
     MASKED,
     answered,
+    group_seconds,
     lag_totals,
     masked_frac,
     mean_in_environment,
@@ -20,6 +21,7 @@ from penstock.deploy.report.means import (
     pauses_of,
     phase_seconds,
     sampled_tokens,
+    slowest_groups,
 )
 from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.config import RunConfig
@@ -80,6 +82,8 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         **tokens,
         "trainer_tokens_per_s": _ratio(tokens["num_tokens_trained"], wall_s),
         "trainer_time_share": {phase: seconds / wall_s for phase, seconds in phases.items()} if wall_s else None,
+        "group_s": group_seconds(telemetry.updates),
+        "slowest_groups": [msgspec.to_builtins(group) for group in slowest_groups(telemetry.updates)],
         **_producer_figures(telemetry),
         **_engine(telemetry),
         "missing": list(telemetry.missing),

@@ -67,6 +67,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     by_producer = ", ".join(f"{name} {shown(rate)}" for name, rate in rates["by_producer"].items())
     share = s["trainer_time_share"] or {}
     time_shares = ", ".join(f"{phase} {value:.0%}" for phase, value in share.items())
+    group_times = ", ".join(f"{phase} {seconds:.3g} s" for phase, seconds in (s["group_s"] or {}).items())
     engine = s["engine"] or {}
     rows = [
         *([("state", not_over(s))] if not s["finished"] else []),
@@ -113,6 +114,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("χ² by lag", _by_lag(s["mismatch_by_lag"], "chi2")),
         ("tokens sampled", f"{shown(rates['total'])}/s" + (f"  ({by_producer})" if by_producer else "")),
         ("trainer's time", time_shares or NOTHING),
+        *([("a group's time", group_times)] if group_times else []),
         (
             "pauses",
             f"{shown(s['pause_s_p50'], '.1f', ' ms', scale=1000)} p50, "

@@ -59,6 +59,8 @@ class _KeptRollout:
                 request=call.request,
                 chain=call.chain,
                 reply=call.reply,
+                began_s=call.began_s,
+                ended_s=call.ended_s,
             )
         rollout.ledger.num_begun = 1 + max(self.places, default=-1)
         if self.ended is None and replay:

@@ -38,6 +38,7 @@ class Call:
     answer: canonical form of that message.
     digest: of prompt and completion.
     is_continued: whether another call has it as its base.
+    began_s, ended_s: seconds since the epoch; an answer of an earlier holder keeps its own.
     """
 
     number: int
@@ -53,6 +54,8 @@ class Call:
     answer: bytes = b""
     digest: bytes = b""
     is_continued: bool = False
+    began_s: float = 0.0
+    ended_s: float = 0.0
 
     @property
     def prompt(self) -> bytes:

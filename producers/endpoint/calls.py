@@ -25,6 +25,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.sampling import Siblings, request_seed
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process import clock
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids
@@ -237,6 +238,7 @@ class Calls:
         seed = request_seed(self._config, group.claim.index, group.claim.attempt, rollout.place, number)
         adopted = [] if before is None else [before.completion]
         request_id = f"{rollout.id}-{number}-{next(self._request_numbers)}"  # a rollout may come back from elsewhere
+        began_s = clock.steady_s()
         siblings = Siblings(self._engine, prompt.token_ids, sampling, 1, request_id, request.stop, seed, adopted)
         running = RunningCall(number, digest(pack_ids(prompt.token_ids)), identity, siblings, before)
         rollout.calls[number] = running
@@ -271,7 +273,11 @@ class Calls:
             completion=completion,
             rendered=prompt.rendered,
             request=identity,
+            began_s=began_s,
+            ended_s=clock.steady_s(),
         )
+        if before is not None and before.is_answered:
+            call.began_s, call.ended_s = before.began_s, before.ended_s
         conversation = await run(self._thread_for(request), rollout.ledger.conversation, request.messages)
         rollout.record(running, call, request.messages, message, conversation)
         if prompt.parent is not None:

@@ -24,11 +24,13 @@ from penstock.producers.endpoint.recording import (
     Unread,
     encode,
 )
+from penstock.producers.endpoint.spans import rollout_spans
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.journals import Journal
 from penstock.schemas.keys import number_in
 from penstock.schemas.process import clock
+from penstock.schemas.process.tracing import Value
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     ABANDONED,
@@ -38,7 +40,6 @@ from penstock.schemas.rollout import (
     Rollout,
     RolloutGroup,
     SamplingSettings,
-    Timings,
     encode_group,
     one_line,
     pack_ids,
@@ -69,6 +70,7 @@ class AgentRollout:
     last_seen: monotonic seconds of its agent's last request; infinite before the first one, while the agent sets up.
     finished: its trained segments and its reward; None unless it is finished.
     is_abandoned: it died because its agent fell silent.
+    opened_s: seconds since the epoch, at this producer.
     """
 
     id: str
@@ -85,6 +87,7 @@ class AgentRollout:
     reason: str = ""
     error: BaseException | None = None
     is_abandoned: bool = False
+    opened_s: float = field(default_factory=clock.steady_s)
 
     @property
     def is_open(self) -> bool:
@@ -153,6 +156,8 @@ class AgentRollout:
             context=call.context,
             chain=call.chain,
             reply=call.reply,
+            began_s=call.began_s,
+            ended_s=call.ended_s,
         )
         self.group.enter(entry, entry.completion.num_tokens)
 
@@ -218,6 +223,12 @@ class AgentRollout:
 
     def _end(self) -> None:
         self.let_go()
+        group = self.group
+        about: dict[str, Value] = {"rl.environment.name": group.claim.environment}
+        if self.reward is not None:
+            about["rl.reward.score"] = self.reward.value
+        times = self.opened_s, clock.steady_s()
+        group.claim.spans += rollout_spans(self.id, about, group.fingerprint, self.ledger.calls, *times, self.reason)
         self.ledger, self.earlier, self.earlier_acts, self.is_waiting = CallLedger(), [], [], False
         self.state = None
 
@@ -343,7 +354,6 @@ class AgentGroup:
 
     def record(self, rollouts: Sequence[Rollout] = ()) -> RolloutGroup:
         """Returns the group as it is now, with these rollouts."""
-        now = clock.steady_s()
         return RolloutGroup(
             index=self.claim.index if self.claim.evaluation_id is None else 0,
             prompt=self.prompt,
@@ -351,7 +361,7 @@ class AgentGroup:
             producer_id=self.producer_id,
             fingerprint=self.fingerprint,
             sampling=self.sampling,
-            timings=Timings(claimed_s=self.claim.claimed_s, generated_s=now, appended_s=now),
+            timings=self.claim.timings(clock.steady_s()),
             evaluation_id=self.claim.evaluation_id,
             missing=one_line(self.missing()),
             environment=self.claim.environment,

@@ -39,7 +39,7 @@ class KeptCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     completion: the tokens from `start` on; those before are in earlier entries.
     replaces: number of the call of an earlier holder whose answer it gives again, or goes on with; -1 without one.
     base: number of the call that it continues; -1 without one.
-    request, context, chain, reply: see `Call`; all but the first only of an answered one.
+    request, context, chain, reply, began_s, ended_s: see `Call`; all but the first only of an answered one.
     """
 
     rollout: int
@@ -54,6 +54,8 @@ class KeptCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     context: bytes = b""
     chain: bytes = b""
     reply: Json = {}
+    began_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class Acted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

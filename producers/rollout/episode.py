@@ -22,9 +22,11 @@ from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.context import Teacher
 from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.producers.stream.spans import WEIGHTS, chat_span
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process import clock
 from penstock.schemas.process.plugins import ends_caller
+from penstock.schemas.process.tracing import Span
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     NOT_FINISHED,
@@ -105,6 +107,7 @@ class Episodes:
             EngineError: the engine serves no longer.
         """
         claim.generating_since, claim.has_begun = running_s(), True
+        claim.spans.append(Span(WEIGHTS, claim.claimed_s, clock.steady_s()))
         evaluation = claim.evaluation_id is not None
         group = None
         try:
@@ -154,10 +157,7 @@ class Episodes:
                 group = replace(group, rollouts=tuple(replace(rollout, reward=reward) for rollout, reward in scored))
                 if self._teacher is not None and not evaluation:
                     group = await self._teacher(group)
-                return replace(
-                    group,
-                    timings=Timings(claimed_s=claim.claimed_s, generated_s=generated_s, appended_s=clock.steady_s()),
-                )
+                return replace(group, timings=claim.timings(generated_s))
         except TeacherError as error:
             return Dead(f"teacher: {error}", error.__cause__, group)
         except RewardError as error:
@@ -196,6 +196,7 @@ class Episodes:
             claim.num_lost_before, claim.sampled_by = found.num_tries_lost, found.samplers
         group = replace(group, num_tries_lost=claim.num_tries_lost, sampled_by=claim.sampled_by)
         claim.in_flight = _GroupInFlight(group, context, siblings)
+        began_s = clock.steady_s()
         try:
             completions = await siblings.sample()
         except ValueError as error:
@@ -203,6 +204,7 @@ class Episodes:
                 raise
             log.warning("%s starts again, the engine refuses to continue its progress: %s", claim, error)
             return await self._sample(claim, group, prompt_ids, num_siblings, None)
+        claim.spans.append(chat_span(group.fingerprint, began_s, clock.steady_s(), len(prompt_ids), completions))
         num_tokens = _num_tokens(completions) - _num_tokens(before)
         self.num_tokens += num_tokens
         self._metrics.tokens_generated.inc(num_tokens)

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from msgspec import UNSET
+
+from penstock.schemas.keys import entry_key
 from penstock.schemas.process import clock
-from penstock.schemas.rollout import RolloutGroup, shown_error
+from penstock.schemas.process.tracing import Span
+from penstock.schemas.rollout import RolloutGroup, Timings, shown_error
 
 SHARE = 4
 """A read claims at most one in `SHARE` of the free groups, so that several idle producers share the prompts."""
@@ -64,6 +68,8 @@ class Claim:
     """Its progress has grown for so long that it cannot be what kills producers: no attempt so far counts any more."""
     has_begun: bool = False
     """Something may have been sampled for it."""
+    spans: list[Span] = field(default_factory=list)
+    """What was done for it, for its trace; a span without a parent is part of the sampling."""
 
     def __post_init__(self) -> None:
         self.task = self.task or self.index
@@ -77,6 +83,20 @@ class Claim:
     def num_tries_lost(self) -> int:
         """Earlier tries that ended with their producer and were not continued."""
         return self.attempt - 1 + self.num_handed_back if self.num_lost_before is None else self.num_lost_before
+
+    @property
+    def released_s(self) -> float:
+        """When the prompt was released, by Redis' clock, and not after its claim by this one."""
+        return min(entry_key(self.entry_id)[0] / 1000, self.claimed_s)
+
+    def timings(self, generated_s: float) -> Timings:
+        """Returns the times of its group, which ends now."""
+        return Timings(
+            claimed_s=self.claimed_s,
+            generated_s=generated_s,
+            appended_s=clock.steady_s(),
+            released_s=UNSET if self.evaluation_id else self.released_s,
+        )
 
     def __str__(self) -> str:
         return f"group {self.index}" if self.evaluation_id is None else f"evaluation {self.evaluation_id}"

@@ -1,5 +1,6 @@
 """An environment that converses with the model and rewards tool calls."""
 
+import random
 from typing import Any
 
 from penstock.schemas.prompt import Prompt, Reward
@@ -38,3 +39,11 @@ class ToolCaller:
             if "tool_calls" not in reply:
                 messages.append({"role": "user", "content": "use the tool"})
         return Reward(value=num_calls / 3, parts={"calls": float(num_calls)})
+
+
+class ChancyCaller(ToolCaller):
+    """Its rewards differ, so that every group teaches."""
+
+    async def converse(self, prompt: Prompt, conversation: Any) -> Reward:
+        reward = await super().converse(prompt, conversation)
+        return Reward(value=random.random(), parts=reward.parts)

@@ -143,6 +143,12 @@ def taught_group() -> RolloutGroup:
     return replace(plain, rollouts=tuple(rollouts))
 
 
+def released_group() -> RolloutGroup:
+    """Returns the group with the time of its release."""
+    plain = group()
+    return replace(plain, timings=replace(plain.timings, released_s=1_700_000_000.25))
+
+
 def routed_group() -> RolloutGroup:
     """Returns the group as an engine with experts samples it: two layers of one expert a token, the first one unknown
     in the second rollout."""

@@ -47,6 +47,7 @@ def test_payloads_of_schema_version_1_still_decode():
 
 def test_today_s_encoder_writes_the_golden_payload():
     examples = {"": wire_examples.group, "_teacher": wire_examples.taught_group, "_routes": wire_examples.routed_group}
+    examples["_released"] = wire_examples.released_group
     for name, example in examples.items():
         group = example()
         assert encode_group(group) == (WIRE / f"group_v1_samplers{name}.msgpack").read_bytes()

@@ -67,6 +67,7 @@ def line(**fields: object) -> dict:
         "num_groups_skipped": 0,
         "queue_depth": 3,
         "skipped_reason": None,
+        "group_s": {"queue": 0.2, "sample": 0.3},
         "wait_s": 0.1,
         "step_s": 0.2,
         "phase_s": {"forward": 0.1},

@@ -210,6 +210,32 @@ def test_a_figure_without_numbers_is_left_out_and_one_update_is_enough(tmp_path:
     assert page_of(folder).figures == [spec.name for spec in FIGURES if spec.name not in gone]
 
 
+def test_the_slowest_groups_are_linked_to_their_traces_if_there_are_any(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_updates=12)
+    phases = {"queue": 1.0, "sample": 2.0, "step": 0.5}
+    lines = [
+        run_lines.update_line(
+            k,
+            group_s=phases | ({"publish": k / 10} if k > 1 else {}),
+            slowest_groups=[
+                {"index": k, "total_s": k + 0.5, "phases": phases, "trace_id": f"{k:032x}" if k < 12 else ""}
+            ],
+        )
+        for k in range(1, 13)
+    ]
+    write_lines(folder / "updates.jsonl", *lines)
+    (folder / "run.toml").write_text(
+        RUN_FILE.format(num_updates=12) + '[metrics]\ntrace_url = "http://tempo/trace/{trace_id}?a=1&b=2"\n'
+    )
+    summary, page = write_report(folder)
+    assert summary["group_s"] == phases | {"publish": pytest.approx(0.7)}
+    assert [group["index"] for group in summary["slowest_groups"]] == list(range(12, 2, -1))
+    text = page.read_text()
+    assert f'<a href="http://tempo/trace/{11:032x}?a=1&amp;b=2">{11:032x}</a>' in text
+    assert "<td>12</td><td>12.5</td><td>queue 1, sample 2, step 0.5</td><td>n/a</td>" in text
+    assert "queue 1 s, sample 2 s, step 0.5 s, publish 0.7 s" in text
+
+
 def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
     producers = "<script>alert(1)<_script>", "$a$&b"
     folder = write_run(tmp_path / "demo", num_updates=5, producers=producers)
