@@ -17,8 +17,8 @@ demo: venv
 # A language model of 135M parameters learns sums: docs/recipes.md. LORA=1 trains an adapter of it.
 demo-real:
 	@deploy/install.sh gguf reasoning-gym
-	$(VENV)/bin/python -m penstock.deploy.cli fetch-model smollm2 runs/models/smollm2
-	run=real-$$(date +%Y%m%d-%H%M%S) && \
+	@$(VENV)/bin/python -m penstock.deploy.cli fetch-model smollm2 runs/models/smollm2
+	@run=real-$$(date +%Y%m%d-%H%M%S) && \
 	$(VENV)/bin/python -m penstock.deploy.cli run recipe:reasoning-gym --name $$run \
 		$(if $(LORA),--set lora.rank=16 --set lora.alpha=32 --set trainer.learning_rate=2e-4) && \
 	for model in runs/models/smollm2 $$run; do \

@@ -3,8 +3,10 @@
 The index reaches machines that the Hugging Face Hub does not. Imports no torch until there is something to convert.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import shutil
 import subprocess
 import sys
@@ -123,7 +125,8 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # has a progress bar of its own, which nothing disables
+        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = read.config
     del config.quantization_config
     config.name_or_path = ""
