@@ -5,7 +5,6 @@ import msgspec
 from bench.pipeline.modes import mode_figures
 from bench.pipeline.saving import GROUPS, SavingJob
 from bench.pipeline.streaming import Load, StreamingSettings
-from bench.pipeline.tracing import TracingJob
 from bench.result import Figure
 from bench.running import demo_config, random_model, save_config
 from bench.section import Bench, BenchSection, host_folder, measure_apart, redis_server
@@ -27,8 +26,6 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_limit_s: float = 100.0
     """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
     saving_s: float = 30.0
-    tracing_rounds: int = 3
-    tracing_window_s: float = 5.0
 
 
 def measure_streaming(bench: Bench) -> list[Figure]:
@@ -82,29 +79,12 @@ def measure_saving(bench: Bench) -> list[Figure]:
         return [measure_apart("saving", part, job, Figure, bench.folder, environment=url)]
 
 
-def measure_tracing(bench: Bench) -> list[Figure]:
-    """Measures what traces cost a producer of short answers, whose groups are many."""
-    config = demo_config("tracing", random_model(bench, "tracing"), "metrics.traces=true")
-    settings = bench.settings
-    job = TracingJob(
-        run_file=save_config(bench, config),
-        runs=str(bench.folder / "runs"),
-        rounds=settings.tracing_rounds,
-        window_s=settings.tracing_window_s,
-    )
-    with redis_server(bench.folder / "redis", maxmemory_mb=8000) as server:
-        url = {"REDIS_URL": server.url}
-        part = "bench.pipeline.tracing:measure_tracing"
-        return [measure_apart("tracing", part, job, Figure, bench.folder, environment=url)]
-
-
 PIPELINE = BenchSection(
     "pipeline",
     {
         "streaming": measure_streaming,
         "modes": mode_figures,
         "saving": measure_saving,
-        "traces": measure_tracing,
     },
     PipelineSettings(),
     quick=PipelineSettings(
@@ -113,7 +93,5 @@ PIPELINE = BenchSection(
         rate_limit_s=6.0,
         learning_limit_s=12.0,
         saving_s=1.0,
-        tracing_rounds=1,
-        tracing_window_s=1.0,
     ),
 )
