@@ -100,7 +100,9 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
         missing.append("run.toml")
     updates, torn_updates = lines("updates.jsonl", Update)
     evaluations, torn_evaluations = lines("evaluations.jsonl", EvaluationPoint)
-    warm_steps = read_lines(run_folder / WARM_START, WarmStartLine)[0] if (run_folder / WARM_START).is_file() else []
+    warm_steps: list[WarmStartLine] = (
+        read_lines(run_folder / WARM_START, WarmStartLine)[0] if (run_folder / WARM_START).is_file() else []
+    )
     ledger = read_ledger(run_folder / "trainer.json")
     if ledger is None:
         missing.append("trainer.json")
