@@ -23,6 +23,7 @@ from penstock.deploy.launch.command_line import (
 from penstock.deploy.launch.run_folder import RUN_FILE, RunFolder
 from penstock.deploy.results import RunResult, report
 from penstock.producers.interfaces import EngineError as EngineError
+from penstock.schemas.best import BEST_FOLDER
 from penstock.schemas.config import (
     AdvantageConfig,
     ConfigError,
@@ -169,6 +170,10 @@ def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[Checked, P
     from penstock.deploy.launch.prompt_checks import check_prompts
 
     check_environment()
+    if (repo := asked.checkpoint.push_to_hub) is not None:
+        from penstock.deploy.operate.hub import check_repo
+
+        check_repo(repo, "checkpoint.push_to_hub")
     if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(
             f"WORLD_SIZE = {size!r}: a run starts the ranks of its trainer itself, trainer.num_processes of them; "
@@ -282,7 +287,22 @@ def run(
         raise callbacks.error
     if status and not stop.is_set():
         raise RunInterrupted(checked.name, status - 128)
-    return report(folder.path)
+    result = report(folder.path)
+    if (repo := checked.checkpoint.push_to_hub) is not None and result.model is not None:
+        _push(result, repo)
+    return result
+
+
+def _push(result: RunResult, repo: str) -> None:
+    """Uploads a complete run's model. It does not fail: the model is on the disk."""
+    from penstock.deploy.operate.hub import HubError, push_to_hub
+
+    checkpoint = BEST_FOLDER if result.best is not None else None
+    try:
+        print(f"pushed   {push_to_hub(result.folder, repo, checkpoint=checkpoint)}")
+    except (HubError, ConfigError, OSError) as error:
+        again = f"penstock push {result.folder} {repo}" + f" --checkpoint {checkpoint}" * bool(checkpoint)
+        print(f"penstock: warning: the model is not on the Hub: {error}; `{again}` tries again", file=sys.stderr)
 
 
 def trial_config(config: Settings | type, *, set: Overrides = ()) -> RunConfig:

@@ -597,6 +597,9 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     best: Annotated[str, Meta(pattern=r"^(environments/[^/]+/)?(reward(/.+)?|pass@\d+)$")] | None = None
     """A figure of the evaluations, by its name in their lines: `reward`, `reward/exact`, `pass@8`, or one environment's
     as `environments/math/pass@8`. The policy that has the highest is kept as a model in `<runs>/<name>/best`."""
+    push_to_hub: Annotated[str, Meta(pattern=r"^[^/\s]+(/[^/\s]+)?$")] | None = None
+    """`USER/NAME` on the Hugging Face Hub, where `penstock run` uploads the model of a complete run as `penstock push`
+    does: that of the best evaluation with `best`, else the last. An upload that fails is a warning."""
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
@@ -972,6 +975,9 @@ NAMES_IN_TRL = {
     "reward_funcs": "reward.path",
     "reward_weights": "reward.components",
     "mask_truncated_completions": "advantage.truncated",
+    "lr_scheduler_type": "trainer.decay",
+    "early_stopping_patience": "evaluation.patience",
+    "hub_model_id": "checkpoint.push_to_hub",
 }
 """Fields by their names in TRL's GRPOConfig, if these differ."""
 

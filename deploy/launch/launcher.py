@@ -38,10 +38,10 @@ _STOP_WITHOUT_REDIS_S = 5.0
 
 
 class Interrupted(Exception):
-    """The signal `number` ends the run."""
+    """The signal `number` ends the run, or what `reason` names as it would."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+    def __init__(self, number: int, reason: str = "") -> None:
+        super().__init__(reason or signal.Signals(number).name)
         self.number = number
 
 
@@ -188,8 +188,10 @@ class Launcher:
     def _watch_others(self) -> None:
         """Runs one tick. Raises PartDied or Interrupted."""
         self._on_tick()
-        if self._signals.count or self._stop_asked.is_set():
+        if self._signals.count:
             raise Interrupted(self._signals.number)
+        if self._stop_asked.is_set():
+            raise Interrupted(signal.SIGINT, "the caller asks for an end")
         server = self._server.child if self._server is not None else None
         if server is not None and (status := server.poll()) is not None:
             raise PartDied(server, describe_status(status))

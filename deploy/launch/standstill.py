@@ -13,7 +13,7 @@ from penstock.deploy.launch.producer_pool import read_heartbeats
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
-from penstock.schemas.keys import Keys
+from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.process.outage import OutageTracker, RedisGoneError, said_by, what_helps
 from penstock.schemas.process.redis_url import configured_url, place_of
 from penstock.schemas.producer_parity import ProducerParity, quarantine_in
@@ -50,6 +50,7 @@ class Standstill:
         self._client = client
         self._progress = progress
         self._keys = Keys(config.name)
+        self._has_ended = False
         self._next_look = 0.0
         self._served_at: float | None = None
         self._seen = ""
@@ -82,6 +83,7 @@ class Standstill:
             self.heartbeats = read_heartbeats(self._client, self._keys)
             memory: Any = self._client.info("memory")
             findings: Any = self._client.hgetall(self._keys.parity)
+            self._has_ended = self._client.hget(self._keys.commit, Commit.FINISHED) == b"1"
         except redis.RedisError as error:
             return self._refusal(error)
         if self.heartbeats and self._served_at is None:
@@ -148,7 +150,7 @@ class Standstill:
 
     def _is_trained(self) -> bool:
         last = self._progress.update
-        return last is not None and last.update >= self._config.num_updates
+        return self._has_ended or (last is not None and last.update >= self._config.num_updates)
 
 
 def _resume(stopped: Mapping[str, int]) -> str:

@@ -1,5 +1,5 @@
-"""`penstock list`, `audit`, `dead`, `producers`, `weights`, `export` and `record export`: each is a function of the
-package, with its output printed."""
+"""`penstock list`, `audit`, `dead`, `producers`, `weights`, `export`, `push` and `record export`: each is a function of
+the package, with its output printed."""
 
 import sys
 from pathlib import Path
@@ -150,3 +150,23 @@ def _export_record(
     from penstock.deploy.record.reading import export_record
 
     print(f"{file}: {export_record(run, file, runs=runs):,} rows")
+
+
+def push(
+    run: Run, repo: str, /, *, checkpoint: str | None = None, private: bool = False, runs: Runs = DEFAULT_RUNS
+) -> int:
+    """Upload a run's model to the Hugging Face Hub, with a card of its figures. Status 1 if the Hub refuses it.
+
+    Args:
+        repo: USER/NAME, created if it is not there; the token is that of `hf auth login` or in HF_TOKEN
+        checkpoint: its policy version, or its name, or `best` (default: the model of a complete run, else the newest)
+        private: if it is created, only you see it
+    """
+    from penstock.deploy.operate.hub import HubError, push_to_hub
+
+    try:
+        print(push_to_hub(run, repo, checkpoint=checkpoint, private=private, runs=runs))
+    except HubError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from penstock.deploy.operate.dead_letters import requeue_dead as requeue_dead
     from penstock.deploy.operate.dead_letters import show_dead as show_dead
     from penstock.deploy.operate.export import export as export
+    from penstock.deploy.operate.hub import HubError as HubError
+    from penstock.deploy.operate.hub import push_to_hub as push_to_hub
     from penstock.deploy.operate.producer_list import list_producers as list_producers
     from penstock.deploy.operate.run_list import list_runs as list_runs
     from penstock.deploy.operate.weight_list import list_weights as list_weights
@@ -47,6 +49,7 @@ _NAMES = {
     "deploy.operate.audit": ("audit",),
     "deploy.operate.dead_letters": ("list_dead", "requeue_dead", "show_dead"),
     "deploy.operate.export": ("export",),
+    "deploy.operate.hub": ("HubError", "push_to_hub"),
     "deploy.operate.producer_list": ("list_producers",),
     "deploy.operate.run_list": ("list_runs",),
     "deploy.operate.weight_list": ("list_weights",),

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from huggingface_hub import constants
 
 import penstock
 from penstock.deploy import cli
@@ -133,15 +134,19 @@ async def test_a_run_in_a_thread_is_stopped_by_an_event_and_resumed_under_a_runn
 
 
 @pytest.mark.redis
-def test_callbacks_get_each_row_in_this_process_and_may_stop_the_run(settings: dict[str, Any], behave: Any) -> None:
+def test_callbacks_get_each_row_in_this_process_and_may_stop_the_run(
+    settings: dict[str, Any], behave: Any, capsys: Any
+) -> None:
     seen: list[Any] = []
     done = penstock.run(settings, on_update=seen.append, on_evaluation=print)
     assert seen == penstock.load_updates("lab") and len(seen) == 5 and done.summary["num_updates"] == 5
     assert seen[0]["reward"] == 0.5 and seen[0]["lag_histogram"] == {0: 30, 1: 10}
     behave()
+    capsys.readouterr()
     stopped = penstock.run(settings, name="b", on_update=lambda row: "stop" if row["update"] == 3 else None)
     assert stopped.summary["num_updates"] < 1_000_000 and living(stopped.folder) == []
     assert "trainer checkpoint" in (stopped.folder / "events").read_text(), "it was stopped in order"
+    assert "the caller asks for an end: stopping in order" in capsys.readouterr().out
     later: list[int] = []
 
     def fail(row: dict[str, Any]) -> None:
@@ -155,6 +160,25 @@ def test_callbacks_get_each_row_in_this_process_and_may_stop_the_run(settings: d
     ]
     assert raised.traceback[-1].name == "fail" and living(stopped.folder) == []
     assert later == [1], "the stand-in begins again: neither old rows nor any after the error"
+
+
+@pytest.mark.redis
+def test_an_upload_that_fails_is_a_warning_of_a_complete_run(
+    settings: dict[str, Any], behave: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def leave_a_model(row: dict[str, Any]) -> None:  # as the real trainer does
+        Path("runs/lab/model").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    result = penstock.run(settings | {"checkpoint": {"push_to_hub": "me/sums"}}, on_update=leave_a_model)
+    assert result.model is not None
+    said = capsys.readouterr().err
+    assert (
+        "penstock: warning: the model is not on the Hub: me/sums at https://huggingface.co cannot be reached: " in said
+    )
+    assert "`penstock push runs/lab me/sums` tries again" in said
+    with pytest.raises(penstock.ConfigError, match=r"checkpoint.push_to_hub = 'me--/sums': .*; expected USER/NAME"):
+        penstock.check(settings | {"checkpoint": {"push_to_hub": "me--/sums"}})
 
 
 def test_a_callback_that_cannot_be_called_is_refused_before_anything_starts(settings: dict[str, Any]) -> None:

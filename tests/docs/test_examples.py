@@ -74,7 +74,9 @@ def test_the_environment_of_the_readme_poses_other_tasks_than_it_holds_out(lab: 
 def test_the_reward_function_of_its_page_is_called_with_its_arguments(lab: Any) -> None:
     lab("README.md")
     lab("docs/environments.md")
-    [config] = [config for config in configs("docs/environments.md") if config.reward.kwargs]
+    [config] = [
+        each for each in configs("docs/environments.md") if each.reward.path == "my_lab.rewards:short_and_right"
+    ]
     environment = construct(config.environment, "environment", Environment, seed=0)
     (component,) = reward_components(config, environment, "environment")
     reward = component.function(Prompt(text="2+2=", answer="4"), "4")

@@ -19,7 +19,7 @@ from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.standstill import Standstill
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.heartbeat import encode_heartbeat
-from penstock.schemas.keys import Keys
+from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.producer_parity import ProducerParity, encode_parity
 from run_lines import update_line, write_lines
 from waiting import wait_for
@@ -191,10 +191,13 @@ def test_producers_that_are_gone_quarantined_or_suspended_are_told(run):
     assert run.reason() == f"producer-0 and producer-1 are suspended (SIGSTOP): `kill -CONT {pids}` continues"
 
 
-def test_producers_that_end_after_the_last_update_are_not_told(run):
+@pytest.mark.parametrize("num_batches", [5, 3])
+def test_producers_that_end_after_the_last_update_or_an_early_end_are_not_told(run, num_batches):
     run.beat(*PRODUCERS)
     assert run.reason() == ""
-    run.train(5)
+    run.train(num_batches)
+    if num_batches < CONFIG.num_updates:
+        run.redis.hset(KEYS.commit, Commit.FINISHED, "1")
     run.redis.delete(*map(KEYS.producer, PRODUCERS))
     assert run.reason() == ""
 
