@@ -665,6 +665,21 @@ class WandbConfig(Section, frozen=True, kw_only=True):
     `offline`, which writes to `<runs>/<name>/wandb/` only, for `wandb sync`."""
 
 
+class TrackioConfig(Section, frozen=True, kw_only=True):
+    """Sends the numbers of each update and evaluation to trackio. Needs the extra `trackio`."""
+
+    project: Annotated[str, Meta(pattern=r"\S")]
+    """Project in trackio, in its local store (TRACKIO_DIR), or at TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
+
+
+class MlflowConfig(Section, frozen=True, kw_only=True):
+    """Sends the numbers of each update and evaluation to MLflow. Needs the extra `mlflow`."""
+
+    experiment: Annotated[str, Meta(pattern=r"\S")]
+    """Experiment in MLflow, at MLFLOW_TRACKING_URI, without which it is in `mlflow.db` and `mlruns` of the working
+    directory."""
+
+
 class MetricsConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 9400
     """First port to try; each process of this machine takes the next free one. 0 lets the system choose."""
@@ -679,6 +694,11 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     Needs the extra `otel`."""
     trace_url: Annotated[str, Meta(pattern=r"^(https?://\S*\{trace_id\}\S*)?$")] = ""
     """Address of a trace in your tracing tool, for links in the report: `{trace_id}` stands for its id."""
+    trackio: TrackioConfig | None = None
+    mlflow: MlflowConfig | None = None
+    completions_every: Positive | None = None
+    """Updates between tables of sampled completions, eight with their prompts and rewards, in TensorBoard, Weights &
+    Biases, trackio and MLflow, as far as they are set. None shows none; `penstock inspect` shows all."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -978,6 +998,7 @@ NAMES_IN_TRL = {
     "lr_scheduler_type": "trainer.decay",
     "early_stopping_patience": "evaluation.patience",
     "hub_model_id": "checkpoint.push_to_hub",
+    "log_completions": "metrics.completions_every",
 }
 """Fields by their names in TRL's GRPOConfig, if these differ."""
 
@@ -1107,6 +1128,12 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.rounding = {config.model.rounding!r} with [lora]: adapters begin between the values of any "
             "rounding; expected it to be left out"
+        )
+    metrics = config.metrics
+    if metrics.completions_every and not (metrics.tensorboard or metrics.wandb or metrics.trackio or metrics.mlflow):
+        yield (
+            f"metrics.completions_every = {metrics.completions_every}: there is nothing to show them in; expected "
+            "metrics.tensorboard, wandb, trackio or mlflow beside it"
         )
     yield from _environment_problems(config)
     yield from _evaluation_problems(config)

@@ -337,9 +337,9 @@ class TrainerMetric:
     )
     SINK_ERRORS = Metric(
         "penstock_sink_errors_total",
-        "Failures of TensorBoard or Weights & Biases to take a run's numbers",
+        "Failures of a sink, such as Weights & Biases, to take a run's numbers",
         ("sink",),
-        values=("tensorboard", "wandb"),
+        values=("tensorboard", "wandb", "trackio", "mlflow"),
         unit="errors",
     )
 

@@ -267,14 +267,14 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 BUDGET = {
     "schemas": 6_700,
     "producers": 17_500,
-    "consumers": 19_200,
+    "consumers": 19_500,
     "deploy": 16_300,
     "bench": 6_500,
     "tests": 57_500,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 121
+MOST_IMPORTED_BY_THE_TRAINER = 122
 
 
 def test_the_house_keeps_its_budget():

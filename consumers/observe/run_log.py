@@ -14,6 +14,7 @@ from penstock.consumers.checkpoints.state import PassedOver
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.learning.learner.warm_start import WarmStep
 from penstock.consumers.learning.outcome import outcome
+from penstock.consumers.observe.completions import CompletionTexts
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
 from penstock.consumers.observe.traces import GroupTraces
@@ -77,6 +78,7 @@ class RunLog:
         clock_ahead_s: float = 0.0,
         traces: GroupTraces | None = None,
     ) -> None:
+        self._completions = CompletionTexts(config)
         self.alert = Alert(config)
         self.metrics = metrics
         self._ledger = ledger
@@ -172,7 +174,7 @@ class RunLog:
             **self._published,
         }
         self._updates.write(**line)
-        self._sinks.update(line)
+        self._sinks.update(line, self._completions.of(groups, self._progress.num_batches))
         self.metrics.record(line)
         self.metrics.count_groups(self._ledger)
         self._watch_lengths()

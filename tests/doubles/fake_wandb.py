@@ -43,6 +43,10 @@ class FakeRun:
             time.sleep(0.1)
 
 
+class Table:
+    def __init__(self, **table: Any) -> None: ...
+
+
 class Settings:
     def __init__(self, **settings: Any) -> None: ...
 

@@ -1,1 +1,4 @@
-"""TensorBoard and Weights & Biases. Training neither needs nor waits for them. Imported through `feeding`."""
+"""TensorBoard, Weights & Biases, trackio and MLflow. Training neither needs nor waits for them.
+
+Imported through `feeding`.
+"""

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import netrc
 import os
+import pkgutil
 import queue
 import threading
 import time
@@ -14,8 +15,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.consumers.observe.sinks.points import Sink, SinkPoint, numbers_of
-from penstock.schemas.config import WANDB_OFFLINE, ConfigError, MetricsConfig, RunConfig, WandbConfig
+from penstock.consumers.observe.sinks.points import ShownCompletion, Sink, SinkPoint, numbers_of
+from penstock.schemas.config import (
+    WANDB_OFFLINE,
+    ConfigError,
+    MetricsConfig,
+    MlflowConfig,
+    RunConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +34,19 @@ CLOSE_S = 30.0
 """How long a trainer that ends waits for a sink."""
 RETRY_S = 60.0
 """The pause after a sink's failure."""
+_IN_OWN_PROCESS = {
+    "wandb": "penstock.consumers.observe.sinks.weights_and_biases:WeightsAndBiases",
+    "trackio": "penstock.consumers.observe.sinks.trackio:Trackio",
+    "mlflow": "penstock.consumers.observe.sinks.mlflow:Mlflow",
+}
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def check_sinks(config: MetricsConfig) -> list[str]:
     """Raises ConfigError if the package of a sink is not installed. Returns a warning if W&B is online without a key,
     which its process would find only later. Does not import W&B's package, which changes how a process ends."""
-    for package, is_wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb is not None)):
+    for package in ("tensorboard", *_IN_OWN_PROCESS):
+        is_wanted = bool(getattr(config, package))
         spec = importlib.util.find_spec(package) if is_wanted else None
         if is_wanted and (spec is None or spec.origin is None):  # a folder of that name is no package
             raise ConfigError(
@@ -70,14 +85,16 @@ class Sinks:
         if metrics.tensorboard:
             opened = partial(_tensorboard, run_folder / "tensorboard", start)
             self._feeders.append(_Feeder("tensorboard", opened, on_error))
-        if metrics.wandb is not None:
-            self._feeders.append(_Feeder("wandb", partial(_wandb, metrics.wandb, config, run_folder), on_error))
+        for name in _IN_OWN_PROCESS:
+            if (settings := getattr(metrics, name)) is not None:
+                opened = partial(_in_own_process, name, settings, config, run_folder)
+                self._feeders.append(_Feeder(name, opened, on_error))
 
-    def update(self, line: Mapping[str, Any]) -> None:
+    def update(self, line: Mapping[str, Any], completions: tuple[ShownCompletion, ...] = ()) -> None:
         """Takes a line of updates.jsonl. The line of a batch that made no update repeats a number and is ignored."""
         if line["update"] > self._last_update:
             self._last_update = line["update"]
-            self._feed("updates", line)
+            self._feed("updates", line, completions)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         self._feed("evaluations", line)
@@ -90,9 +107,9 @@ class Sinks:
             feeder.join()
         self._feeders = []
 
-    def _feed(self, kind: str, line: Mapping[str, Any]) -> None:
+    def _feed(self, kind: str, line: Mapping[str, Any], completions: tuple[ShownCompletion, ...] = ()) -> None:
         if self._feeders:
-            point = SinkPoint(kind, line["update"], line["time_s"], numbers_of(line))
+            point = SinkPoint(kind, line["update"], line["time_s"], numbers_of(line), completions)
             for feeder in self._feeders:
                 feeder.put(point)
 
@@ -177,7 +194,19 @@ def _tensorboard(folder: Path, start: int, reopened: bool) -> Sink:
     return TensorBoard(folder, None if reopened else start)
 
 
-def _wandb(wandb: WandbConfig, config: RunConfig, run_folder: Path, reopened: bool) -> Sink:
-    from penstock.consumers.observe.sinks.weights_and_biases import WeightsAndBiases
+def _in_own_process(
+    name: str,
+    settings: WandbConfig | TrackioConfig | MlflowConfig,
+    config: RunConfig,
+    run_folder: Path,
+    reopened: bool,
+) -> Sink:
+    from penstock.consumers.observe.sinks.in_own_process import InOwnProcess
 
-    return WeightsAndBiases(wandb, config, run_folder)
+    return InOwnProcess(name, partial(_open, name, settings, config, run_folder))
+
+
+def _open(name: str, *arguments: Any) -> Sink:
+    """Opens a sink in its own process, which alone imports it."""
+    sink: Sink = pkgutil.resolve_name(_IN_OWN_PROCESS[name])(*arguments)
+    return sink

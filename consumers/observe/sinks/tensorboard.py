@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from penstock.consumers.observe.sinks.points import SinkPoint
+from penstock.consumers.observe.sinks.points import COLUMNS, ShownCompletion, SinkPoint
 
 _FLUSH_S = 5
 
@@ -34,7 +34,16 @@ class TensorBoard:
         writer = self._writers[point.kind]
         for name, value in point.numbers.items():
             writer.add_scalar(name, value, point.update, walltime=point.time_s)
+        if point.completions:
+            writer.add_text("completions", _table(point.completions), point.update, walltime=point.time_s)
 
     def close(self) -> None:
         """Closes both writers, even if one of them fails."""
         self._opened.close()
+
+
+def _table(completions: tuple[ShownCompletion, ...]) -> str:
+    """Returns a Markdown table, whose cells hold neither lines nor columns of their own."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *completions]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

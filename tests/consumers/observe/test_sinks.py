@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, by what their own packages read back, and sinks that fail."""
+"""TensorBoard, Weights & Biases, trackio and MLflow, by what their own packages read back, and sinks that fail."""
 
 import importlib
 import importlib.util
@@ -19,23 +19,28 @@ import pytest
 
 import penstock.consumers.__main__ as entry
 from fake_wandb import FakeServer, Settings
+from inspected_run import byte_tokenizer
 from penstock.consumers.checkpoints.checkpoints import Checkpoints
-from penstock.consumers.observe.sinks import feeding, tensorboard
+from penstock.consumers.observe.sinks import feeding, in_own_process, tensorboard
 from penstock.consumers.observe.sinks.feeding import Sinks, check_sinks
 from penstock.consumers.observe.sinks.points import SinkPoint, numbers_of
-from penstock.consumers.observe.sinks.weights_and_biases import _Run
+from penstock.consumers.observe.sinks.weights_and_biases import WeightsAndBiases
 from penstock.schemas.config import (
     ConfigError,
     EnvironmentConfig,
     MetricsConfig,
+    MlflowConfig,
     ModelConfig,
     RunConfig,
+    TrackioConfig,
     WandbConfig,
 )
 from scripted_learner import KilledError
 from waiting import wait_for
 
 WANDB = WandbConfig(project="lab")
+TRACKIO = TrackioConfig(project="lab")
+MLFLOW = MlflowConfig(experiment="lab")
 ROOT = Path(__file__).parents[3]
 
 
@@ -72,11 +77,16 @@ def wait_for_the_next_second() -> None:
         time.sleep(0.02)
 
 
+def accumulated(folder: Path) -> Any:
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = module.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
 def read_tensorboard(folder: Path, name: str) -> list[tuple[int, float, float]]:
     """(step, value, time) of each point that TensorBoard shows."""
-    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    accumulator.Reload()
+    accumulator = accumulated(folder)
     return [(event.step, event.value, event.wall_time) for event in accumulator.Scalars(name)]
 
 
@@ -126,19 +136,19 @@ def test_the_numbers_of_a_line_keep_their_names_and_are_nothing_else():
 
 def test_a_run_resumed_at_wandb_loses_no_evaluation_and_repeats_no_update(monkeypatch, tmp_path):
     server = FakeServer()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=server.init, Settings=Settings))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=server.init, Settings=Settings, Table=None))
     config = run_config(wandb=WandbConfig(project="lab"))
 
     def session(start: int, updates: range, evaluations: dict[int, list[int]]) -> None:
         """evaluations: by the update after whose line they come in."""
-        run = _Run(config.metrics.wandb, config, tmp_path, "0a1b2c3d")
+        run = WeightsAndBiases(config.metrics.wandb, config, tmp_path)
         assert server.asked["resume"] == "allow"
         for update in (start, *updates):
             if update > start:
                 run.write(SinkPoint("updates", update, 0.0, {"reward": update / 8}))
             for evaluated in evaluations.get(update, []):
                 run.write(SinkPoint("evaluations", evaluated, 0.0, {"reward": 0.5}))
-        run.finish()
+        run.close()
 
     session(0, range(1, 8), {0: [0], 7: [5]})
     session(4, range(5, 11), {4: [4], 5: [5], 10: [10]})  # W&B has 5 to 7 already
@@ -155,12 +165,15 @@ def test_wandbs_process_ends_by_itself_after_a_killed_trainer_while_the_server_i
     program = (
         "import multiprocessing, os, signal, sys\n"
         "from pathlib import Path\n"
-        "from penstock.consumers.observe.sinks import weights_and_biases\n"
+        "from functools import partial\n"
+        "from penstock.consumers.observe.sinks import in_own_process\n"
+        "from penstock.consumers.observe.sinks.weights_and_biases import WeightsAndBiases\n"
         "from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, WandbConfig\n"
         "if __name__ == '__main__':\n"
-        "    weights_and_biases.FINISH_S = 0.5\n"
+        "    in_own_process.FINISH_S = 0.5\n"
         "    config = RunConfig(name='r', model=ModelConfig(path='m'), environment=EnvironmentConfig(path='a:B'))\n"
-        "    weights_and_biases.WeightsAndBiases(WandbConfig(project='lab'), config, Path(sys.argv[1]))\n"
+        "    sink = partial(WeightsAndBiases, WandbConfig(project='lab'), config, Path(sys.argv[1]))\n"
+        "    in_own_process.InOwnProcess('wandb', sink)\n"
         "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -196,7 +209,8 @@ def test_a_batch_that_made_no_update_is_not_written_twice(tmp_path, monkeypatch,
 def test_a_sink_whose_package_is_missing_is_refused_with_the_extra(monkeypatch):
     for found in (None, SimpleNamespace(origin=None)):  # not there, and a folder of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
-        for package, metrics in (("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": WANDB})):
+        sinks = {"tensorboard": True, "wandb": WANDB, "trackio": TRACKIO, "mlflow": MLFLOW}
+        for package, metrics in ((name, {name: given}) for name, given in sinks.items()):
             message = rf"metrics\.{package} is set: .* pip install 'penstock\[{package}\]'"
             with pytest.raises(ConfigError, match=message):
                 check_sinks(MetricsConfig(**metrics))
@@ -306,6 +320,94 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_i
     steps = [[step for step, row in history if "reward" in row] for _, history in sessions]
     assert steps == [[1, 2, 3, 4, 5, 6], list(range(5, 13))], "the checkpoint is of update 4"
     assert bench.metrics.registry.get_sample_value("penstock_sink_errors_total", {"sink": "wandb"}) == 0
+
+
+@pytest.fixture
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Local stores of trackio and MLflow, and nothing of W&B's on a server."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # MLflow's files go into `mlruns` there
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(feeding, "CLOSE_S", 240.0)  # on a busy machine they take long to import
+    monkeypatch.setattr(in_own_process, "FINISH_S", 240.0)
+    return tmp_path
+
+
+READ = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import trackio
+from mlflow import MlflowClient
+from mlflow.artifacts import load_dict
+client = MlflowClient()
+experiment = client.get_experiment_by_name("lab").experiment_id
+(run,) = client.search_runs([experiment])
+history = {name: [(m.step, m.value, m.timestamp) for m in client.get_metric_history(run.info.run_id, name)]
+           for name in run.data.metrics}
+tables = [load_dict(f"{run.info.artifact_uri}/{file.path}")
+          for file in client.list_artifacts(run.info.run_id, "completions")]
+from trackio.sqlite_storage import SQLiteStorage
+(name,) = [each.name for each in trackio.Api().runs("lab")]
+print(json.dumps({"metrics": history, "params": run.data.params, "status": run.info.status, "tables": tables,
+                  "trackio": SQLiteStorage.get_logs("lab", name)}))
+"""
+
+
+@pytest.mark.redis
+def test_trackio_and_mlflow_have_each_update_once_after_a_kill_and_completions_are_text(
+    bench: Any, stores: Path
+) -> None:
+    """Both are read in another process: trackio patches this one."""
+    bench.overrides = ["metrics.trackio.project=lab", "metrics.mlflow.experiment=lab", "metrics.tensorboard=true"]
+    bench.overrides += ["metrics.wandb.project=lab", "metrics.completions_every=6", f"model.path={stores / 'model'}"]
+    byte_tokenizer(stores / "model")
+    bench.producer()
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first.close()
+    wait_for_the_next_second()
+    second = bench.trainer(resume=True)
+    assert second.run()
+    second.close()
+    done = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    rows = {row["update"]: row for row in bench.lines("updates.jsonl")}
+    assert [step for step, *_ in found["metrics"]["reward"]] == list(range(1, 13)) and found["status"] == "FINISHED"
+    assert found["metrics"]["reward"][8] == [9, rows[9]["reward"], round(rows[9]["time_s"] * 1000)]
+    assert {0, 5, 10, 12} <= {step for step, *_ in found["metrics"]["evaluation/reward"]}
+    assert found["params"]["trainer.learning_rate"] == "1e-05" and found["params"]["groups_per_batch"] == "4"
+    updates = [row for row in found["trackio"] if "reward" in row]
+    assert [row["step"] for row in updates] == list(range(1, 13))
+    assert updates[8]["num_tokens_trained"] == rows[9]["num_tokens_trained"]
+    assert {0, 5, 10, 12} <= {row["step"] for row in found["trackio"] if "evaluation/reward" in row}
+    assert [len(table["data"]) for table in found["tables"]] == [4, 4]
+    row = dict(zip(found["tables"][1]["columns"], found["tables"][1]["data"][0], strict=True))
+    assert (row["update"], row["environment"]) == (12, "main") and row["reward"] in (0.0, 1.0)
+    assert [row["step"] for row in updates if "completions" in row] == [6, 12]
+    text = accumulated(bench.folder / "tensorboard" / "updates").Tensors("completions/text_summary")
+    assert [event.step for event in text] == [6, 6, 12], "TensorBoard purges numbers alone"
+    assert text[2].tensor_proto.string_val[0].decode().startswith("| update | environment | prompt | completion | rew")
+    counted = bench.metrics.registry.get_sample_value
+    assert [counted("penstock_sink_errors_total", {"sink": name}) for name in ("trackio", "mlflow", "wandb")] == [0] * 3
+
+
+@pytest.mark.parametrize(("sink", "variable"), [("trackio", "TRACKIO_DIR"), ("mlflow", "MLFLOW_TRACKING_URI")])
+def test_a_store_that_cannot_be_written_is_said_once(
+    sink: str, variable: str, stores: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, errors: list[str]
+) -> None:
+    (stores / "file").write_text("no folder")
+    monkeypatch.setenv(variable, f"{'sqlite:///' if sink == 'mlflow' else ''}{stores}/file/x")
+    opened = Sinks(run_config(**{sink: {"trackio": TRACKIO, "mlflow": MLFLOW}[sink]}), stores, 0, errors.append)
+    opened.update(line(1, 0.5))
+    opened.close()
+    assert errors and set(errors) == {sink}
+    (message,) = [record.getMessage() for record in caplog.records]
+    said = {"trackio": "TrackioError: trackio failed to flush metric logs", "mlflow": "it cannot be opened: "}[sink]
+    assert message.startswith(f"metrics.{sink}: ") and said in message
 
 
 @pytest.mark.redis
