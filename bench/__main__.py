@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from bench.endpoint.section import ENDPOINT
 from bench.gpu.section import GPU
 from bench.head.section import HEAD
@@ -35,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name, rows in choose_rows(arguments.sections, arguments.only).items():
             section = SECTIONS[name]
-            result = measure(section, rows, section.quick if arguments.quick else section.settings, WORK)
+            settings = section.quick if arguments.quick else section.settings
+            if section is TRAINER and arguments.seeds is not None:
+                real = msgspec.structs.replace(settings.real, seeds=tuple(range(1, arguments.seeds + 1)))
+                settings = msgspec.structs.replace(settings, real=real)
+            result = measure(section, rows, settings, WORK)
             print_result(result)
             missed += [figure.name for figure in result.figures if figure.reached is False]
             if not arguments.quick or arguments.output is not None:
@@ -77,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds a row: shows that it runs, writes no result"
     )
+    parser.add_argument("--seeds", type=int, metavar="N", help="seeds of the row real (default: 3)")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a figure misses its goal")
     parser.add_argument("--output", type=Path, metavar="DIR", help=f"folder of the results (default: {RESULTS.name})")
     return parser

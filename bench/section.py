@@ -127,14 +127,15 @@ def measure_apart(
     *,
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
+    limit_s: float = PART_LIMIT_S,
 ) -> Any:
     """Returns what `function` (see `bench.part`) measures in a process of its own: leftovers of one measurement cannot
     slow down the next. The process ends with this call, however that ends.
 
     Raises:
-        BenchError: it failed, or took longer than `PART_LIMIT_S`.
+        BenchError: it failed, or took longer than `limit_s`.
     """
-    wait_for([start_apart(name, function, job, folder, python=python, environment=environment)])
+    wait_for([start_apart(name, function, job, folder, python=python, environment=environment)], limit_s)
     return found_apart(name, result_type, folder)
 
 
@@ -175,18 +176,18 @@ def found_apart(name: str, result_type: Any, folder: Path) -> Any:
     return msgspec.json.decode((folder / f"{name}-result.json").read_bytes(), type=result_type)
 
 
-def wait_for(children: Sequence[Child]) -> None:
+def wait_for(children: Sequence[Child], limit_s: float = PART_LIMIT_S) -> None:
     """Waits until all have ended well; all of them end with this call, however that ends.
 
     Raises:
-        BenchError: one failed, or took longer than `PART_LIMIT_S`.
+        BenchError: one failed, or took longer than `limit_s`.
     """
-    deadline = time.monotonic() + PART_LIMIT_S
+    deadline = time.monotonic() + limit_s
     try:
         while None in (statuses := [child.poll() for child in children]) and not any(statuses):
             if time.monotonic() > deadline:
                 late = children[statuses.index(None)]
-                raise BenchError(f"{late.name}: not done after {PART_LIMIT_S:g} s; log:\n{late.last_lines()}")
+                raise BenchError(f"{late.name}: not done after {limit_s:g} s; log:\n{late.last_lines()}")
             time.sleep(0.05)
         for child in children:
             if child.returncode:

@@ -8,7 +8,7 @@ from statistics import mean
 
 import msgspec
 
-from bench.machine import usable_cores
+from bench.machine import children_cpu_s, usable_cores
 from bench.result import BenchError, Figure, Goal, absent
 from bench.running import DeathsView, demo_config, demo_model, launch
 from bench.section import Bench
@@ -31,7 +31,7 @@ class ModeRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run in one mode, complete or cut off.
 
     phases_s: of each update in order, by phase. checkpoints_s: of each checkpoint. time_to_accuracy_s, from the first
-    admitted prompt, is None where `ACCURACY` was not reached in `wall_s`.
+    admitted prompt, is None where `ACCURACY` was not reached in `wall_s`. processor_s: of all processes, by update.
     """
 
     telemetry: RunTelemetry
@@ -39,6 +39,7 @@ class ModeRun(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints_s: list[float]
     time_to_accuracy_s: float | None
     wall_s: float
+    processor_s: dict[int, float] = {}
 
     @property
     def num_updates(self) -> int:
@@ -52,30 +53,48 @@ class _Phases(msgspec.Struct):
 
 
 class _Until(DeathsView):
-    """Stops the run after `limit_s` seconds of training, or once it has reached `accuracy`."""
+    """Stops the run after `limit_s` seconds of training, or once it has reached `accuracy`, or its first accuracy and
+    `gain`. processor_s: of its processes, once a producer serves (0) and when
+    each update was seen."""
 
-    def __init__(self, config: RunConfig, runs: Path, *, limit_s: float, accuracy: float | None) -> None:
+    def __init__(
+        self, config: RunConfig, runs: Path, *, limit_s: float, accuracy: float | None, gain: float | None
+    ) -> None:
         super().__init__(config, runs)
+        self.processor_s: dict[int, float] = {}
+        self._gain = gain
         self.stopped_by_us = False
         self._limit_s = limit_s
         self._accuracy = accuracy
         self._since: float | None = None
 
     def draw(self) -> None:
+        if self.heartbeats:
+            self.processor_s.setdefault(0, children_cpu_s())
         if self.progress.update is None or self.stopped_by_us:
             return
         self._since = self._since or time.monotonic()
-        goal = self._accuracy
-        reached = goal is not None and any(point.reward >= goal for point in self.progress.lines.evaluations)
+        self.processor_s.setdefault(self.progress.update.update, children_cpu_s())
+        goal, points = self._accuracy, self.progress.lines.evaluations
+        if self._gain is not None:
+            goal = points[0].reward + self._gain if points else None
+        reached = goal is not None and any(point.reward >= goal for point in points)
         if reached or time.monotonic() - self._since > self._limit_s:
             self.stopped_by_us = True
             signal.raise_signal(signal.SIGINT)
 
 
 def run_mode(
-    config: RunConfig, runs: Path, *, limit_s: float, accuracy: float | None = None, pinned: bool = True
+    config: RunConfig,
+    runs: Path,
+    *,
+    limit_s: float,
+    accuracy: float | None = None,
+    gain: float | None = None,
+    pinned: bool = True,
 ) -> ModeRun:
-    """Runs `config` until `accuracy` on the held-out prompts, its last update or `limit_s` seconds of training.
+    """Runs `config` until `accuracy` on the held-out prompts, or a `gain` above the first one, its last update or
+    `limit_s` seconds of training.
 
     pinned: the trainer and the producers have a core each.
 
@@ -86,10 +105,10 @@ def run_mode(
     cores = usable_cores()
     core_of = dict(zip(("trainer", "producer"), cores, strict=False)) if pinned and len(cores) > 1 else {}
 
-    view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy)
+    view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy, gain=gain)
     if launch(config, runs, view, core_of) and not view.stopped_by_us:
         raise KeyboardInterrupt
-    return read_run(config.folder(runs))
+    return msgspec.structs.replace(read_run(config.folder(runs)), processor_s=view.processor_s)
 
 
 def read_run(folder: Path) -> ModeRun:

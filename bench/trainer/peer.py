@@ -11,7 +11,7 @@ import msgspec
 from bench.pipeline.modes import ACCURACY, EVALUATE_EVERY, ModeRun, accuracy_by_update, run_mode, trainer_parts
 from bench.result import BenchError, Figure, Goal
 from bench.running import demo_config, demo_model, random_model, save_config
-from bench.section import Bench, NoPeersError, measure_apart, peers_python
+from bench.section import PART_LIMIT_S, Bench, NoPeersError, measure_apart, peers_python
 from bench.trainer.peer_job import PeerUpdates, TrlJob, TrlUpdates
 from penstock.schemas.config import (
     EnvironmentConfig,
@@ -76,7 +76,7 @@ def measure_long_answers(bench: Bench) -> list[Figure]:
     )
     ours = updates_of(run_mode(config, bench.folder / "runs", limit_s=LIMIT_S), settings.first_update)
     job = TrlJob(run_file=save_config(bench, config), updates=settings.trl_updates, num_threads=settings.trl_threads)
-    return long_answer_figures(ours, _run_trl(bench, config.name, job))
+    return long_answer_figures(ours, run_trl(bench, config.name, job))
 
 
 def measure_demo(bench: Bench) -> list[Figure]:
@@ -93,11 +93,11 @@ def measure_demo(bench: Bench) -> list[Figure]:
         every=EVALUATE_EVERY,
         limit_s=limit_s,
     )
-    return [demo_figure(ours, _run_trl(bench, config.name, job))]
+    return [demo_figure(ours, run_trl(bench, config.name, job))]
 
 
-def _run_trl(bench: Bench, name: str, job: TrlJob) -> TrlUpdates | str:
-    """Returns TRL's updates, or the reason why it did not run."""
+def run_trl(bench: Bench, name: str, job: TrlJob, part_limit_s: float = PART_LIMIT_S) -> TrlUpdates | str:
+    """Returns TRL's updates, or the reason why it did not run. part_limit_s: of all of it, evaluations included."""
     try:
         python = peers_python()
     except NoPeersError as error:
@@ -111,6 +111,7 @@ def _run_trl(bench: Bench, name: str, job: TrlJob) -> TrlUpdates | str:
         bench.folder,
         python=python,
         environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+        limit_s=part_limit_s,
     )
     return found
 

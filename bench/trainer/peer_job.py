@@ -26,14 +26,15 @@ class LongAnswers:
 class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
     """TRL on the model, task, groups and learning rate of a run file, for at most `updates` updates.
 
-    goal: the held-out greedy accuracy at which it ends; None evaluates nothing. every: updates between evaluations.
-    limit_s: of training, if there is a goal.
+    goal: the held-out greedy accuracy at which it ends; gain: it ends that much above the first one. Without either it
+    evaluates nothing. every: updates between evaluations. limit_s: of training, if there is a goal.
     """
 
     run_file: str
     updates: int
     num_threads: int
     goal: float | None = None
+    gain: float | None = None
     every: int = 5
     limit_s: float = 600.0
 
@@ -60,11 +61,12 @@ class TrlUpdates(PeerUpdates, frozen=True, kw_only=True):
 
     phases_s: generate: transformers' generate. score: rewards, advantages and padding. forward: the loss. backward.
         rest: optimizer, clipping, data loading and the loop around them.
-    curve: seconds of training and the held-out accuracy then.
+    curve: seconds of training and the held-out accuracy then. processor_s: at the end of each update.
     """
 
     packages: dict[str, str]
     curve: list[tuple[float, float]]
+    processor_s: list[float]
 
     def seconds_to(self, goal: float) -> float | None:
         """Returns the seconds to the first accuracy at the goal; None if it was not reached."""

@@ -14,6 +14,7 @@ from bench.section import Bench, BenchSection, found_apart, wait_for
 from bench.sizing import MIXTURE, SMALL, save_random
 from bench.trainer.peer import LongAnswersSettings, measure_demo, measure_long_answers
 from bench.trainer.ranks import OnRanks, Work, start_ranks
+from bench.trainer.real import RealSettings, measure_real
 from bench.trainer.record import record_figures
 from bench.trainer.sampled_version import sampled_version_figures
 from penstock.deploy.launch.memory import ModelShape
@@ -31,6 +32,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ranks_steps: int = 2
     record_rounds: int = 5
     long_answers: LongAnswersSettings = LongAnswersSettings()
+    real: RealSettings = RealSettings()
     accuracy_updates: int = 3000
     accuracy_limit_s: float = 600.0
 
@@ -119,6 +121,7 @@ TRAINER = BenchSection(
         ),
         "long-answers": measure_long_answers,
         "peers": measure_demo,
+        "real": measure_real,
     },
     TrainerSettings(),
     quick=TrainerSettings(
@@ -131,6 +134,7 @@ TRAINER = BenchSection(
         long_answers=LongAnswersSettings(
             hidden_size=64, intermediate_size=128, num_layers=2, max_tokens=32, updates=3, first_update=1
         ),
+        real=RealSettings(seeds=(1,), updates=3, every=2, overrides=("groups_per_batch=2", "evaluation.num_prompts=4")),
         accuracy_updates=3,
         accuracy_limit_s=6.0,
     ),

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOTrainer
 
 from bench.trainer.peer_job import TrlJob, TrlUpdates
-from bench.trainer.trl_settings import training_rows, trl_settings
+from bench.trainer.trl_settings import conversation, training_rows, trl_settings
 from penstock.producers.interfaces import Environment
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.process.plugins import construct
@@ -74,33 +74,41 @@ class _Clock(TrainerCallback):
     """Takes the time of each update and, if there is a goal, the accuracy every few updates, while the clock stands
     still; training ends at the goal or the time limit.
 
-    ends_s: of the updates, after the time at which training began. curve: by evaluation, such a time and the accuracy.
+    ends_s, processor_s: of the updates, since training began. curve: by evaluation, such a time and the accuracy.
     """
 
     def __init__(self, job: TrlJob, accuracy: Callable[[Any], float]) -> None:
-        self.ends_s = [0.0]
+        self.ends_s, self.processor_s = [0.0], [0.0]
         self.curve: list[tuple[float, float]] = []
         self._job = job
         self._accuracy = accuracy
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._began_s = time.perf_counter()
-        if self._job.goal is not None:
+        self._began_s, self._processor_s = time.perf_counter(), time.process_time()
+        if self._evaluates:
             self._evaluate(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.ends_s.append(time.perf_counter() - self._began_s)
-        if self._job.goal is None:
+        self.processor_s.append(time.process_time() - self._processor_s)
+        if not self._evaluates:
             return
         is_over = self.ends_s[-1] >= self._job.limit_s or state.global_step >= state.max_steps
         if is_over or state.global_step % self._job.every == 0:
             self._evaluate(model)
-        control.should_training_stop = is_over or self.curve[-1][1] >= self._job.goal
+        gain = self._job.gain
+        goal = self._job.goal if gain is None else self.curve[0][1] + gain
+        control.should_training_stop = is_over or self.curve[-1][1] >= goal
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._job.goal is not None or self._job.gain is not None
 
     def _evaluate(self, model: Any) -> None:
-        began_s = time.perf_counter()
+        began_s, processor_s = time.perf_counter(), time.process_time()
         self.curve.append((self.ends_s[-1], self._accuracy(model)))
         self._began_s += time.perf_counter() - began_s
+        self._processor_s += time.process_time() - processor_s
 
 
 def measure(job: TrlJob) -> TrlUpdates:
@@ -114,9 +122,9 @@ def measure(job: TrlJob) -> TrlUpdates:
         tokenizer.pad_token = tokenizer.eos_token
     clock = _Clock(job, lambda model: greedy_accuracy(model, config, environment, tokenizer))
 
-    def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        tasks = (Prompt(text=text, answer=right) for text, right in zip(prompts, answer, strict=True))
-        return [score(environment, *pair) for pair in zip(tasks, completions, strict=True)]
+    def reward(completions: list[Any], task: list[int], **_: Any) -> list[float]:
+        texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        return [score(environment, environment.prompt(index), text) for index, text in zip(task, texts, strict=True)]
 
     with tempfile.TemporaryDirectory() as scratch:
         settings = trl_settings(config, job.updates, scratch)
@@ -139,6 +147,7 @@ def measure(job: TrlJob) -> TrlUpdates:
         tokens=trainer.tokens,
         phases_s={name: seconds / num_updates for name, seconds in phases_s.items()},
         curve=clock.curve,
+        processor_s=clock.processor_s[1:],
     )
 
 
@@ -159,13 +168,21 @@ def greedy_accuracy(model: Any, config: RunConfig, environment: Environment, tok
     model.eval()
     for start in range(0, num_prompts, EVALUATION_BATCH):
         batch = prompts[start : start + EVALUATION_BATCH]
-        inputs = tokenizer([each.text for each in batch], return_tensors="pt", padding=True, padding_side="left")
+        texts = [rendered(tokenizer, each) for each in batch]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
         inputs.pop("token_type_ids", None)
         outputs = model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
         answers = tokenizer.batch_decode(outputs, skip_special_tokens=True)
         total += sum(score(environment, *pair) for pair in zip(batch, answers, strict=True))
     model.train()
     return total / num_prompts
+
+
+def rendered(tokenizer: Any, prompt: Prompt) -> str:
+    if prompt.messages is None:
+        return prompt.text
+    text: str = tokenizer.apply_chat_template(conversation(prompt), add_generation_prompt=True, tokenize=False)
+    return text
 
 
 def score(environment: Environment, prompt: Prompt, completion: str) -> float:

@@ -9,13 +9,20 @@ from trl import GRPOConfig
 
 from penstock.producers.interfaces import Environment
 from penstock.schemas.config import RunConfig
+from penstock.schemas.prompt import Prompt
 
 
 def training_rows(environment: Environment, num_rows: int) -> Dataset:
     """Returns the tasks 1, 2, ... in the order in which Penstock releases them."""
-    prompts = [environment.prompt(index) for index in range(1, num_rows + 1)]
-    rows = {"prompt": [prompt.text for prompt in prompts], "answer": [prompt.answer for prompt in prompts]}
-    return Dataset.from_dict(rows)
+    tasks = range(1, num_rows + 1)
+    prompts = [environment.prompt(index) for index in tasks]
+    rows = {"prompt": [prompt.text if prompt.messages is None else conversation(prompt) for prompt in prompts]}
+    return Dataset.from_dict({**rows, "task": list(tasks)})
+
+
+def conversation(prompt: Prompt) -> list[dict[str, str]]:
+    """Returns a prompt's messages as chat templates take them."""
+    return [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
 
 
 def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRPOConfig:

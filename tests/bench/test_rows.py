@@ -23,6 +23,7 @@ from bench.result import BenchError, Result
 from bench.section import measure_apart, wait_for
 from bench.trainer.peer import long_answer_figures, updates_of
 from bench.trainer.peer_job import PeerUpdates, TrlUpdates
+from bench.trainer.real import Point, RealRun, of_trl, real_figures
 from bench.weights.section import most_at_once
 from penstock.deploy.launch.child import Child
 
@@ -44,6 +45,7 @@ HERE = {
 WITH_AN_ENGINE = {
     ("pipeline", "streaming"): 8,
     ("pipeline", "saving"): 1,
+    ("pipeline", "traces"): 1,
     ("pipeline", "modes"): 3,
     ("weights", "pause"): 1,
     ("endpoint", "gateway"): 4,
@@ -169,12 +171,35 @@ def test_trl_is_compared_by_tokens_and_its_absence_is_no_missed_goal():
     run = mode_run(times=[0, 1, 3, 5])
     ours = updates_of(run, 2)
     assert (ours.seconds, ours.tokens) == ([2, 2], [10, 10])
-    theirs = TrlUpdates(name="TRL", seconds=[4.0], tokens=[5], phases_s={}, packages={}, curve=[(1.0, 0.5), (2.0, 0.9)])
+    theirs = TrlUpdates(name="TRL", seconds=[4.0], tokens=[5], phases_s={}, packages={}, curve=[(1.0, 0.5), (2.0, 0.9)],
+                        processor_s=[7.0])  # fmt: skip
     rate, seconds = long_answer_figures(ours, theirs)
     assert rate.ratio == pytest.approx(5 / 1.25) and rate.reached is False and seconds.ratio == pytest.approx(0.5)
     assert theirs.seconds_to(0.9) == 2.0 and theirs.seconds_to(0.99) is None
     rate, _ = long_answer_figures(PeerUpdates(name="", seconds=[1.0], tokens=[1], phases_s={}), "not installed")
     assert rate.reached is None and rate.details["trl"] == "not installed"
+
+
+def test_a_real_model_is_compared_by_the_medians_of_its_seeds_and_a_goal_missed_by_one_is_missed():
+    def run(seed: int, seconds: float, reached_at: int) -> RealRun:
+        points = [Point(n, seconds * n, 2 * seconds * n, 0.6 if n >= reached_at else 0.4) for n in (0, 5, 10, 15)]
+        return RealRun(
+            seed=seed, updates=15, seconds=seconds, processor_s=2 * seconds, tokens=seconds * 30, curve=points
+        )
+
+    ours, theirs = [run(1, 2.0, 5), run(2, 4.0, 10), run(3, 3.0, 5)], [run(1, 10.0, 10)]
+    found = {figure.name: figure for figure in real_figures(ours, theirs)}
+    assert found["SmolLM2-135M on chain_sum: processor seconds per update"].ratio == pytest.approx(6 / 20)
+    updates = found["the same: updates to +0.15"]
+    assert (updates.measured, updates.reference, updates.reached) == (5, 10, True)
+    seconds = found["the same: seconds to +0.15"]
+    assert (seconds.measured, seconds.reference, seconds.reached) == (15, 100, True)
+    assert found["the same: seconds to +0.25"].measured is None
+    (alone,) = real_figures(ours, [])
+    assert "not measured" in alone.name
+    trl = TrlUpdates(name="", seconds=[4.0] * 3, tokens=[5] * 3, phases_s={}, packages={}, processor_s=[7.0, 14, 22],
+                     curve=[(0.0, 0.5), (8.0, 0.6), (12.0, 0.7)])  # fmt: skip
+    assert of_trl(trl, 1, 2).curve == [Point(0, 0.0, 0.0, 0.5), Point(2, 8.0, 14.0, 0.6), Point(3, 12.0, 22.0, 0.7)]
 
 
 async def test_the_clock_of_a_coroutine_counts_its_own_steps(monkeypatch):
