@@ -265,12 +265,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_700,
-    "producers": 17_500,
+    "schemas": 6_450,
+    "producers": 16_900,
     "consumers": 19_500,
-    "deploy": 16_300,
-    "bench": 6_500,
-    "tests": 57_500,
+    "deploy": 15_200,
+    "bench": 6_600,
+    "tests": 56_650,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
@@ -282,7 +282,7 @@ def test_the_house_keeps_its_budget():
         folder: sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")) for folder in BUDGET
     }
     assert {folder: number for folder, number in lines.items() if number > BUDGET[folder]} == {}
-    slack = {folder: number for folder, number in lines.items() if number < 0.80 * BUDGET[folder]}
+    slack = {folder: number for folder, number in lines.items() if number < 0.97 * BUDGET[folder]}
     assert slack == {}, "what has become lighter stays so: lower the number"
 
 
