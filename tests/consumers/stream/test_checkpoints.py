@@ -35,7 +35,7 @@ def state(version: int, learner=None) -> CheckpointState:
         forks={1: 3},
         announced={0: 9},
         counters={"x": 1.5},
-        learner={"num_steps": version} if learner is None else learner.state(),
+        learner={"num_steps": version, "num_warm_steps": 0} if learner is None else learner.state(),
     )
 
 

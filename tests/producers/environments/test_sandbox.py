@@ -55,7 +55,8 @@ class Attack(NamedTuple):
 
 
 ATTACKS = {
-    "fork bomb": Attack("import os\nwhile True:\n try: os.fork()\n except OSError: pass", None),
+    "fork bomb": Attack("import os\nwhile True:\n try: os.fork()\n except OSError: pass", None, only="namespaces"),
+    "many processes": Attack("import os, time\nfor _ in range(9): os.fork()\ntime.sleep(99)", None),
     "memory": Attack("x = bytearray(1 << 40)", None, "MemoryError"),
     "memory of many": Attack(
         "import os, time\nfor _ in range(8):\n if not os.fork(): x = b'x' * (60 << 20); break\ntime.sleep(99)",
