@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.batch.batch import MicroBatch, idle_microbatch
+from penstock.consumers.learning.batch.batch import UNKNOWN_EXPERT, MicroBatch, idle_microbatch
 from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare
 
 
@@ -35,7 +35,8 @@ def _with_shares(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
     owners = np.arange(num_ranks).repeat(sizes)
     bounds = np.minimum(np.arange(2 * num_ranks + 1) * -(-total // (2 * num_ranks)), total)
     parts = [np.arange(first, last) for first, last in pairwise(bounds.tolist())]
-    of_rank = [np.concatenate([parts[rank], parts[2 * num_ranks - 1 - rank]]) for rank in range(num_ranks)]
+    halves = [(parts[rank], parts[2 * num_ranks - 1 - rank]) for rank in range(num_ranks)]
+    of_rank = [np.concatenate(each) for each in halves]
     longest = max(map(len, of_rank))
     gathered = np.empty(total, dtype=np.int64)
     for rank, tokens in enumerate(of_rank):
@@ -49,10 +50,10 @@ def _with_shares(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
     for rank, microbatch in enumerate(microbatches):
         tokens = of_rank[rank]
         order = np.argsort(owners[tokens], kind="stable")
-        arriving = np.concatenate([each[owners[each] == rank] for each in of_rank])
+        arriving = [each[owners[each] == rank] for each in of_rank]
         places = np.empty(sizes[rank], dtype=np.int64)
-        places[arriving - starts[rank]] = np.arange(len(arriving))
-        own_parts = [(part[0], part[-1] + 1) for part in (parts[rank], parts[2 * num_ranks - 1 - rank]) if len(part)]
+        places[np.concatenate(arriving) - starts[rank]] = np.arange(sizes[rank])
+        own_parts = [(half[0], half[-1] + 1) for half in halves[rank] if len(half)]
         share = TokenShare(
             token_ids=token_ids[tokens],
             position_ids=position_ids[tokens],
@@ -62,7 +63,7 @@ def _with_shares(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
             order=torch.from_numpy(order),
             sent=tuple(np.bincount(owners[tokens], minlength=num_ranks).tolist()),
             places=torch.from_numpy(places),
-            received=tuple(int((owners[each] == rank).sum()) for each in of_rank),
+            received=tuple(map(len, arriving)),
         )
         found.append(replace(microbatch, share=share))
     return found
@@ -71,7 +72,7 @@ def _with_shares(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
 def _joined_routes(microbatches: Sequence[MicroBatch]) -> Tensor:
     """Joins the routes of micro-batches; an idle one's router chooses."""
     (shape,) = {each.routes.shape[1:] for each in microbatches if each.routes is not None}
-    free = torch.full((1, *shape), -1, dtype=torch.int16)
+    free = torch.full((1, *shape), UNKNOWN_EXPERT, dtype=torch.int16)
     return torch.cat([free if each.routes is None else each.routes for each in microbatches])
 
 
