@@ -53,7 +53,7 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         warmup_steps=trainer.warmup_steps,
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type="constant_with_warmup" if trainer.decay == "constant" else trainer.decay,
         optim="adamw_torch_fused",
         use_cpu=True,
         bf16=False,
