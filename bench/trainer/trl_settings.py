@@ -26,7 +26,8 @@ def conversation(prompt: Prompt) -> list[dict[str, str]]:
 
 
 def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRPOConfig:
-    """Translates a run with GRPO, token means and a constant learning rate, as all that are measured here have."""
+    """Translates a run with GRPO, token means and a learning rate that is constant or falls over all of the run, as
+    all that are measured here have."""
     trainer = config.trainer
     return GRPOConfig(
         output_dir=output_folder,
