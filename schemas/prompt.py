@@ -1,6 +1,14 @@
 """Prompts and rewards."""
 
+from typing import Any
+
 import msgspec
+
+
+def holds_image(content: Any) -> bool:
+    """Returns whether the content of a message is a list with an image in it, in any of the APIs' forms."""
+    parts = content if isinstance(content, list | tuple) else ()
+    return any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -8,6 +16,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     content: str
+
+    def __post_init__(self) -> None:
+        if holds_image(self.content):
+            raise ValueError("Message: content holds an image, expected text: the policy is a model of text")
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from penstock.producers.environments.rows import DataRows, Row, open_rows
-from penstock.schemas.prompt import Message, Prompt, Reward
+from penstock.schemas.prompt import Message, Prompt, Reward, holds_image
 
 _ROUNDS = 6
 _DEFAULT = {"prompt": "prompt", "answer": "answer"}
@@ -147,15 +147,14 @@ def _messages(row: Row, column: str, place: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
         return (Message(role="user", content=_text(row, column, place)),)
     try:
-        found = tuple(Message(role=each["role"], content=each["content"]) for each in value)
+        roles, contents = [each["role"] for each in value], [each["content"] for each in value]
     except (TypeError, KeyError):
-        found = ()
-    parts = [part for each in found if isinstance(each.content, list) for part in each.content]
-    if any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts):
+        roles, contents = [], []
+    if any(map(holds_image, contents)):
         raise ValueError(f"{place}: column {column!r} holds an image, expected text: the policy is a model of text")
-    if not found or not all(isinstance(text, str) for each in found for text in (each.role, each.content)):
+    if not contents or not all(isinstance(text, str) for text in (*roles, *contents)):
         raise unlike(value, column, place, "a string, or messages with role and content")
-    return found
+    return tuple(Message(role=role, content=content) for role, content in zip(roles, contents, strict=True))
 
 
 def unlike(value: Any, column: str, place: str, expected: str) -> ValueError:

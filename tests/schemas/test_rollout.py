@@ -10,7 +10,7 @@ import pytest
 
 import hostile_records
 import wire_examples
-from penstock.schemas.prompt import Prompt
+from penstock.schemas.prompt import Message, Prompt
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
@@ -233,9 +233,12 @@ def test_unknown_fields_of_a_newer_writer_are_ignored():
     assert decode_group(msgspec.msgpack.encode(fields)) == wire_examples.group()
 
 
-def test_a_prompt_needs_exactly_one_of_text_and_messages():
+def test_a_prompt_is_exactly_one_of_text_and_messages_of_text():
     with pytest.raises(ValueError, match="exactly one of text and messages"):
         Prompt(answer="46")
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    with pytest.raises(ValueError, match="Message: content holds an image, expected text"):
+        Message(role="user", content=parts)
 
 
 def test_a_group_that_is_refused_still_says_who_sampled_it():
