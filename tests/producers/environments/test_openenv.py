@@ -4,6 +4,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,13 +16,13 @@ from penstock.schemas.config import EnvironmentConfig
 from penstock.schemas.process.plugins import construct
 from scripted_conversation import ScriptedConversation
 
-# It brings gradio, fastmcp and 25 other packages, too many for the dev extra.
+# Not in the dev extra: it brings fastmcp with mcp 2.3, where verifiers takes mcp 2.0 alone.
 pytest.importorskip("openenv", reason="openenv-core is not installed: pip install 'penstock[openenv]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@contextmanager
+def _served() -> Iterator[str]:
     from openenv_server import app
 
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
@@ -33,6 +34,12 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with _served() as address:
+        yield address
 
 
 async def test_resets_steps_and_rewards_are_the_server_s(url: str) -> None:
@@ -66,6 +73,14 @@ async def test_a_rollout_dies_of_what_the_server_refuses_or_lacks(url: str, sett
     for _ in range(2):  # the server's only session is free again
         with pytest.raises(Exception, match=re.escape(message)):
             await environment.reward(environment.prompt(1), "3")
+
+
+async def test_a_rollout_dies_with_its_server() -> None:
+    with _served() as address:
+        environment = OpenEnvEnvironment(seed=1, url=address)
+        await environment.reward(environment.prompt(1), "3")
+    with pytest.raises(ConnectionError, match=f"Failed to connect to {address.replace('http', 'ws')}"):
+        await environment.reward(environment.prompt(1), "3")
 
 
 @pytest.mark.parametrize(
