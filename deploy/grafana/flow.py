@@ -11,6 +11,7 @@ from penstock.deploy.grafana.panels import (
     rate,
     stat,
     timeseries,
+    traces,
 )
 from penstock.schemas import limits
 
@@ -225,11 +226,12 @@ TRAINER = [
     timeseries(
         "A group's time",
         "Mean of the last batch's groups, from release to the policy they made: until they are claimed, sampled, "
-        "scored, read, taken, trained, announced. `penstock report` lists the slowest groups, with their traces.",
+        "scored, read, taken, trained, announced. `penstock report` lists the slowest groups, with their traces; the "
+        "link above lists all of a run with `metrics.traces`, by index, from Tempo.",
         {"{{phase}}": last("penstock_group_seconds", by="phase")},
         unit="s",
         stacked=True,
-    ),
+    ).links([traces()]),
     timeseries(
         "Tokens: generated, trained, masked",
         "What is generated and neither trained nor masked is in groups without reward variance, or in the queue.",

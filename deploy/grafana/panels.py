@@ -1,9 +1,11 @@
 """Queries, panels and dashboards of one style, made by Grafana's own builders (the development dependency
 grafana-foundation-sdk)."""
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 from grafana_foundation_sdk.builders import common as builders
 from grafana_foundation_sdk.builders import dashboard as dashboards
@@ -206,6 +208,19 @@ def _filled(
     return panel
 
 
+def traces() -> dashboards.DashboardLink:
+    """Returns a link to the run's traces of the time shown, in Explore: `tempo` is the dashboard's data source of them,
+    the first of that type that Grafana has."""
+    source = "${tempo}"
+    query = '{ resource.penstock.run.name = "$run" && name = "rl.loop" } | select(span.penstock.group.index)'
+    asked = {"refId": "A", "datasource": {"type": "tempo", "uid": source}, "queryType": "traceql", "query": query}
+    pane = {"datasource": source, "queries": [asked], "range": {"from": "${__from}", "to": "${__to}"}}
+    # Grafana puts its variables in as they stand in the address.
+    panes = quote(json.dumps({"traces": pane}), safe="${}")
+    link = dashboards.DashboardLink("Traces of the groups").type(model.DashboardLinkType.LINK)
+    return link.url(f"/explore?schemaVersion=1&panes={panes}").target_blank(True)
+
+
 def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Row]) -> model.Dashboard:
     link = dashboards.DashboardLink("Penstock").type(model.DashboardLinkType.DASHBOARDS).tags(["penstock"])
     run = (
@@ -227,6 +242,7 @@ def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Row]) -
         .time("now-15m", "now")
         .with_variable(dashboards.DatasourceVariable("datasource").label("Data source").type("prometheus"))
         .with_variable(run)
+        .with_variable(dashboards.DatasourceVariable("tempo").type("tempo").hide(model.VariableHide.HIDE_VARIABLE))
         .link(link.include_vars(True).keep_time(True).icon("external link"))
     )
     for title_of_row, row in rows.items():
