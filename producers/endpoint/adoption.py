@@ -72,6 +72,7 @@ class _KeptRollout:
         if self.ended is not None:
             for answered in rollout.ledger.calls:
                 answered.delivered = answered.number in self.ended.read
+                answered.is_trained = answered.number not in self.ended.untrained
             rollout.restore_end(self.ended)
         return rollout
 

@@ -38,6 +38,7 @@ class Call:
     answer: canonical form of that message.
     digest: of prompt and completion.
     is_continued: whether another call has it as its base.
+    is_trained: whether its tokens belong to the rollout that is trained.
     began_s, ended_s: seconds since the epoch; an answer of an earlier holder keeps its own.
     """
 
@@ -54,6 +55,7 @@ class Call:
     answer: bytes = b""
     digest: bytes = b""
     is_continued: bool = False
+    is_trained: bool = True
     began_s: float = 0.0
     ended_s: float = 0.0
 
@@ -238,7 +240,7 @@ class CallLedger:
                 routes=call.completion.routes,
             )
             for call in self.calls
-            if call.number in read or call.digest not in digests
+            if call.is_trained and (call.number in read or call.digest not in digests)
         ]
 
     def _is_closed(self, number: int) -> bool:

@@ -181,7 +181,8 @@ class AgentRollout:
         calls = self.ledger.calls
         read = tuple(call.number for call in calls if call.delivered and call.number not in self.ledger.unread)
         numbers = tuple(call.number for call in calls)
-        self.group.enter(Ended(rollout=self.place, reward=reward, calls=numbers, read=read))
+        untrained = tuple(call.number for call in calls if not call.is_trained)
+        self.group.enter(Ended(rollout=self.place, reward=reward, calls=numbers, read=read, untrained=untrained))
         self._end()
         return ""
 

@@ -51,7 +51,7 @@ class RolloutConversation:
         self._calls = calls
         self._sampling = sampling
 
-    async def chat(self, messages: list[Json], **fields: Any) -> Json:
+    async def chat(self, messages: list[Json], *, is_trained: bool = True, **fields: Any) -> Json:
         """See `Conversation.chat`."""
         document = {"messages": messages, **fields}
         num_bytes, identity = _identity(document)
@@ -60,7 +60,7 @@ class RolloutConversation:
         )
         number = self._rollout.begin_call()
         answered = await self._calls.answer(self._rollout, request, number, identity)
-        answered.call.delivered = True
+        answered.call.delivered, answered.call.is_trained = True, is_trained
         return answered.message
 
     async def act(self, action: Callable[[], Awaitable[T]], state: State | None = None) -> T:
@@ -87,12 +87,12 @@ class RolloutConversation:
     @property
     def facts(self) -> RolloutFacts:
         """See `Conversation.facts`."""
-        calls = self._rollout.ledger.calls
+        calls = [call for call in self._rollout.ledger.calls if call.is_trained]
         if not calls:
-            raise LookupError("facts of a conversation without an answered call")
+            raise LookupError("facts of a conversation without an answered call that is trained")
         return RolloutFacts(
             num_prompt_tokens=len(calls[0].prompt) // 4,
-            num_tokens=self._rollout.ledger.num_sampled,
+            num_tokens=sum(call.num_sampled for call in calls),
             max_tokens=self._rollout.group.sampling.max_tokens,
             finish_reason=calls[-1].completion.finish_reason,
             num_turns=len(calls),

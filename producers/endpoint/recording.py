@@ -73,13 +73,15 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a rollout.
 
     reward: of a finished one; None for one that died of `reason`.
-    calls, read: numbers of the calls in a finished one's ledger, and of those whose answers were read.
+    calls, read, untrained: numbers of the calls in a finished one's ledger, of those whose answers were read, and of
+        those that are not trained.
     """
 
     rollout: int
     reward: Reward | None = None
     calls: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
+    untrained: tuple[int, ...] = ()
     reason: str = ""
     is_abandoned: bool = False
 

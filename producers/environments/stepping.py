@@ -133,8 +133,8 @@ class OneAnswer:
     def __init__(self, text: str) -> None:
         self._left = [text]
 
-    async def chat(self, messages: list[Json], **fields: Any) -> Json:
-        if not self._left:
+    async def chat(self, messages: list[Json], *, is_trained: bool = True, **fields: Any) -> Json:
+        if not self._left or not is_trained:
             raise ContextFullError("there is one answer; this model's maximum context length is reached")
         return {"role": "assistant", "content": self._left.pop()}
 

@@ -1,14 +1,29 @@
-"""Games for one player of the library TextArena, unchanged: their rules, observations and rewards."""
+"""Games of the library TextArena, unchanged: their rules, observations and rewards. Those of several players are played
+by the policy against itself."""
 
 import asyncio
 import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.producers.environments.global_random import GlobalRandom
-from penstock.producers.environments.stepping import MAX_TURNS, Episode, SeededTasks, Step, library, text_of, unknown
+from penstock.producers.environments.stepping import (
+    MAX_TURNS,
+    TOO_LONG,
+    Episode,
+    SeededTasks,
+    Step,
+    library,
+    play,
+    text_of,
+    unknown,
+)
+from penstock.producers.interfaces import Conversation
+from penstock.schemas.prompt import Prompt, Reward
 
-PLAYER = 0
+Json = dict[str, Any]
+
 MAX_EMPTY = 64
 """Empty actions that a game gets to end."""
 
@@ -21,10 +36,14 @@ class TextArenaEnvironment(SeededTasks):
     game for whose next turn the context has no room, or of more than `max_turns` answers, gets empty actions, invalid
     ones in most games, until it ends; it is dead if it does not.
 
-    id: a registered game. args: of `textarena.make`. num_evaluation_prompts: how many games are held out.
+    Of several players one is trained, as the task's seed says; the policy as it is then answers for the others too.
+    Each player reads what the game tells that player alone. One whose context has no room makes an empty action.
+
+    id: a registered game. args: of `textarena.make`. num_players: of the game. num_evaluation_prompts: how many games
+        are held out. max_turns: answers of the player who is trained.
 
     Raises:
-        ValueError: the game cannot be made or begun, or it is one of several players.
+        ValueError: the game cannot be made or begun, or it is not one of `num_players` players.
         ImportError: textarena is not installed.
     """
 
@@ -34,6 +53,7 @@ class TextArenaEnvironment(SeededTasks):
         seed: int,
         id: str,
         args: Mapping[str, Any] | None = None,
+        num_players: int = 1,
         num_evaluation_prompts: int = 64,
         max_turns: int = MAX_TURNS,
     ) -> None:
@@ -41,58 +61,99 @@ class TextArenaEnvironment(SeededTasks):
         ta = library("textarena", "textarena")
         if id not in (known := library("textarena.envs.registration", "textarena").ENV_REGISTRY):
             raise unknown(id, known)
+        self._num_players = num_players
         try:
             self._made = ta.make(id, **(args or {}))
-            state = _Game(self._made, 0).inner.state
+            state = _Game(self._made, 0, num_players).inner.state
         except Exception as error:  # the library's games raise anything
-            raise ValueError(f"id = {id!r}: {type(error).__name__}: {error}") from error
-        if not isinstance(state, ta.SinglePlayerState):
-            raise ValueError(f"id = {id!r}: a game of several players; expected one for a single player")
+            raise ValueError(f"id = {id!r}, num_players = {num_players}: {type(error).__name__}: {error}") from error
+        if isinstance(state, ta.SinglePlayerState) != (num_players == 1):
+            kind = "a game for a single player" if num_players > 1 else "a game of several players"
+            raise ValueError(f"id = {id!r}: {kind}, expected one of num_players = {num_players}")
 
     def pose(self, seed: int) -> str:
-        return _Game(self._made, seed).said
+        return _Game(self._made, seed, self._num_players).told_first
 
     async def begin(self, seed: int) -> "_Game":
-        return await asyncio.to_thread(_Game, self._made, seed)
+        return await asyncio.to_thread(_Game, self._made, seed, self._num_players)
+
+    async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
+        game = await self.begin(int(prompt.metadata["seed"]))
+        game.conversation = conversation
+        opening = await game.others()
+        if opening.is_done:
+            raise RuntimeError("textarena: the game has ended before the first turn of the player who is trained")
+        return await play(game, opening.messages, conversation, self._max_turns)
 
 
 class _Game(Episode):
-    """One game, begun. said: what the player is told first."""
+    """One game, begun.
 
-    def __init__(self, made: Any, seed: int) -> None:
+    player: the one who is trained. told_first: what the game has told this player at its beginning.
+    conversation: answers for the other players.
+    """
+
+    def __init__(self, made: Any, seed: int, num_players: int) -> None:
+        self.player = seed % num_players
+        self.conversation: Conversation | None = None
+        self._messages: dict[int, list[Json]] = defaultdict(list)
         self._random = GlobalRandom(seed)
         with self._random.lent():
             self._game = copy.deepcopy(made)
-            self._game.reset(num_players=1, seed=seed)
+            self._game.reset(num_players=num_players, seed=seed)
         self.inner = self._game
         while hasattr(self.inner, "env"):  # a wrapper; those of observations repeat all that was said before
             self.inner = self.inner.env
-        self.said = self._observe()
+        self.told_first = self._text(self.inner.state.observations[self.player], self.player)
 
     async def step(self, action: str) -> Step:
-        return await asyncio.to_thread(self._step, action)
+        is_done = await asyncio.to_thread(self._act, action)
+        return self._ended() if is_done else await self.others()
+
+    async def others(self) -> Step:
+        """Lets the others play until it is the player's turn, or the game has ended."""
+        while True:
+            player, observed = self.inner.get_observation()
+            said = {"role": "user", "content": self._text(observed, player)}
+            if player == self.player:
+                return Step([said], 0.0, False)
+            assert self.conversation is not None
+            messages = self._messages[player]
+            messages.append(said)
+            try:
+                reply = await self.conversation.chat(messages, is_trained=False)
+            except Exception as error:
+                if getattr(error, "code", None) not in TOO_LONG:
+                    raise
+                reply = {"role": "assistant", "content": ""}
+            messages.append(reply)
+            if await asyncio.to_thread(self._act, reply.get("content") or ""):
+                return self._ended()
 
     async def give_up(self) -> float:
         for _ in range(MAX_EMPTY):
-            _, reward, is_done = await self.step("")
-            if is_done:
-                return reward
+            if await asyncio.to_thread(self._act, ""):
+                return self._ended().reward
         raise RuntimeError(f"textarena: the game has not ended, and goes on after {MAX_EMPTY} empty actions")
 
     def parts(self) -> Mapping[str, float]:
         _, facts = self.inner.close()
-        return {"invalid_move": float(facts[PLAYER]["invalid_move"])}
+        return {"invalid_move": float(facts[self.player]["invalid_move"])}
 
-    def _step(self, action: str) -> Step:
+    def _act(self, action: str) -> bool:
+        """Makes the action of the player whose turn it is; returns whether the game has ended."""
         with self._random.lent():
             is_done, _ = self._game.step(action)
-        if not is_done:
-            return Step([{"role": "user", "content": self._observe()}], 0.0, False)
-        rewards, _ = self.inner.close()
-        if not rewards:
-            raise RuntimeError("textarena: the game has ended without a reward")
-        return Step([], rewards[PLAYER], True)
+        return bool(is_done)
 
-    def _observe(self) -> str:
-        _, said = self.inner.get_observation()
-        return "\n".join(text_of(text, "what the game says") for speaker, text, _ in said if speaker != PLAYER)
+    def _ended(self) -> Step:
+        rewards, _ = self.inner.close()
+        if not rewards or self.player not in rewards:
+            raise RuntimeError("textarena: the game has ended without a reward")
+        return Step([], rewards[self.player], True)
+
+    def _text(self, observed: Any, player: int) -> str:
+        """Returns what a player has been told, but for what this player has said."""
+        names = self.inner.state.role_mapping
+        lines = [(who, text_of(text, "what the game says")) for who, text, _ in observed if who != player]
+        return "\n".join(f"[{names.get(who, who)}] {text}" if who >= 0 else text for who, text in lines)

@@ -231,8 +231,12 @@ class State(Protocol):
 class Conversation(Protocol):
     """One rollout as a conversing environment sees it: any number of calls, one after another or concurrent."""
 
-    async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """Returns the assistant's message, to append to `messages` as it is. fields: of OpenAI's request (`tools`).
+    async def chat(self, messages: list[dict[str, Any]], *, is_trained: bool = True, **fields: Any) -> dict[str, Any]:
+        """Returns the assistant's message, to append to `messages` as it is.
+
+        is_trained: False for an answer whose tokens are not trained, such as those of an opponent in self-play. It
+            comes from the same policy, and `facts` leave it out.
+        fields: of OpenAI's request (`tools`).
 
         Raises:
             ApiError: the request cannot be answered; its `code` is `context_length_exceeded` for one that exceeds the

@@ -9,6 +9,7 @@ pytest.importorskip("textarena", reason="textarena is not installed: pip install
 import textarena as ta
 from textarena.envs import registration
 
+from penstock.producers.environments.stepping import ContextFullError
 from penstock.producers.environments.textarena import TextArenaEnvironment
 from penstock.producers.interfaces import Environment
 from penstock.schemas.config import EnvironmentConfig
@@ -62,12 +63,38 @@ async def test_tiles_of_2048_fall_alike_for_siblings_that_move_alike() -> None:
     assert boards[0] == boards[1] and len(set(boards[0])) > 4
 
 
+@pytest.mark.parametrize("trained", [0, 1])
+async def test_a_game_of_two_is_played_against_itself_and_one_side_is_trained(trained: int) -> None:
+    environment = TextArenaEnvironment(seed=1, id="TicTacToe-v0", num_players=2)
+    prompt = next(p for p in map(environment.prompt, range(1, 99)) if int(p.metadata["seed"]) % 2 == trained)
+    assert prompt.messages[0].content.startswith(f"You are Player {trained} in Tic Tac Toe.")
+    cells = ["[0]", "[3]", "[1]", "[4]", "[2]"]  # Player 0 fills the first row
+    conversation = ScriptedConversation(*cells)
+    reward = await environment.converse(prompt, conversation)
+    assert (reward.value, reward.parts) == ((1, -1)[trained], {"finished": 1.0, "invalid_move": 0.0})
+    assert [fields.get("is_trained", True) for fields in conversation.fields] == [n % 2 == trained for n in range(5)]
+    last = conversation.asked[-1]  # what Player 0 reads has nothing of the other's conversation but the game's words
+    assert [message["content"] for message in last if message["role"] == "assistant"] == ["[0]", "[1]"]
+    assert "Player 1" in last[-1]["content"] and last[0]["content"].startswith("You are Player 0")
+
+
+async def test_an_opponent_without_room_makes_empty_actions() -> None:
+    environment = TextArenaEnvironment(seed=1, id="TicTacToe-v0", num_players=2)
+    tasks = {int(p.metadata["seed"]) % 2: p for p in map(environment.prompt, range(1, 99))}
+    full = [ContextFullError("no room")] * 2  # the second invalid action of a player loses the game
+    reward = await environment.converse(tasks[0], ScriptedConversation("[0]", *full))
+    assert (reward.value, reward.parts["invalid_move"]) == (1, 0.0)
+    with pytest.raises(RuntimeError, match="has ended before the first turn of the player who is trained"):
+        await environment.converse(tasks[1], ScriptedConversation(*full))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"id": "GuessNumber"}, "such as GuessTheNumber-v0"),
-        ({"id": "TicTacToe-v0"}, "number of players has to be 2"),
-        ({"id": "SpiteAndMalice-v0"}, "a game of several players; expected one for a single player"),
+        ({"id": "TicTacToe-v0"}, "num_players = 1: AssertionError: The number of players has to be 2"),
+        ({"id": "SpiteAndMalice-v0"}, "a game of several players, expected one of num_players = 1"),
+        ({"id": GUESS, "num_players": 2}, "The number of players has to be 1, received 2"),
         ({"id": GUESS, "args": {"sides": 6}}, "unexpected keyword argument 'sides'"),
         ({"id": GUESS, "max_turns": 0}, "max_turns is 0, expected at least 1"),
     ],
