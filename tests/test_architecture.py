@@ -25,6 +25,7 @@ VLLM_FILES = {
         "engine_process",
         "weight_transfer",
         "update",
+        "adapter_products",
         "answer_parser",
         "direct_writes",
         "routes",
@@ -265,16 +266,16 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_450,
-    "producers": 16_900,
-    "consumers": 19_500,
+    "schemas": 6_600,
+    "producers": 17_300,
+    "consumers": 19_980,
     "deploy": 15_200,
-    "bench": 6_600,
-    "tests": 56_650,
+    "bench": 6_750,
+    "tests": 57_800,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 122
+MOST_IMPORTED_BY_THE_TRAINER = 124
 
 
 def test_the_house_keeps_its_budget():

@@ -10,13 +10,14 @@ import pytest
 
 from agent_client import spelled, tool_user
 from chat_templates import decode
+from crashed_producer import kill
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.sampling import request_seed
 from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig, ProducersConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import decode_group
+from penstock.schemas.rollout import decode_group, unpack_ids
 from producer_run import KEYS, Numbers
 from scripted_engine import ScriptedEngine
 from tool_caller import ToolCaller
@@ -53,6 +54,39 @@ async def test_an_environment_s_conversations_become_groups_seeded_by_their_plac
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0)
     one.trainer.release(13, 13)
     assert (await one.groups(1))[0].index == 13
+
+
+async def test_answers_of_an_opponent_are_sampled_and_not_trained_whoever_ends_the_group(serve) -> None:
+    ended, go_on = [], asyncio.Event()
+
+    class SelfPlay(ToolCaller):
+        async def converse(self, prompt, conversation):
+            ours, theirs = ([{"role": "user", "content": text}] for text in (prompt.text, "You play against it."))
+            for _ in range(2):
+                ours.append(await conversation.chat(ours))
+                theirs.append({"role": "user", "content": "well?"})
+                theirs.append(await conversation.chat(theirs, is_trained=False))
+                ours.append({"role": "user", "content": "and now?"})
+            assert (conversation.facts.num_turns, conversation.facts.finish_reason) == (2, "stop")
+            if ended:
+                await go_on.wait()
+            ended.append(conversation.facts.num_tokens)
+            return Reward(value=1.0)
+
+    one = await serve(environment=SelfPlay(), group_size=2)
+    one.trainer.release(1, 1)
+    await until(lambda: ended)
+    await one.producer.endpoint.agents.save_all()
+    await until(lambda: one.producer.endpoint.agents._groups[0].journal.num_written)
+    await kill(one)
+    go_on.set()
+    two = await serve(producer_id="b", beside=one, environment=SelfPlay(), group_size=2)
+    (group,) = await two.groups(1)
+    assert group.sampled_by, "the first rollout is the earlier holder's"
+    for rollout, num_tokens in zip(group.rollouts, ended, strict=True):
+        (segment,) = rollout.segments
+        assert len(segment.loss_mask) == 2 and rollout.num_sampled_tokens == num_tokens
+        assert "against" not in decode("chatml", list(unpack_ids(segment.token_ids)))
 
 
 async def test_a_conversation_that_fails_ends_alone(serve) -> None:
