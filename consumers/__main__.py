@@ -261,6 +261,7 @@ def _assemble(
         vocabulary=learner.vocabulary,
         needs_teacher=config.teacher_url is not None,
         experts=learner.experts,
+        top_logprobs=config.sampling.top_logprobs,
     )
     shard = open_shard(config, learner.ranks, connection.call, learner)
     recomputes = config.correction.proximal == "sampled_version"

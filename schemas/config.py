@@ -231,6 +231,10 @@ class WarmStartConfig(Section, frozen=True, kw_only=True):
 class SamplingConfig(ReproducibleSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How rollouts are sampled. Only settings that the trainer can reproduce are accepted."""
 
+    top_logprobs: NonNegative = 0
+    """This many of the likeliest ids are recorded with each sampled token, 8 bytes each, for objectives that read them
+    (docs/objectives.md#score-centering). The engine's limit is `engine.args.max_logprobs`, 20 unless set."""
+
 
 class EngineConfig(Section, frozen=True, kw_only=True):
     """Engine settings that can change logprobs; they are verified after boot."""
@@ -1093,6 +1097,12 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.top_k = {sampling.top_k}: these are "
             "not of the ids that were kept; expected 'processed_logprobs'"
+        )
+    if sampling.top_logprobs and (sampling.is_truncated or config.engine.logprobs_mode != "processed_logprobs"):
+        yield (
+            f"sampling.top_logprobs = {sampling.top_logprobs} with sampling.top_k = {sampling.top_k}, sampling.top_p = "
+            f"{sampling.top_p}, engine.logprobs_mode = {config.engine.logprobs_mode!r}: the trainer needs the "
+            "likeliest ids of the whole vocabulary, as they were sampled from; expected 0, 1.0 and 'processed_logprobs'"
         )
     if not 0 <= sampling.temperature < math.inf:
         yield f"sampling.temperature = {sampling.temperature}: expected 0 or more, and finite"

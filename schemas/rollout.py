@@ -93,6 +93,33 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The `count` likeliest ids at each of consecutive sampled tokens, the likeliest first: 8 bytes each.
+
+    The sampled id has no place of its own: it is among them only if it is one of the likeliest.
+
+    ids: int32 little-endian bytes, `[num_sampled, count]`.
+    logprobs: float32 little-endian bytes, `[num_sampled, count]`, natural log, of the distribution that the token was
+        sampled from; a token's add up to less than 1 by what all other ids have.
+    """
+
+    count: int
+    ids: bytes
+    logprobs: bytes
+
+    def part(self, start: int, end: int) -> "TopLogprobs":
+        """Returns those of the sampled tokens from `start` to before `end`."""
+        own = slice(4 * self.count * start, 4 * self.count * end)
+        return TopLogprobs(self.count, self.ids[own], self.logprobs[own])
+
+    def problem(self, num_sampled: int) -> str | None:
+        """Returns why these are not of `num_sampled` tokens; None if they are."""
+        found, wanted = (len(self.ids), len(self.logprobs)), 4 * self.count * num_sampled
+        if self.count < 1 or found != (wanted, wanted):
+            return f"{found} bytes, expected {wanted} each: {self.count} ids and logprobs of {num_sampled} tokens"
+        return None
+
+
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """One token sequence exactly as the engine saw it: context and sampled tokens.
 
@@ -110,6 +137,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     teacher_logprobs: float32 little-endian bytes, `[num_sampled_tokens]`, of a teacher's server; unset without one.
     routes: the experts that the engine chose for every token but the last, when it was first computed; unset unless
         `model.replay_routes`.
+    top_logprobs: the likeliest ids where each sampled token was drawn; unset unless `sampling.top_logprobs`.
     """
 
     token_ids: bytes
@@ -120,6 +148,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: tuple[bytes, ...] | None = None
     teacher_logprobs: bytes | msgspec.UnsetType = msgspec.UNSET
     routes: Routes | msgspec.UnsetType = msgspec.UNSET
+    top_logprobs: TopLogprobs | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def num_tokens(self) -> int:
@@ -159,6 +188,8 @@ class ReproducibleSampling(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens one completion may have."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, in addition to the model's own end of sequence."""
+    top_logprobs: int | msgspec.UnsetType = msgspec.UNSET
+    """The likeliest ids that are recorded with each sampled token, with their log-probabilities."""
 
     @property
     def is_truncated(self) -> bool:
@@ -167,9 +198,9 @@ class ReproducibleSampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """The encoded size of a sampled token: id, logprob and, with top-k or top-p, the `top_k` ids that could be
-        sampled."""
-        return 8 + self.is_truncated * (5 + 4 * self.top_k)
+        """The encoded size of a sampled token: id, logprob, with top-k or top-p the `top_k` ids that could be sampled,
+        and the likeliest ids with their logprobs."""
+        return 8 + self.is_truncated * (5 + 4 * self.top_k) + 8 * (self.top_logprobs or 0)
 
 
 class SamplingSettings(ReproducibleSampling, frozen=True, kw_only=True):
@@ -463,6 +494,8 @@ def _check_segment(segment: Segment, where: str) -> None:
         )
     if segment.routes is not msgspec.UNSET and (problem := segment.routes.problem(num_tokens - 1)):
         raise RecordError(f"{where}.routes: {problem}")
+    if segment.top_logprobs is not msgspec.UNSET and (problem := segment.top_logprobs.problem(num_sampled)):
+        raise RecordError(f"{where}.top_logprobs: {problem}")
 
 
 def _check_values(segment: Segment, where: str) -> None:
@@ -472,9 +505,13 @@ def _check_values(segment: Segment, where: str) -> None:
     if segment.sampling_mask is not None:
         ids = unpack_ids(segment.token_ids)
         _check_sampling_mask(segment.sampling_mask, ids, segment.loss_mask, where)
+    top = segment.top_logprobs or None
+    if top is not None and not top.ids[3::4].isascii():
+        raise RecordError(f"{where}.top_logprobs: id {min(unpack_ids(top.ids))}, expected 0 or more")
     for name, packed in {
         "behavior_logprobs": segment.behavior_logprobs,
         "teacher_logprobs": segment.teacher_logprobs or b"",
+        "top_logprobs": b"" if top is None else top.logprobs,
     }.items():
         if not packed[3::4].translate(None, _ORDINARY_HIGH_BYTES):
             continue

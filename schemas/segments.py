@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.schemas.prefixes import PrefixTrie
-from penstock.schemas.rollout import FinishReason, RecordError, Segment, VersionSpan
+from penstock.schemas.rollout import FinishReason, RecordError, Segment, TopLogprobs, VersionSpan
 from penstock.schemas.routes import Routes, joined_routes
 
 _ID_BYTES = 4
@@ -30,6 +30,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     delivered: whether the answer reached the client; None if unknown.
     sampling_mask: see `Segment`.
     routes: of the prompt and the sampled tokens, without the last one.
+    top_logprobs: of the sampled tokens.
     """
 
     call_id: str
@@ -42,6 +43,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     delivered: bool | None = None
     sampling_mask: tuple[bytes, ...] | None = None
     routes: Routes | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class Chain(NamedTuple):
@@ -165,6 +167,8 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
         finish_reason=calls[-1].finish_reason,
         sampling_mask=joined_masks(masks),
         routes=joined_routes(routes) or msgspec.UNSET,
+        top_logprobs=joined_top(call.top_logprobs for call, trained in zip(calls, trains, strict=True) if trained)
+        or msgspec.UNSET,
     )
 
 
@@ -172,6 +176,15 @@ def joined_masks(masks: Iterable[tuple[bytes, ...] | None]) -> tuple[bytes, ...]
     """Joins the sampling masks of consecutive parts: either all parts have one or none has."""
     found = [mask for mask in masks if mask is not None]
     return tuple(chain.from_iterable(found)) if found else None
+
+
+def joined_top(parts: Iterable[TopLogprobs | None]) -> TopLogprobs | None:
+    """Joins those of consecutive tokens: either all parts have them or none has."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    ids, logprobs = (b"".join(getattr(part, name) for part in known) for name in ("ids", "logprobs"))
+    return TopLogprobs(known[0].count, ids, logprobs)
 
 
 def _parents(ordered: list[RecordedCall]) -> list[int | None]:

@@ -43,6 +43,11 @@ class LossInputs:
     """[M], the frozen reference model's, detached; None if the run has no reference model."""
     lag: Tensor | None = None
     """[M], optimizer steps between the policy that sampled the token and the trainer's, 0 or more."""
+    top_current_logprobs: Tensor | None = None
+    """[M, K], the current policy's at the K ids that were likeliest where the token was sampled, under gradient; None
+    unless the objective needs them."""
+    top_behavior_logprobs: Tensor | None = None
+    """[M, K], the sampling policies' at the same ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,8 @@ class Objective(Protocol):
     token_level: True promises that a token's part of the loss depends on that token's own inputs and on the batch-wide
         denominators only, so that its gradient can be taken while the head's logits are in memory.
     needs_reference: True asks for `LossInputs.reference_logprobs`.
+    needs_top_logprobs: True asks for `LossInputs.top_current_logprobs` and `top_behavior_logprobs`, which the engine
+        returns by `sampling.top_logprobs`. Not together with `token_level`.
     reads_behavior: True if the objective itself forms exp(current - behavior) or interpolates between the two. An
         importance weight would count one gap twice, so the trainer refuses a correction with it.
     trains_every_row: True if the loss has terms that are not 0 where every advantage is 0, such as a KL to the
@@ -89,6 +96,12 @@ def check_objective(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             f"correction.proximal = {correction.proximal!r} with objective.path = {config.objective.path!r}: this "
             "objective forms current / behavior itself; expected 'consumed'"
+        )
+    reads_top, top = getattr(objective, "needs_top_logprobs", False), config.sampling.top_logprobs
+    if reads_top != (top > 0):
+        raise ConfigError(
+            f"sampling.top_logprobs = {top} with objective.path = {config.objective.path!r}: this objective "
+            + ("reads the likeliest ids; expected 1 or more" if reads_top else "does not read them; expected 0")
         )
     share = getattr(objective, "full_rate_ess", None)
     if not (share is None or (isinstance(share, int | float) and 0 < share <= 1)):

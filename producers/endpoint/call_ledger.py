@@ -238,6 +238,7 @@ class CallLedger:
                 delivered=call.number in read,
                 sampling_mask=call.completion.sampling_mask,
                 routes=call.completion.routes,
+                top_logprobs=call.completion.top_logprobs,
             )
             for call in self.calls
             if call.is_trained and (call.number in read or call.digest not in digests)

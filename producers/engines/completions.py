@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.producers.interfaces import Completion, EngineError
-from penstock.schemas.rollout import VersionSpan, pack_floats, pack_ids
+from penstock.schemas.rollout import TopLogprobs, VersionSpan, pack_floats, pack_ids
 from penstock.schemas.routes import Routes
 
 
@@ -21,7 +21,8 @@ class Reported(NamedTuple):
 
 
 def pack(output: Any, request_id: str, reported: Reported) -> Completion:
-    """Packs one finished sibling, a vLLM `CompletionOutput` with flat logprobs of the sampled tokens alone.
+    """Packs one finished sibling, a vLLM `CompletionOutput` with flat logprobs: of each sampled token, then of the
+    likeliest ids if the request asked for any.
 
     Raises:
         EngineError: its parts are inconsistent.
@@ -53,11 +54,12 @@ def _packed(
     num_tokens = len(output.token_ids)
     if not _tile(spans, num_tokens):
         raise EngineError(f"request {request_id}: version spans {spans} do not tile its {num_tokens} tokens")
-    # With logprobs=0 the flat form holds one id per position: the sampled token's.
-    if output.logprobs.token_ids != list(output.token_ids):
+    ids, logprobs = output.logprobs.token_ids, output.logprobs.logprobs
+    # A position of the flat form holds the sampled id, then the likeliest ones, whether or not it is among them.
+    width = len(ids) // num_tokens if num_tokens else 1
+    if len(ids) != width * num_tokens or ids[::width] != list(output.token_ids):
         raise EngineError(
-            f"request {request_id}: {num_tokens} tokens, but logprobs of {len(output.logprobs.token_ids)}; "
-            "expected the same tokens in both"
+            f"request {request_id}: {num_tokens} tokens, but logprobs of {len(ids)}; expected the same tokens in both"
         )
     if len(kept) != reported.masks * num_tokens:
         raise EngineError(
@@ -73,13 +75,18 @@ def _packed(
             )
         _, num_layers, per_token = experts.shape
         routes = Routes(num_layers, per_token, reported.routes, experts.astype(f"<{reported.routes}").tobytes())
+    top = None
+    if width > 1:
+        table = np.array(ids, "<i4").reshape(-1, width)[:, 1:], np.array(logprobs, "<f4").reshape(-1, width)[:, 1:]
+        top = TopLogprobs(width - 1, *(part.tobytes() for part in table))
     return Completion(
         token_ids=pack_ids(output.token_ids),
-        behavior_logprobs=pack_floats(output.logprobs.logprobs),
+        behavior_logprobs=pack_floats(logprobs[::width]),
         version_spans=spans,
         finish_reason=output.finish_reason,
         sampling_mask=tuple(kept) if reported.masks else None,
         routes=routes,
+        top_logprobs=top,
     )
 
 

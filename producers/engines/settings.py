@@ -38,6 +38,9 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
 completion only."""
 
+MOST_LOGPROBS = 20
+"""vLLM's `max_logprobs`, unless it is set."""
+
 GENERATION_FILE = "generation_config.json"
 """Of transformers: the settings that a model's makers recommend for sampling."""
 
@@ -75,6 +78,12 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
             f"sampling.top_k = {config.sampling.top_k}, sampling.top_p = {config.sampling.top_p}: vLLM's CPU build "
             "does not report which ids it kept, and without them the trainer cannot reproduce the logprobs; expected "
             "top_k = 0 and top_p = 1.0, or a GPU"
+        )
+    most = engine.args.get("max_logprobs", MOST_LOGPROBS)
+    if isinstance(most, int) and 0 <= most < config.sampling.top_logprobs:
+        raise EngineError(
+            f"sampling.top_logprobs = {config.sampling.top_logprobs}: vLLM returns up to max_logprobs = {most} with a "
+            "token; expected at most that, or more in engine.args.max_logprobs"
         )
     if engine.tensor_parallel_size > 1:
         _check_divides(engine.tensor_parallel_size, Path(config.model.path))

@@ -106,6 +106,11 @@ class VllmEngine:
             reports = await llm.collective_rpc("penstock_report")
             verify(arguments, config, reports)
             engine = cls(llm, fingerprint(config, reports[0], __version__), config, base)
+            if config.sampling.top_logprobs > engine._vocabulary:
+                raise EngineError(
+                    f"sampling.top_logprobs = {config.sampling.top_logprobs}: model.path = {config.model.path!r} has a "
+                    f"vocabulary of {engine._vocabulary}; expected at most that"
+                )
             await engine._on_ranks("penstock_unlink_memory")
             if config.model.replay_routes and cpu:
                 await engine._answered(llm.engine_core.call_utility_async(CAPTURE_ROUTES))
@@ -306,7 +311,10 @@ class VllmEngine:
 
     async def _warm_up(self, config: RunConfig) -> None:
         """Compiles the kernels for one sequence and for many before the first request."""
-        sampling = SamplingSettings(top_k=config.sampling.top_k, top_p=config.sampling.top_p, max_tokens=3)
+        asked = config.sampling
+        sampling = SamplingSettings(
+            top_k=asked.top_k, top_p=asked.top_p, max_tokens=3, top_logprobs=asked.top_logprobs or msgspec.UNSET
+        )
         for num_siblings in (1, config.engine.max_num_seqs):
             await self.generate([0] * min(4, self.max_model_len - 1), sampling, num_siblings, f"warm-up-{num_siblings}")
 
@@ -337,7 +345,7 @@ def sampling_params(
         max_tokens=sampling.max_tokens,
         seed=seed,
         stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0,
+        logprobs=sampling.top_logprobs or 0,
         flat_logprobs=True,
         stop=list(stop),
         detokenize=bool(stop),

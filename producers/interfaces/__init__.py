@@ -30,7 +30,7 @@ import msgspec
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.process.plugins import offers
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings, VersionSpan
+from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings, TopLogprobs, VersionSpan
 from penstock.schemas.routes import Routes
 
 Restore = Callable[[], Awaitable[str]]
@@ -49,6 +49,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: see `penstock.schemas.rollout.Segment`.
     routes: of the prompt and the sampled tokens, without the last one; in a later part, of the token before each of its
         own. None unless `model.replay_routes`.
+    top_logprobs: of the sampled tokens. None unless the request's sampling asks for them.
     """
 
     token_ids: bytes
@@ -57,6 +58,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     sampling_mask: tuple[bytes, ...] | None = None
     routes: Routes | None = None
+    top_logprobs: TopLogprobs | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +82,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
             ),
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[start:end],
             routes=None if self.routes is None else self.routes.part(context + start if start else 0, context + end),
+            top_logprobs=self.top_logprobs and self.top_logprobs.part(start, end),
         )
 
 

@@ -77,6 +77,8 @@ def _completion(rollout: Rollout, n: int, context: bytes, group: RolloutGroup) -
         raise UnusableProgressError(f"sibling {n} with {ended}, expected at most {limit} and no error")
     if (segment.sampling_mask is not None) != group.sampling.is_truncated and num_tokens:
         raise UnusableProgressError(f"sibling {n} with a sampling mask where none belongs, or without its own")
+    if num_tokens and (segment.top_logprobs.count if segment.top_logprobs else 0) != (group.sampling.top_logprobs or 0):
+        raise UnusableProgressError(f"sibling {n} without its top_logprobs, or with those of another number")
     return Completion(
         token_ids=segment.token_ids[len(context) :],
         behavior_logprobs=segment.behavior_logprobs,
@@ -86,4 +88,5 @@ def _completion(rollout: Rollout, n: int, context: bytes, group: RolloutGroup) -
         finish_reason=segment.finish_reason,
         sampling_mask=segment.sampling_mask,
         routes=segment.routes or None,
+        top_logprobs=segment.top_logprobs or None,
     )

@@ -273,6 +273,7 @@ def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollou
         finish_reason=completion.finish_reason,
         sampling_mask=completion.sampling_mask,
         routes=completion.routes or UNSET,
+        top_logprobs=completion.top_logprobs or UNSET,
     )
     return Rollout(segments=(segment,), reward=reward)
 

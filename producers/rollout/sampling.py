@@ -13,7 +13,7 @@ from penstock.schemas.config import EnvironmentConfig, RunConfig
 from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.rollout import ReproducibleSampling, SamplingSettings, VersionSpan, unpack_ids
 from penstock.schemas.routes import Routes, joined_routes
-from penstock.schemas.segments import joined_masks
+from penstock.schemas.segments import joined_masks, joined_top
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ RESUMES_WITHOUT_A_TOKEN = 3
 def training_sampling(config: RunConfig, environment: EnvironmentConfig) -> SamplingSettings:
     """Returns the settings with which an environment's training prompts are sampled."""
     shared = {name: getattr(config.sampling, name) for name in ReproducibleSampling.__struct_fields__}
+    shared["top_logprobs"] = config.sampling.top_logprobs or msgspec.UNSET
     return SamplingSettings(**shared | {"max_tokens": environment.max_tokens or config.sampling.max_tokens})
 
 
@@ -142,6 +143,14 @@ class Siblings:
             del self._running[request_id]
         if len(completions) != num_siblings:
             raise EngineError(f"request {request_id}: {len(completions)} completions, expected {num_siblings}")
+        wanted = sampling.top_logprobs or 0
+        for one in completions:
+            found = one.top_logprobs.count if one.top_logprobs else 0
+            if one.num_tokens and found != wanted:
+                raise EngineError(
+                    f"request {request_id}: the engine returns {found} likeliest ids with each token; expected "
+                    f"sampling.top_logprobs = {wanted}"
+                )
         return completions
 
 
@@ -165,6 +174,7 @@ def join(parts: Sequence[Completion]) -> Completion:
         finish_reason=parts[-1].finish_reason,
         sampling_mask=joined_masks(part.sampling_mask for part in parts),
         routes=_joined_routes(parts),
+        top_logprobs=joined_top(part.top_logprobs for part in parts),
     )
 
 

@@ -127,7 +127,7 @@ def inputs(current: torch.Tensor) -> LossInputs:
 
 def test_the_objective_of_its_page_is_grpos_and_blind_to_what_is_masked(lab: Any) -> None:
     lab("docs/objectives.md")
-    config = configs("docs/objectives.md")[2]
+    config = configs("docs/objectives.md")[3]
     own = construct(config.objective, "objective", Objective)
     check_objective(config, own)
     gradients = []
@@ -161,7 +161,7 @@ def test_the_advantages_of_their_page_fit_and_its_table_has_all_that_ship(lab: A
 
 def test_every_shipped_objective_of_the_page_takes_the_settings_beside_it() -> None:
     rows = re.findall(r"^\| \[`(\w+:\w+)`\]\([^)]*\) \| (.*) \|$", (ROOT / "docs/objectives.md").read_text(), re.M)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for name, settings in rows:
         path = f"penstock.consumers.learning.objectives.{name}"
         built = construct(Plug(path=path), "objective", Objective)

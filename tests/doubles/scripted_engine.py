@@ -17,7 +17,7 @@ from typing import Any
 from penstock.producers.interfaces import Completion, EngineError, Restore, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
-from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
+from penstock.schemas.rollout import EngineFingerprint, SamplingSettings, TopLogprobs
 from wire_examples import spans
 
 SETTINGS_VARIABLE = "SCRIPTED_ENGINE"
@@ -177,6 +177,7 @@ class ScriptedEngine:
                     version_spans=spans(versions[: len(sampled)]),
                     finish_reason=reason,
                     sampling_mask=_masks(sampled, sampling.top_k) if sampling.is_truncated else None,
+                    top_logprobs=_top(sampled, sampling.top_logprobs) if sampling.top_logprobs else None,
                 )
             )
         return completions
@@ -236,6 +237,12 @@ async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
 
 def _starts_with(prompt_ids: list[int], ids: list[int]) -> bool:
     return bool(ids) and prompt_ids[: len(ids)] == ids
+
+
+def _top(ids: list[int], count: int) -> TopLogprobs:
+    """Returns likeliest ids as if each token were the first of `count`."""
+    rows = [token + n for token in ids for n in range(count)]
+    return TopLogprobs(count, array("i", rows).tobytes(), array("f", [-0.5 - (id % 7) for id in rows]).tobytes())
 
 
 def _masks(ids: list[int], top_k: int) -> tuple[bytes, ...]:

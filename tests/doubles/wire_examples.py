@@ -14,6 +14,7 @@ from penstock.schemas.rollout import (
     SamplingSettings,
     Segment,
     Timings,
+    TopLogprobs,
     VersionSpan,
     pack_floats,
     pack_ids,
@@ -160,6 +161,18 @@ def routed_group() -> RolloutGroup:
         ids = bytes(n % 7 for n in range(num_bytes)) if kind == "B" else b"\xff\xff" + bytes(num_bytes - 2)
         routed.append(replace(rollout, segments=(replace(segment, routes=Routes(2, 1, kind, ids)),)))
     return replace(plain, rollouts=tuple(routed), fingerprint=replace(plain.fingerprint, route_bytes=2))
+
+
+def top_group() -> RolloutGroup:
+    """Returns the group with the two likeliest ids of each sampled token."""
+    plain = group()
+    rollouts = []
+    for rollout in plain.rollouts:
+        (segment,) = rollout.segments
+        num = segment.num_sampled_tokens
+        top = TopLogprobs(2, pack_ids(range(20, 20 + 2 * num)), pack_floats([-0.5, -1.5] * num))
+        rollouts.append(replace(rollout, segments=(replace(segment, top_logprobs=top),)))
+    return replace(plain, rollouts=tuple(rollouts), sampling=replace(plain.sampling, top_logprobs=2))
 
 
 def group_in_flight() -> RolloutGroup:

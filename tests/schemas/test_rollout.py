@@ -17,6 +17,7 @@ from penstock.schemas.rollout import (
     RecordError,
     RolloutGroup,
     Segment,
+    TopLogprobs,
     VersionSpan,
     decode_group,
     encode_group,
@@ -47,7 +48,7 @@ def test_payloads_of_schema_version_1_still_decode():
 
 def test_today_s_encoder_writes_the_golden_payload():
     examples = {"": wire_examples.group, "_teacher": wire_examples.taught_group, "_routes": wire_examples.routed_group}
-    examples["_released"] = wire_examples.released_group
+    examples |= {"_released": wire_examples.released_group, "_top": wire_examples.top_group}
     for name, example in examples.items():
         group = example()
         assert encode_group(group) == (WIRE / f"group_v1_samplers{name}.msgpack").read_bytes()
@@ -109,6 +110,8 @@ def test_a_segment_that_disagrees_with_itself_is_refused_on_both_sides():
         ({"routes": Routes(2, 1, "B", bytes(12))}, r"routes: 12 bytes, expected 5 rows of 2"),
         ({"routes": Routes(2, 1, "Q", bytes(10))}, r"routes: 2 layers, 1 experts of kind 'Q', expected kind 'B' or"),
         ({"routes": Routes(0, 1, "B", b"")}, r"routes: 0 layers, 1 experts of kind 'B', expected"),
+        ({"top_logprobs": TopLogprobs(2, bytes(24), bytes(12))}, r"top_logprobs: \(24, 12\) bytes, expected 24 each"),
+        ({"top_logprobs": TopLogprobs(0, b"", b"")}, r"top_logprobs: \(0, 0\) bytes, expected 0 each: 0 ids"),
         ({"teacher_logprobs": b""}, r"teacher_logprobs: 0 bytes for 3 sampled tokens, expected 12"),
         ({"teacher_logprobs": pack_floats([-1.0] * 4)}, r"teacher_logprobs: 16 bytes for 3 sampled tokens"),
     ]:
@@ -137,6 +140,11 @@ def test_what_would_spoil_a_batch_or_the_books_is_refused_at_decode() -> None:
         ({"token_ids": pack_ids([1, 2, 3, -4, 5, 6])}, "token_ids: -4, expected 0 or more"),
         ({"teacher_logprobs": pack_floats([-0.5, math.nan, -1])}, "teacher_logprobs holds a value that is not"),
         ({"teacher_logprobs": pack_floats([-0.5, 0.5, -1])}, "teacher_logprobs: 0.5, expected at most 0"),
+        ({"top_logprobs": TopLogprobs(1, pack_ids([1, -2, 3]), bytes(12))}, "top_logprobs: id -2, expected 0 or more"),
+        (
+            {"top_logprobs": TopLogprobs(1, bytes(12), pack_floats([-1, 0.5, -1]))},
+            "top_logprobs: 0.5, expected at most",
+        ),
     ]:
         with pytest.raises(RecordError, match=message):
             decode_group(encode_group(with_segment(**changes)))

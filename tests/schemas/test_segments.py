@@ -13,6 +13,7 @@ from golden_token_ids import cases
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import (
     Rollout,
+    TopLogprobs,
     VersionSpan,
     decode_group,
     encode_group,
@@ -134,14 +135,19 @@ def test_calls_without_context_between_them_are_one_run_with_the_spans_of_both()
     assert chain.segment.finish_reason == "stop"
 
 
-def test_a_segment_has_the_masks_of_the_tokens_that_it_trains():
+def test_a_segment_has_the_masks_and_likeliest_ids_of_the_tokens_that_it_trains():
     def masked(call_id: str, t: int, prompt: list[int], generated: list[int]) -> RecordedCall:
-        return call(call_id, t, prompt, generated, sampling_mask=tuple(pack_ids([n, 9]) for n in generated))
+        top = TopLogprobs(1, pack_ids(generated), pack_floats([-float(n) for n in generated]))
+        masks = tuple(pack_ids([n, 9]) for n in generated)
+        return call(call_id, t, prompt, generated, sampling_mask=masks, top_logprobs=top)
 
     calls = masked("a", 0, [1], [2]), masked("b", 1, [1, 2, 3], [4, 5]), masked("c", 2, [1, 2, 6], [7])
     chains, _ = segments(calls)
     found = [[list(unpack_ids(kept)) for kept in chain.segment.sampling_mask or ()] for chain in chains]
     assert found == [[[2, 9], [4, 9], [5, 9]], [[7, 9]]]
+    assert [chain.segment.top_logprobs for chain in chains] == [
+        TopLogprobs(1, pack_ids(ids), pack_floats([-float(n) for n in ids])) for ids in ([2, 4, 5], [7])
+    ]
     check_wire(chains)
 
 

@@ -36,6 +36,7 @@ class MicroBatch:
     is_pure: [M] bool, True in rows that one policy sampled: of lag 0 throughout, or of one version in `versions`.
     rollouts: [rows] int64, the place of each row's rollout among all of the batch.
     support: the tokens that the sampler chose from; None if it excluded none (top-k, top-p).
+    top: the likeliest ids where each was sampled; None if some row has none.
     teacher_logprobs: [M] float32, from a teacher's server; None without one.
     routes: [N, layers, experts per token] int16, the experts that the engine chose, `UNKNOWN_EXPERT` where it is not
         known; None if some row has none.
@@ -59,6 +60,7 @@ class MicroBatch:
     is_pure: Tensor
     rollouts: Tensor
     support: "Support | None" = None
+    top: "TopTokens | None" = None
     teacher_logprobs: Tensor | None = None
     routes: Tensor | None = None
     older: Mapping[int, "MicroBatch"] = field(default_factory=dict)
@@ -103,6 +105,17 @@ def idle_microbatch() -> MicroBatch:
         is_pure=torch.empty(0, dtype=torch.bool),
         rollouts=no_ids,
     )
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The K likeliest ids where each of M tokens was sampled: ids [M, K] int64, behavior_logprobs [M, K] float32."""
+
+    ids: Tensor
+    behavior_logprobs: Tensor
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "TopTokens":
+        return TopTokens(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.behavior_logprobs)))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from penstock.consumers.learning.batch.batch import (
     MiniBatch,
     Place,
     Support,
+    TopTokens,
     idle_microbatch,
 )
 from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
@@ -417,6 +418,7 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
         is_pure=torch.tensor([row.is_pure for row in rows])[row_ids],
         rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),
+        top=_top([row.segment for row in rows]),
         teacher_logprobs=_teacher_logprobs([row.segment for row in rows]),
         routes=_routes([row.segment for row in rows], bases + positions),
     )
@@ -455,6 +457,15 @@ def _support(segments: list[Segment]) -> Support | None:
     ]
     kept = np.frombuffer(b"".join(entries), dtype=np.int32).astype(np.int64)
     return Support(torch.from_numpy(kept), torch.tensor([len(entry) // 4 for entry in entries]))
+
+
+def _top(segments: list[Segment]) -> TopTokens | None:
+    found = [segment.top_logprobs for segment in segments if segment.top_logprobs]
+    if len(found) < len(segments) or len({each.count for each in found}) > 1:
+        return None
+    ids = np.frombuffer(b"".join(each.ids for each in found), dtype=np.int32).reshape(-1, found[0].count)
+    logprobs = np.frombuffer(b"".join(each.logprobs for each in found), dtype=np.float32).reshape(ids.shape)
+    return TopTokens(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(logprobs.copy()))
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

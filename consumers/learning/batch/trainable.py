@@ -14,6 +14,7 @@ def check_trainable(
     *,
     needs_teacher: bool = False,
     experts: tuple[int, int, int] | None = None,
+    top_logprobs: int = 0,
 ) -> None:
     """Raises RecordError, naming the group, if the trainer cannot reproduce a decoded group's logprobs.
 
@@ -21,6 +22,7 @@ def check_trainable(
         vocabulary: rows of the model's head; token ids must be below it.
         needs_teacher: requires a teacher's logprobs, from its server.
         experts: requires routes for a model of so many layers, experts, and experts per token.
+        top_logprobs: requires so many of the likeliest ids with each sampled token.
     """
     sampling = group.sampling
     if not 0 <= sampling.temperature < math.inf:
@@ -39,7 +41,13 @@ def check_trainable(
                 check_taught(group, segment)
             if experts is not None and segment.loss_mask:
                 _check_routed(group, segment.routes or None, *experts)
-            largest = np.frombuffer(segment.token_ids, dtype=np.int32).max(initial=0)
+            top = segment.top_logprobs or None
+            if top_logprobs and segment.loss_mask and (top is None or top.count != top_logprobs):
+                raise RecordError(
+                    f"group {group.index}: {0 if top is None else top.count} likeliest ids with each sampled token, "
+                    f"expected sampling.top_logprobs = {top_logprobs}"
+                )
+            largest = np.frombuffer(segment.token_ids + (top.ids if top else b""), dtype=np.int32).max(initial=0)
             if largest >= vocabulary:
                 raise RecordError(
                     f"group {group.index}: token id {largest}, expected less than the model's vocabulary of "

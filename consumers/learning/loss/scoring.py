@@ -15,7 +15,7 @@ from penstock.consumers.learning.loss.importance import Correction, correct_pack
 from penstock.consumers.learning.loss.reward_kl import penalized
 from penstock.consumers.learning.loss.sampled_version import Recomputed, SampledVersions
 from penstock.consumers.learning.loss.teacher import open_teacher, teacher_advantages
-from penstock.consumers.learning.model.head import OutputHead, selected_logprobs
+from penstock.consumers.learning.model.head import OutputHead, further_logprobs, selected_logprobs
 from penstock.consumers.learning.model.head_kernels import TokenGrads
 from penstock.consumers.learning.model.packed_model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
@@ -92,6 +92,7 @@ class TokenScorer:
         self._correction = config.correction
         self._advantage = config.advantage
         self._teaching = config.teacher
+        self._reads_top = bool(getattr(objective, "needs_top_logprobs", False))
         self._teacher = open_teacher(config, model, device, ranks)
         self.sampled: SampledVersions | None = None
         """Recomputes proximal logprobs under the versions that sampled the tokens, if the run says so."""
@@ -173,13 +174,20 @@ class TokenScorer:
         if microbatch.is_idle:
             return self._idle_loss(microbatch), None
 
-        def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
-            return self._outputs(microbatch, minibatch, constants, part, current, entropy)
+        def outputs(
+            part: slice, current: Tensor, entropy: Tensor, top: Tensor | None = None
+        ) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
+            return self._outputs(microbatch, minibatch, constants, part, current, entropy, top)
 
         token_level = getattr(self.objective, "token_level", False) and self._correction.is_token_level
         token_grads = _token_grads(outputs) if token_level and torch.is_grad_enabled() else None
-        current, entropy = self.logprobs(microbatch, token_grads=token_grads)
-        result, before, proximal, correction = outputs(_ALL, current, entropy)
+        hidden, head = self._model.forward(microbatch)
+        current, entropy = head_logprobs(hidden, head, microbatch, token_grads=token_grads)
+        top = None
+        if self._reads_top and microbatch.top is not None:
+            predicting = F.embedding(microbatch.predicting, hidden), head, microbatch.targets, microbatch.temperature
+            top = further_logprobs(*predicting, current, microbatch.top.ids)
+        result, before, proximal, correction = outputs(_ALL, current, entropy, top)
         scored = Scored(
             result.loss.detach(),
             proximal,
@@ -207,14 +215,12 @@ class TokenScorer:
         self,
         microbatch: MicroBatch,
         model: PackedModel | BaseOfAdapter | None = None,
-        *,
-        token_grads: TokenGrads | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the sampled tokens' logprobs and entropies, [M] float32 each, under the trained or another model."""
         hidden, head = (model or self._model).forward(microbatch)
         if microbatch.is_idle:
             return microbatch.temperature, microbatch.temperature
-        return head_logprobs(hidden, head, microbatch, token_grads=token_grads)
+        return head_logprobs(hidden, head, microbatch)
 
     def _outputs(
         self,
@@ -224,6 +230,7 @@ class TokenScorer:
         part: slice,
         current: Tensor,
         entropy: Tensor,
+        top: Tensor | None,
     ) -> tuple[LossOutputs, Tensor, Tensor, Correction]:
         """Applies the objective to the tokens of `part`, whose `current` and `entropy` are given; returns also the
         logprobs of the policy before the first step and the proximal ones."""
@@ -255,6 +262,8 @@ class TokenScorer:
             num_rollouts=minibatch.num_rollouts,
             reference_logprobs=None if constants.reference_logprobs is None else constants.reference_logprobs[part],
             lag=lag,
+            top_current_logprobs=top,
+            top_behavior_logprobs=None if top is None or microbatch.top is None else microbatch.top.behavior_logprobs,
         )
         return self.objective(inputs), before, proximal, correction
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import Support
-from penstock.consumers.learning.model.head_kernels import Grads, Head, Results, TokenGrads
+from penstock.consumers.learning.model.head_kernels import ChosenLogits, Grads, Head, Results, TokenGrads
 
 GREEDY_TEMPERATURE = 1e-5
 """Below it the engine samples greedily and its logprobs are those of temperature 1."""
@@ -77,6 +77,25 @@ def selected_logprobs(
         return _SelectedLogprobs.apply(
             hidden, weight, targets, inverse, support, softcap, token_grads if torch.is_grad_enabled() else None
         )
+
+
+def further_logprobs(
+    hidden: Tensor, head: OutputHead, targets: Tensor, temperature: Tensor, logprobs: Tensor, ids: Tensor
+) -> Tensor:
+    """Returns the logprobs of K further ids of each token, [N, K], under gradient.
+
+    Each differs from the target's by the difference of two logits: logprob_v = logprob_y + z_v - z_y.
+
+    Args:
+        hidden, targets, temperature: as for `selected_logprobs`, which returned `logprobs` [N] without a support.
+        ids: [N, K] int64 in [0, V).
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = ChosenLogits.apply(hidden, head.weight, torch.cat([targets[:, None], ids], 1))
+    if head.softcap is not None:
+        logits = (logits / head.softcap).tanh() * head.softcap
+    scale = torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+    return logprobs[:, None] + (logits[:, 1:] - logits[:, :1]) / scale
 
 
 def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Support | None) -> bool:

@@ -26,6 +26,8 @@ CPU_TILES = TileSizes(1024, 4096, 1 << 17, 1 << 25)
 """Tiles of 16 MB: smaller ones make matmuls slower, larger ones no faster. Blocks of 512 KB, which stay in cache."""
 CUDA_TILES = TileSizes(4096, 8192, None, 1 << 28)
 """Tiles of 128 MB. Calculated, not measured."""
+CHOSEN_ELEMENTS = 2**22
+"""Elements of the rows that `ChosenLogits` takes from the weight at a time."""
 _MASKED = -1e30
 """Logit of a token outside the support: its exp() is 0, and the difference of two of them is not NaN."""
 
@@ -221,6 +223,32 @@ class Head:
 
     def _zeros(self, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=self._dtype, device=like.device)
+
+
+class ChosenLogits(torch.autograd.Function):
+    """hidden [N, H] and weight [V, H] at ids [N, K] -> logits [N, K], float32 or float64; a slice of tokens at a time,
+    as each takes K rows of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, ids)
+        dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+        found = torch.empty(ids.shape, dtype=dtype, device=hidden.device)
+        for part in _slices(len(ids), max(1, CHOSEN_ELEMENTS // (ids.shape[1] * weight.shape[1]))):
+            torch.bmm(weight[ids[part]].to(dtype), hidden[part, :, None].to(dtype), out=found[part, :, None])
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight, ids = ctx.saved_tensors
+        to_hidden = torch.empty(hidden.shape, dtype=grad.dtype, device=grad.device)
+        to_weight = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device)
+        for part in _slices(len(ids), max(1, CHOSEN_ELEMENTS // (ids.shape[1] * weight.shape[1]))):
+            own, wide = grad[part, None, :], weight[ids[part]].to(grad.dtype)
+            to_hidden[part] = torch.bmm(own, wide)[:, 0]
+            to_weight.index_add_(0, ids[part].flatten(), (grad[part, :, None] * hidden[part, None, :]).flatten(0, 1))
+        return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype), None
 
 
 class _Operands:

@@ -59,7 +59,7 @@ AGGREGATIONS = ("token", "sequence", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 _MASKED = (
     *("current_logprobs", "proximal_logprobs", "behavior_logprobs", "importance_weights", "advantages", "entropy"),
-    *("reference_logprobs", "lag"),
+    *("reference_logprobs", "lag", "top_current_logprobs", "top_behavior_logprobs"),
 )
 """The inputs that are set to 0 under the mask before any arithmetic."""
 
@@ -210,5 +210,6 @@ def _zero_under_mask(inputs: LossInputs) -> LossInputs:
     for name in _MASKED:
         values = getattr(inputs, name)
         if values is not None:
-            masked[name] = torch.where(inputs.loss_mask, values, values.new_zeros(()))
+            mask = inputs.loss_mask if values.ndim == 1 else inputs.loss_mask[:, None]
+            masked[name] = torch.where(mask, values, values.new_zeros(()))
     return replace(inputs, **masked)

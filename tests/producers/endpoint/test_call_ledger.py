@@ -11,7 +11,7 @@ from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.messages import canonical_form, for_template
 from penstock.producers.interfaces import Completion
 from penstock.schemas.prompt import Reward
-from penstock.schemas.rollout import Rollout, SamplingSettings, VersionSpan, pack_floats, pack_ids
+from penstock.schemas.rollout import Rollout, SamplingSettings, TopLogprobs, VersionSpan, pack_floats, pack_ids
 from penstock.schemas.segments import segments
 
 USER = {"role": "user", "content": "what is 3 + 4?"}
@@ -31,6 +31,7 @@ def call(
     base: Call | None = None,
     *,
     top_k: int = 0,
+    top: int = 0,
     request: bytes = b"",
 ) -> Call:
     completion = Completion(
@@ -39,6 +40,7 @@ def call(
         version_spans=(VersionSpan(3, 0, len(sampled)),),
         finish_reason="stop",
         sampling_mask=tuple(pack_ids(range(n, n + top_k)) for n in sampled) if top_k else None,
+        top_logprobs=TopLogprobs(top, bytes(4 * top * len(sampled)), bytes(4 * top * len(sampled))) if top else None,
     )
     number = ledger.begin(request)
     return Call(number=number, base=base, context=pack_ids(context), completion=completion, rendered=None)
@@ -185,15 +187,15 @@ def test_an_answer_that_a_later_call_continues_was_read_whatever_its_client_coun
 def test_calls_fit_in_the_record_that_they_were_let_in_for() -> None:
     """Chains, branches and conversations of their own: what the ledger counts is no less than what is encoded."""
     chance = random.Random(7)
-    for top_k in [0, 20, 100] * 30:
-        ledger = CallLedger(20_000, SamplingSettings(top_k=top_k).token_bytes)
+    for top_k, top in [(0, 0), (20, 0), (100, 0), (0, 20)] * 30:
+        ledger = CallLedger(20_000, SamplingSettings(top_k=top_k, top_logprobs=top).token_bytes)
         with contextlib.suppress(ApiError):
             while True:
                 base = chance.choice([None, *ledger.calls])
                 context = [chance.randrange(1000) for _ in range(chance.randrange(1, 60))]
                 num_prompt = len(context) + (len(base.token_ids) if base is not None else 0)
                 num_sampled = min(ledger.room(base, num_prompt), chance.randrange(1, 60))
-                made = call(ledger, context, list(range(num_sampled)), base, top_k=top_k)
+                made = call(ledger, context, list(range(num_sampled)), base, top_k=top_k, top=top)
                 ledger.record(made, [{"role": "user", "content": str(made.number)}], ANSWER)
                 made.delivered = True
         chains, _ = segments(ledger.recorded())

@@ -23,6 +23,7 @@ from penstock.schemas.rollout import (
     decode_group,
     died_of_length,
     encode_group,
+    pack_ids,
     says_too_long,
     unpack_ids,
 )
@@ -79,18 +80,21 @@ async def test_siblings_become_the_group_of_a_released_index_and_train_what_the_
     assert one.count("penstock_agent_tokens_total") == one.count("penstock_agent_tokens_delivered_total") > 0
 
 
-async def test_the_ids_that_an_agent_s_tokens_were_sampled_from_go_with_them(opened) -> None:
+@pytest.mark.parametrize("asked", ["top_k", "top_logprobs"])
+async def test_the_ids_that_an_agent_s_tokens_were_sampled_from_go_with_them(opened, asked) -> None:
     """Through turns, branches, and an answer that ends at a stop string."""
-    one, rollout = await opened(sampling=SamplingConfig(max_tokens=200, top_k=3), group_size=1)
+    one, rollout = await opened(sampling=SamplingConfig(max_tokens=200, **{asked: 3}), group_size=1)
     messages = await one.client.converse(rollout, 3)
     await one.client.chat(rollout, [*messages[:3], {"role": "user", "content": "another way"}], stop=["sev", "lv"])
     await one.client.finish(rollout, 1.0)
     (group,) = await one.groups(1)
     assert len(group.rollouts[0].segments) == 2
     for segment in group.rollouts[0].segments:
-        assert segment.sampling_mask is not None
-        sampled = [token for run in runs(segment) for token in run]
-        assert [list(unpack_ids(kept)) for kept in segment.sampling_mask] == [[n, n + 1, n + 2] for n in sampled]
+        wanted = [pack_ids([token, token + 1, token + 2]) for run in runs(segment) for token in run]
+        if asked == "top_k":
+            assert segment.sampling_mask == tuple(wanted) and not segment.top_logprobs
+        else:
+            assert segment.sampling_mask is None and segment.top_logprobs.ids == b"".join(wanted)
 
 
 async def test_answers_that_another_token_than_the_end_of_turn_has_ended_are_counted(serve) -> None:

@@ -56,13 +56,27 @@ def test_an_output_that_contradicts_itself_is_an_error():
     no_tiling = ((), ((4, 0, 2),), ((4, 0, 1), (5, 2, 3)), ((4, 1, 3),), ((4, 0, 0), (5, 0, 3)), ((4, 0, 4),))
     for given, masked, message in [
         *((output(spans=spans), False, "version spans") for spans in no_tiling),
-        *((output(logprob_ids=ids), False, "3 tokens, but logprobs of") for ids in ((7, 8), (7, 8, 8), (7, 1) * 3)),
+        *(
+            (output(logprob_ids=ids), False, "3 tokens, but logprobs of")
+            for ids in ((7, 8), (7, 8, 8), (7, 1) * 3, (7, 1, 8, 1, 9))
+        ),
         (output(), True, "3 tokens, but a sampling mask of 0"),
         (output(kept=[[7], [8]]), True, "3 tokens, but a sampling mask of 2"),
         (output(kept=[[7], [8], [9]]), False, "3 tokens, but a sampling mask of 3"),
     ]:
         with pytest.raises(EngineError, match=f"request r: {message}"):
             pack(given, "r", masked=masked)
+
+
+def test_likeliest_ids_are_kept_apart_from_the_sampled_ones():
+    ids, logprobs = (7, 3, 7, 8, 4, 5, 9, 9, 1), [-n / 2 for n in range(9)]
+    packed = pack(output(logprob_ids=ids, logprobs=logprobs), "r")
+    assert unpack_floats(packed.behavior_logprobs).tolist() == [0, -1.5, -3]
+    top = packed.top_logprobs
+    assert top is not None and top.count == 2 and unpack_ids(top.ids).tolist() == [3, 7, 4, 5, 9, 1]
+    assert unpack_floats(top.logprobs).tolist() == [-0.5, -1, -2, -2.5, -3.5, -4]
+    assert join([packed.part(0, 1), packed.part(1, 1), packed.part(1, 3)]) == packed
+    assert pack(output(), "r").top_logprobs is None
 
 
 def unfinished(chunks, experts=(), **parts):

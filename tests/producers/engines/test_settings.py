@@ -95,6 +95,9 @@ def test_what_would_break_updates_or_parity_is_refused_by_its_name(tmp_path):
          "engine.args.enable_chunked_prefill = True with mode = 'synchronous'"),
         *(({"sampling": SamplingConfig(temperature=value)}, "sampling.temperature") for value in (0.0, 0.001, 2.5)),
         (truncated, "sampling.top_k = 20, sampling.top_p = 0.9: vLLM's CPU build does not report which ids it kept"),
+        ({"sampling": SamplingConfig(top_logprobs=21)},
+         "sampling.top_logprobs = 21: vLLM returns up to max_logprobs = 20 with a token; expected at most that, or"),
+        (args(max_logprobs=3) | {"sampling": SamplingConfig(top_logprobs=4)}, "up to max_logprobs = 3 with a token"),
         (ranks(3), "tensor_parallel_size = 3: expected a divisor of the model's num_attention_heads = 8"),
         (ranks(8, intermediate_size=12), "= 8: expected a divisor of the model's intermediate_size = 12"),
         (ranks(4, moe_intermediate_size=6), "= 4: expected a divisor of the model's moe_intermediate_size = 6"),
@@ -111,6 +114,8 @@ def test_what_would_break_updates_or_parity_is_refused_by_its_name(tmp_path):
         over_gpus = ranks(4)
         run = msgspec.structs.replace(config(engine=over_gpus["engine"]), model=over_gpus["model"])
         engine_arguments(run, 5, cpu=False, num_gpus=2)
+    for most in (4, -1):
+        arguments_of(config(**args(max_logprobs=most), sampling=SamplingConfig(top_logprobs=4)))
     assert engine_arguments(run, 5, cpu=False, num_gpus=4)["tensor_parallel_size"] == 4
 
 

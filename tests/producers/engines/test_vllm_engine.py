@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import pytest_asyncio
+import torch
+from msgspec.structs import replace
 
 from penstock.producers.interfaces import EngineError
-from penstock.schemas.rollout import SamplingSettings, unpack_ids
+from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 from shared_engine import publish, qwen3, run_config, weights_of
 from waiting import until
 
@@ -88,6 +90,28 @@ async def test_a_stop_token_ends_a_completion_and_belongs_to_it(tied_engine):
     (stopped,) = await tied_engine.engine.generate(PROMPT, stopping, 1, "stopped")
     assert list(unpack_ids(stopped.token_ids)) == ids[:1]
     assert stopped.finish_reason == "stop"
+
+
+async def test_the_likeliest_ids_of_each_token_are_those_of_a_softmax_finished_or_not(tied_engine):
+    engine, sampling = tied_engine.engine, SamplingSettings(max_tokens=12, temperature=0.7, top_logprobs=5)
+    plain, *_ = await engine.generate(PROMPT, SamplingSettings(max_tokens=12, temperature=0.7), 4, "plain", seed=5)
+    found = await engine.generate(PROMPT, sampling, 4, "top", seed=5)
+    assert found[0].token_ids == plain.token_ids and plain.top_logprobs is None
+    for one in found:
+        ids = unpack_ids(one.token_ids).tolist()
+        logits = tied_engine.base(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].float()
+        logprobs, top = torch.log_softmax(logits / 0.7, 1), one.top_logprobs
+        assert top.count == 5 and top.problem(len(ids)) is None
+        likeliest = torch.tensor(unpack_ids(top.ids).tolist()).view(-1, 5)
+        assert torch.equal(likeliest.sort(1).values, logprobs.topk(5).indices.sort(1).values)
+        wanted = logprobs.gather(1, likeliest).flatten()
+        torch.testing.assert_close(torch.tensor(unpack_floats(top.logprobs).tolist()), wanted, atol=1e-4, rtol=1e-4)
+    running = asyncio.create_task(engine.generate(PROMPT, replace(sampling, max_tokens=400), 2, "running"))
+    await until(lambda: all(one.num_tokens for one in engine.sampled("running")) and engine.sampled("running"))
+    for one in engine.sampled("running"):
+        assert one.finish_reason == "abort" and one.top_logprobs.problem(one.num_tokens) is None
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def test_a_prompt_that_vllm_refuses_is_an_error_of_the_request_only(tied_engine):

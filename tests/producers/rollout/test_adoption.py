@@ -8,7 +8,7 @@ from penstock.producers.rollout.adoption import UnusableProgressError, adopted
 from penstock.producers.rollout.episode import UNSCORED, rollout_of
 from penstock.schemas.policy import make_version
 from penstock.schemas.prompt import Prompt
-from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_ids
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings, TopLogprobs, pack_ids
 from scripted_engine import FINGERPRINT, completion_of
 
 CONTEXT = pack_ids([9, 8])
@@ -53,6 +53,10 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
         (
             found(replace(sibling(1), sampling_mask=(pack_ids([1]),)), sibling(0)),
             "sibling 0 with a sampling mask where",
+        ),
+        (
+            found(replace(sibling(1), top_logprobs=TopLogprobs(1, bytes(4), bytes(4))), sibling(0)),
+            "sibling 0 without its top_logprobs, or with those of another number",
         ),
     ]:
         with pytest.raises(UnusableProgressError, match=message):

@@ -64,6 +64,8 @@ async def test_the_parts_of_an_answer_keep_the_ids_that_each_was_sampled_from() 
     assert completion.sampling_mask is None
     (completion,) = await sampled(BreakingEngine((2, 1, "abort"), (2, 1, "abort")), max_tokens=4)
     assert completion.finish_reason == "length" and len(completion.token_ids) == 16, "the budget was used up in parts"
+    with pytest.raises(EngineError, match=r"returns 0 likeliest ids with each token; expected .*top_logprobs = 5"):
+        await sampled(BreakingEngine((2, 5, "stop")), top_logprobs=5)
 
 
 async def test_the_parts_of_a_seeded_answer_have_seeds_of_their_own_the_same_each_time() -> None:
