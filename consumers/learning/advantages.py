@@ -9,12 +9,20 @@ With r the rewards of a group's siblings, mean and std (n - 1) over them unless 
                           over the batch's sampled tokens                          r - mean takes the place of r
     per_component         sum over the parts c of w_c * group_relative(r_c)        GDPO
     length_weighted       r - (sum of n * r) / (sum of n), n the sampled tokens    OPO
+    minimum_variance      r - (sum of n * r) / (sum of n), n = |g|^2               VCPO
     maximum_likelihood    (r - mean) / mean, 0 where the mean is 0                 MaxRL
+
+`minimum_variance` measures g, the gradient of a rollout's part of the loss at an advantage of 1, before the first step
+on a batch: one more forward and backward pass for each rollout, alone. The update is the sum of (r - b) * g, whose
+second moment over independent siblings is least at this b. g holds the importance weights: under `correction.mode =
+"sequence_truncate"` with `sequence_ratio = "product"` |g|^2 is the paper's w^2 |grad log p|^2. Exact for losses that
+are linear in the advantage, as all are where no clip acts.
 
 Sources: GRPO DeepSeekMath (arXiv 2402.03300, section 4.1.2), Dr. GRPO arXiv 2503.20783, RLOO Ahmadian et al. (arXiv
 2402.14740), Lite PPO arXiv 2508.08221, REINFORCE++ and its baseline variant arXiv 2501.03262, GDPO arXiv 2601.05242,
-OPO arXiv 2505.23585 (read in verl's `opo`), MaxRL arXiv 2602.02710 (read on the authors' page,
-zanette-labs.github.io/MaxRL: theorem 2 and its estimator).
+OPO arXiv 2505.23585 (read in verl's `opo`), VCPO arXiv 2602.17616 (read in the authors' repository, mit-han-lab/vcpo,
+which gets |g| and the update from one backward pass per rollout, with two buffers of gradients), MaxRL arXiv 2602.02710
+(read on the authors' page, zanette-labs.github.io/MaxRL: theorem 2 and its estimator).
 
 Peers: TRL's `scale_rewards` "group", "none" and "batch" are the first, the first without std, and the third, with its
 1e-4; verl takes 1e-6 there. `reinforce_plus_plus` is verl's, of gamma = 1: a rollout of n tokens counts n times.
@@ -60,6 +68,9 @@ class BatchRewards:
     """[R] int64, sampled tokens."""
     parts: Mapping[str, np.ndarray]
     """[R] float64 by the name of a reward's part; 0 for a rollout without it."""
+    squared_norms: np.ndarray | None = None
+    """[R] float64, the squared norm of each rollout's gradient at an advantage of 1, 0 if not trained on; None until
+    it is measured, for a function with an attribute `needs_squared_norms`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", self.of_groups(_without_rounding, self.values))
@@ -146,6 +157,15 @@ def length_weighted(rewards: BatchRewards) -> np.ndarray:
     scale = _scale(rewards.values)
     each = rewards.by_group(rewards.values / scale), rewards.by_group(rewards.num_tokens)
     return np.concatenate([_above(values, num_tokens) * scale for values, num_tokens in zip(*each, strict=True)])
+
+
+def minimum_variance(rewards: BatchRewards) -> np.ndarray:
+    """Subtracts the mean of each group's rewards by the squared norms of its rollouts' gradients."""
+    norms = np.ones(len(rewards.values)) if rewards.squared_norms is None else rewards.squared_norms
+    return length_weighted(replace(rewards, num_tokens=norms))
+
+
+minimum_variance.needs_squared_norms = True  # type: ignore[attr-defined]
 
 
 def _above(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:

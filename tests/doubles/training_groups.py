@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.consumers.learning.batch.batch import Batch
@@ -17,6 +18,7 @@ from penstock.schemas.rollout import (
     RolloutGroup,
     SamplingSettings,
     Segment,
+    TopLogprobs,
     VersionSpan,
     pack_floats,
     pack_ids,
@@ -118,6 +120,20 @@ def random_group(
 def random_groups(count: int = 5, seed: int = 0, **changes: Any) -> list[RolloutGroup]:
     """Returns random groups of the indexes 1 to `count`."""
     return [random_group(index, seed, **changes) for index in range(1, count + 1)]
+
+
+def with_top(group: RolloutGroup, k: int) -> RolloutGroup:
+    """Returns the group with the k likeliest ids at each token, of a sampler of its own."""
+
+    def recorded(segment: Segment) -> Segment:
+        generator = torch.Generator().manual_seed(segment.num_sampled_tokens)
+        sampler = torch.randn(segment.num_sampled_tokens, VOCABULARY, generator=generator)
+        top = torch.log_softmax(sampler, 1).topk(k, 1)
+        ids, logprobs = (each.flatten().tolist() for each in (top.indices, top.values))
+        return replace(segment, top_logprobs=TopLogprobs(k, pack_ids(ids), pack_floats(logprobs)))
+
+    rollouts = tuple(replace(one, segments=tuple(map(recorded, one.segments))) for one in group.rollouts)
+    return replace(group, rollouts=rollouts)
 
 
 def lag_from(current: int) -> Any:

@@ -168,7 +168,7 @@ class Place(NamedTuple):
     segment: int
 
 
-def _no_groups() -> Iterator["MiniBatch"]:
+def _no_groups(*, by_rollout: bool = False) -> Iterator["MiniBatch"]:
     return iter(())
 
 
@@ -193,15 +193,16 @@ class MiniBatch:
     """For the metrics, one rollout of each group that is not trained on: scored without gradient."""
     skipped_scale: float = 1.0
     """Unmasked tokens of all rollouts of those groups, per token in `skipped`."""
-    alone: Callable[[], Iterator["MiniBatch"]] = field(default=_no_groups, compare=False)
-    """Yields each group that is trained on as its own mini-batch, with this one's denominators; on the lead only."""
+    alone: Callable[..., Iterator["MiniBatch"]] = field(default=_no_groups, compare=False)
+    """Yields each group that is trained on as its own mini-batch, with this one's denominators; on the lead only. With
+    `by_rollout` each rollout, whose place among all of the batch is in `indexes`."""
 
     def with_advantages(self, advantages: Tensor) -> "MiniBatch":
         """Replaces the advantages. advantages: [R] float32, of each rollout of the batch."""
         return replace(
             self,
             microbatches=tuple(each.with_advantages(advantages) for each in self.microbatches),
-            alone=lambda: (each.with_advantages(advantages) for each in self.alone()),
+            alone=lambda **by: (each.with_advantages(advantages) for each in self.alone(**by)),
         )
 
     def of_rank(self, rank: int, num_ranks: int) -> "MiniBatch":

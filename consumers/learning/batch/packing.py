@@ -235,8 +235,8 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
         skipped_scale=_num_unmasked(skipped) / _num_unmasked(sample) if sample else 1.0,
     )
 
-    def alone() -> Iterator[MiniBatch]:
-        for index, rows in groupby(alive, key=lambda row: row.place.group):
+    def alone(*, by_rollout: bool = False) -> Iterator[MiniBatch]:
+        for index, rows in groupby(alive, key=lambda row: row.rollout if by_rollout else row.place.group):
             yield replace(
                 whole,
                 microbatches=_pack_passes(_passes(list(rows), budget, sharing), sharing),

@@ -134,7 +134,7 @@ class BatchTally:
             return
         finite: dict[int, bool] = {}
         waiting = minibatch.alone()
-        while (alone := self._next_part(waiting)) is not None:
+        while (alone := self.next_part(waiting)) is not None:
             finite[alone.indexes[0]] = is_finite(alone)
         spared = {index for index, is_spared in finite.items() if is_spared}
         if len(spared) == len(finite):
@@ -142,7 +142,7 @@ class BatchTally:
         self._spared |= spared
         self._failed_groups |= dict.fromkeys(finite.keys() - spared, self.failed[place])
 
-    def _next_part(self, waiting: Iterator[MiniBatch]) -> MiniBatch | None:
+    def next_part(self, waiting: Iterator[MiniBatch]) -> MiniBatch | None:
         """Returns this rank's part of the next mini-batch, which the lead alone has; None after the last."""
         whole, size = next(waiting, None), self._ranks.size
         return self._ranks.hand_out(lambda rank: None if whole is None else whole.of_rank(rank, size))

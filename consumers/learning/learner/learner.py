@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.consumers.learning.advantages import check_advantage, check_siblings
+from penstock.consumers.learning.advantages import check_advantage, check_siblings, make_advantage
 from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch
 from penstock.consumers.learning.batch.lag import Lags
 from penstock.consumers.learning.batch.packing import pack, pack_demonstrations
@@ -38,7 +39,7 @@ from penstock.consumers.learning.model.schedule import learning_rate
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
 from penstock.schemas.config import ConfigError, RunConfig
-from penstock.schemas.process.plugins import construct
+from penstock.schemas.process.plugins import construct, resolve
 from penstock.schemas.rollout import RolloutGroup, Segment
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,12 @@ class Learner:
         check_advantage(config.advantage)
         check_siblings(config)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
+        self._measures_norms = getattr(resolve(config.advantage, "advantage"), "needs_squared_norms", False)
+        if self._measures_norms and (config.teacher is not None or self.trains_every_row):
+            raise ConfigError(
+                f"advantage.path = {config.advantage.path!r} with a [teacher] or terms of the objective that need no "
+                "advantage (KL, entropy): its baseline is of rewards alone; expected neither"
+            )
         self._full_rate_ess: float | None = getattr(objective, "full_rate_ess", None)
         if self.scorer.sampled is not None:
             self.scorer.sampled.before_change = lambda: self.before_update()
@@ -161,6 +168,8 @@ class Learner:
     def _step(self, batch: Batch) -> StepReport:
         tally = BatchTally(self.config, self.ranks, batch, self.device)
         rates = [learning_rate(self.config, self.num_steps)]  # what is reported if no step is taken
+        if self._measures_norms:
+            batch = self._with_norms(batch, tally)
         self.ranks.phase = "forward"
         batch, constants = self.scorer.step_constants(batch)
         tally.end_phase("forward")
@@ -175,6 +184,23 @@ class Learner:
             report.metrics["loss_scale"] = self.loss_scale.value
         self.ranks.phase = BETWEEN_STEPS
         return report
+
+    def _with_norms(self, batch: Batch, tally: BatchTally) -> Batch:
+        """Measures each rollout's gradient at an advantage of 1, and returns the batch with advantages that know it."""
+        squares = torch.zeros(len(batch.rewards.values), dtype=torch.float64)
+        for minibatch in batch.minibatches:
+            waiting = minibatch.alone(by_rollout=True)
+            while (one := tally.next_part(waiting)) is not None:
+                one = one.with_advantages(torch.ones(len(squares)))
+                constants = self.scorer.constants(one.microbatches)
+                accumulate = partial(self._accumulate, one, self._loss_of(one, constants))
+                loss, norms = self._total(accumulate()), self._grad_norms()
+                if self.loss_scale.value > 1 and not norms.isfinite().all():
+                    norms = self._rescaled(loss, accumulate, norms)
+                squares[one.indexes[0]] = norms.double().square().sum()
+        self.optimizer.zero_grad()
+        rewards = replace(batch.rewards, squared_norms=squares.numpy())
+        return replace(batch, rewards=rewards).with_advantages(make_advantage(self.config.advantage)(rewards))
 
     def warm_step(self, minibatch: MiniBatch) -> tuple[float, float]:
         """Takes one clipped step on the cross-entropy of demonstrations; returns it, in nats a token, and the gradient

@@ -11,9 +11,8 @@ that of the smaller batch, whose learning rate is lower by the square root under
 truncation, and before the correction's own mask: this judges the batch, not what is made of it.
 
 Source: VCPO (arXiv 2602.17616), read in the authors' repository, mit-han-lab/vcpo, whose README and `ess_scaling` state
-it (e is `base_ess_ratio`, 1 in its run files); not verified against the paper itself. Its other half, a baseline of
-least variance, weighs rewards by w^2 and the squared gradient norm of each rollout, which takes a backward pass for
-each: `length_weighted` of advantages.py is that baseline with lengths in place of norms, and without the weights.
+it (e is `base_ess_ratio`, 1 in its run files); not verified against the paper itself. Its other half, the baseline of
+least variance, is `minimum_variance` of advantages.py.
 
 Departures: a row is one token sequence, so that a rollout of several segments counts as several; groups without
 advantages are not trained on and do not count, where the authors' count every rollout of the batch.

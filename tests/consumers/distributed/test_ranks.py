@@ -18,6 +18,7 @@ from penstock.schemas.config import (
     ModelConfig,
     Plug,
     RunConfig,
+    SamplingConfig,
     TeacherConfig,
     TrainerConfig,
     WarmStartConfig,
@@ -35,6 +36,7 @@ from training_groups import (
     segment,
     tiny_model,
     tiny_tokenizer,
+    with_top,
 )
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(900)]
@@ -55,6 +57,9 @@ GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
 DPPO = "penstock.consumers.learning.objectives.dppo:DppoTv"
 TVPO = "penstock.consumers.learning.objectives.tvpo:Tvpo"
 OFF = CorrectionConfig(mode="none")
+CENTERED = "penstock.consumers.learning.objectives.score_centering:ScoreCentering"
+LEAST_VARIANCE = "penstock.consumers.learning.advantages:minimum_variance"
+NUM_TOP = 4
 
 
 def _trainer(**changes: Any) -> TrainerConfig:
@@ -93,6 +98,8 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "trusted-rows": run(
             objective=Plug(path=TVPO, kwargs={"full_rate_ess": 1.0}), correction=OFF, trainer=_trainer(num_epochs=2)
         ),
+        "centered": run(objective=Plug(path=CENTERED), correction=OFF, sampling=SamplingConfig(top_logprobs=NUM_TOP)),
+        "least-variance": run(advantage=AdvantageConfig(path=LEAST_VARIANCE), trainer=_trainer(num_minibatches=2)),
         "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
         "lora": run(lora=LORA, objective=kl, trainer=_trainer(learning_rate=1e-2, gradient_checkpointing=True)),
         "lora-bfloat16": run(
@@ -184,6 +191,7 @@ def found(folder: Path) -> dict[int, dict[str, Trained]]:
     configs, batches = _configs(folder), _batches()
     groups = {name: batches if name == "plain" else batches[:4] for name in configs}
     groups |= {name: [_routed(each) for each in groups[name]] for name in configs if configs[name].model.replay_routes}
+    groups["centered"] = [[with_top(group, NUM_TOP) for group in batch] for batch in groups["centered"]]
     whole = {name: replace(each, trainer=replace(each.trainer, context_parallel=1)) for name, each in configs.items()}
     of_size = {1: whole, 2: configs, 4: {name: configs[name] for name in ON_FOUR}}
     return {size: on_ranks(size, train, of_size[size], groups, folder=folder / str(size))[0] for size in of_size}

@@ -17,8 +17,8 @@ from penstock.consumers.learning.model.head import OutputHead, further_logprobs,
 from penstock.consumers.learning.objectives.grpo import Grpo
 from penstock.consumers.learning.objectives.score_centering import ScoreCentering
 from penstock.schemas.config import ConfigError, CorrectionConfig, Plug, SamplingConfig
-from penstock.schemas.rollout import RecordError, RolloutGroup, TopLogprobs, pack_floats, pack_ids, unpack_ids
-from training_groups import VOCABULARY, configuration, gradients_of, lag_from, random_groups, tiny_model
+from penstock.schemas.rollout import RecordError, pack_floats, unpack_ids
+from training_groups import VOCABULARY, configuration, gradients_of, lag_from, random_groups, tiny_model, with_top
 
 PATH = "penstock.consumers.learning.objectives.score_centering:ScoreCentering"
 V, M = 7, 10
@@ -142,21 +142,6 @@ def test_further_ids_have_the_logprobs_and_gradients_of_a_softmax(monkeypatch, s
     both = [torch.autograd.grad((each * mixing).sum(), (hidden, weight)) for each in (found, wanted)]
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def with_top(group: RolloutGroup, k: int) -> RolloutGroup:
-    """The group as an engine that returns likeliest ids would have sampled it, with a sampler of its own."""
-
-    def recorded(segment):
-        logprobs, rows = list(segment.behavior_logprobs), []
-        for position in range(segment.num_sampled_tokens):
-            sampler = torch.log_softmax(torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(position)), 0)
-            rows.append(sampler.topk(k))
-        ids, logprobs = (torch.stack([row[n] for row in rows]).flatten().tolist() for n in (1, 0))
-        return replace(segment, top_logprobs=TopLogprobs(k, pack_ids(ids), pack_floats(logprobs)))
-
-    rollouts = tuple(replace(one, segments=tuple(map(recorded, one.segments))) for one in group.rollouts)
-    return replace(group, rollouts=rollouts)
 
 
 def test_the_objective_gets_each_token_s_own_likeliest_ids(tmp_path) -> None:
