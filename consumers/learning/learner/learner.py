@@ -78,19 +78,12 @@ class Learner:
             if trainer.cpu_matmul == "onednn":
                 enable_onednn_matmul()
         self.model = PackedModel(
-            config.model.path,
-            config.model.dtype,
-            self.device,
-            self.ranks,
-            gradient_checkpointing=trainer.gradient_checkpointing,
-            compiled=trainer.compile,
-            lora=config.lora,
-            seed=config.seed,
-            dithered=config.dithers,
-            max_model_len=config.engine.max_model_len,
-            replays_routes=config.model.replay_routes,
-            by_expert=trainer.expert_parallel,
-        )
+            config.model.path, config.model.dtype, self.device, self.ranks,
+            gradient_checkpointing=trainer.gradient_checkpointing, compiled=trainer.compile, lora=config.lora,
+            seed=config.seed, dithered=config.dithers, max_model_len=config.engine.max_model_len,
+            replays_routes=config.model.replay_routes, by_expert=trainer.expert_parallel,
+            per_pass=trainer.context_parallel,
+        )  # fmt: skip
         if trainer.expert_parallel:
             check_experts(self.model.module, self.ranks.size, f"model.path = {config.model.path!r}")
         self._movement: Movement | None = None
@@ -120,11 +113,6 @@ class Learner:
         setting = f"trainer.context_parallel = {per_pass}"
         if self.ranks.size % per_pass:
             raise ConfigError(f"{setting}: expected a divisor of the {self.ranks.size} ranks")
-        if per_pass > 1 and self.scorer.in_rectangles:
-            raise ConfigError(
-                f"{setting} with model.path = {self.config.model.path!r}: its rows are padded to a rectangle (see "
-                "docs/models.md), which ranks cannot split; expected 1"
-            )
         if per_pass > 1:
             self.ranks.neighbours(per_pass)  # made now, while every rank is here
 

@@ -106,17 +106,13 @@ class TokenScorer:
             self.reference = BaseOfAdapter(model)
         else:
             self.reference = PackedModel(
-                config.model.reference or config.model.path,
-                config.model.dtype,
-                device,
-                ranks,
-                compiled=config.trainer.compile,
-                frozen=True,
+                config.model.reference or config.model.path, config.model.dtype, device, ranks,
+                compiled=config.trainer.compile, frozen=True,
                 field="model.reference" if config.model.reference else "model.path",
                 max_model_len=config.engine.max_model_len,
                 replays_routes=config.model.replay_routes and config.model.reference is None,
-                by_expert=config.trainer.expert_parallel,
-            )
+                by_expert=config.trainer.expert_parallel, per_pass=config.trainer.context_parallel,
+            )  # fmt: skip
             if self.reference.vocabulary != model.vocabulary:
                 raise ConfigError(
                     f"model.reference = {config.model.reference!r}: a vocabulary of {self.reference.vocabulary}, "

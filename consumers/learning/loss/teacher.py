@@ -56,6 +56,7 @@ def open_teacher(config: RunConfig, model: PackedModel, device: torch.device, ra
     teacher = PackedModel(
         path, config.model.dtype, device, ranks, compiled=trainer.compile, frozen=True, field="teacher.model",
         max_model_len=config.engine.max_model_len, by_expert=trainer.expert_parallel,
+        per_pass=trainer.context_parallel,
     )  # fmt: skip
     if teacher.vocabulary < model.vocabulary:
         # More rows are padding: each size of a model rounds its head up differently.

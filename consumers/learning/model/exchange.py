@@ -5,12 +5,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.consumers.learning.batch.layout import TokenShare
 
-def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+
+def to_owners(states: Tensor, share: TokenShare, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the states [N, H] of a rank's own micro-batch; each rank has those of its share, [L, H]. group: None for
+    a rank alone."""
+    arrived = exchanged(F.embedding(share.order, states), share.sent, share.received, group)
+    return F.embedding(share.places, arrived)
+
+
+def to_sharers(states: Tensor, share: TokenShare, group: dist.ProcessGroup | None) -> Tensor:
+    """Does the reverse of `to_owners`."""
+    arrived = exchanged(F.embedding(share.places.argsort(), states), share.received, share.sent, group)
+    return F.embedding(share.order.argsort(), arrived)
+
+
+def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
     """Sends rows [sum(sent), H] to the ranks, consecutive ones to each; returns what they send, [sum(received), H]."""
-    found: Tensor = _Exchange.apply(rows, sent, received, group)
+    found: Tensor = rows if group is None else _Exchange.apply(rows, sent, received, group)
     return found
 
 
@@ -24,17 +40,13 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
         ctx.back = received, sent, group
-        return _sent(rows, sent, received, group)
+        into = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(into, rows.contiguous(), list(received), list(sent), group=group)
+        return into
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sent(gradient, *ctx.back), None, None, None
-
-
-def _sent(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    into = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(into, rows.contiguous(), list(received), list(sent), group=group)
-    return into
+        return _Exchange.apply(gradient, *ctx.back), None, None, None
 
 
 class _AllRows(torch.autograd.Function):

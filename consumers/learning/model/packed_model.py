@@ -19,9 +19,10 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.consumers.learning.batch.batch import MicroBatch, idle_microbatch
 from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare
+from penstock.consumers.learning.batch.split import split_tokens
 from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention, is_unpadded
-from penstock.consumers.learning.model.blocks import compile_blocks
-from penstock.consumers.learning.model.exchange import exchanged
+from penstock.consumers.learning.model.blocks import blocks, compile_blocks
+from penstock.consumers.learning.model.exchange import to_owners
 from penstock.consumers.learning.model.head import OutputHead
 from penstock.consumers.learning.model.loading import (
     DTYPES,
@@ -40,7 +41,7 @@ from penstock.consumers.learning.model.published import PublishedPart
 from penstock.consumers.learning.model.rounding import dither
 from penstock.consumers.learning.model.routing import RouteReplay
 from penstock.consumers.learning.model.shards import fill, gathered, held, shard
-from penstock.consumers.learning.model.split_attention import SplitAttention
+from penstock.consumers.learning.model.split_attention import SplitAttention, WholeRows
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
 
@@ -74,6 +75,7 @@ class PackedModel:
             frequencies (`fix_rope`).
         replays_routes: rows are computed by their routes, the experts that the engine chose.
         by_expert: each rank holds and computes whole experts (`expert_ranks`).
+        per_pass: consecutive ranks that compute their micro-batches' tokens together.
 
     Raises:
         ConfigError: no such model, incomplete weights, a head that is not one linear map or that contradicts the
@@ -98,6 +100,7 @@ class PackedModel:
         max_model_len: int | None = None,
         replays_routes: bool = False,
         by_expert: bool = False,
+        per_pass: int = 1,
     ) -> None:
         self._named = f"{field} = {path!r}"
         self._max_model_len = max_model_len
@@ -120,22 +123,20 @@ class PackedModel:
         else:
             if self._ranks.is_lead:
                 whole = PackedModel(
-                    path,
-                    dtype,
-                    torch.device("cpu"),
-                    gradient_checkpointing=gradient_checkpointing,
-                    lora=lora,
-                    seed=seed,
-                    dithered=dithered,
-                    field=field,
-                    max_model_len=max_model_len,
-                    replays_routes=replays_routes,
-                )
+                    path, dtype, torch.device("cpu"), gradient_checkpointing=gradient_checkpointing, lora=lora,
+                    seed=seed, dithered=dithered, field=field, max_model_len=max_model_len,
+                    replays_routes=replays_routes, per_pass=per_pass,
+                )  # fmt: skip
             module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype], max_model_len)
         self._take(module, gradient_checkpointing)
+        self._whole_rows = WholeRows(
+            blocks(module, self._named, "trainer.context_parallel = 1") if per_pass > 1 else ()
+        )
         self.routing: RouteReplay | None = RouteReplay(self.module, self._named) if replays_routes else None
         if self._ranks.mesh is None:
             self._choose_pass(DTYPES[dtype])
+            if per_pass > 1 and self.in_rectangles:
+                self._check_split(f"trainer.context_parallel = {per_pass}")
             if self.routing is not None:
                 idle = idle_microbatch().to(device)
                 self.routing.check(lambda routes: self.forward(replace(idle, routes=routes.to(device))))
@@ -215,6 +216,19 @@ class PackedModel:
             f"{self._named}: {type(self.module).__name__} {reasons[0]}; with rows padded to a rectangle: {reasons[-1]}"
         )
 
+    def _check_split(self, setting: str) -> None:
+        def shared(microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
+            found = self.forward(split_tokens([microbatch])[0])
+            self._whole_rows.current = None
+            return found
+
+        try:
+            check_model(self.module, shared, in_rectangles=True)
+        except ModelCheckError as error:
+            raise ConfigError(
+                f"{setting} with {self._named}: {type(self.module).__name__} {error}; expected 1"
+            ) from error
+
     def _in_dtype(self, dtype: torch.dtype) -> Callable[[MicroBatch], tuple[Tensor, OutputHead]]:
         """Returns `forward` in `dtype`, during the checks at start."""
 
@@ -279,15 +293,20 @@ class PackedModel:
         if microbatch.share is None:
             hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout, microbatch.routes)
         else:
-            hidden, head = self._run_split(microbatch.share)
+            hidden, head = self._run_split(microbatch, microbatch.share)
         return self.scaled(hidden), head
 
-    def _run_split(self, share: TokenShare) -> tuple[Tensor, OutputHead]:
+    def _run_split(self, microbatch: MicroBatch, share: TokenShare) -> tuple[Tensor, OutputHead]:
         """Runs the body over this rank's share of the tokens; returns as `run` does, for the rank's own micro-batch."""
-        group = self._ranks.neighbours(len(share.sent))
-        hidden, head = self.run(share.token_ids, share.position_ids, SplitAttention(share, group), share.routes)
-        arrived = exchanged(F.embedding(share.order, hidden), share.sent, share.received, group)
-        return F.embedding(share.places, arrived), head
+        group = self._ranks.neighbours(len(share.sent)) if len(share.sent) > 1 else None
+        if not self.in_rectangles:
+            hidden, head = self.run(share.token_ids, share.position_ids, SplitAttention(share, group), share.routes)
+            return to_owners(hidden, share, group), head
+        if self.routing is not None:
+            self.routing.take(share.routes)
+        self._whole_rows.current = share, microbatch.layout, group
+        hidden, head = self._run(input_ids=microbatch.token_ids[microbatch.layout.buckets[0]])
+        return to_owners(hidden[0], share, group), head
 
     def run(
         self,
@@ -304,6 +323,7 @@ class PackedModel:
         Raises:
             NotImplementedError: an `OwnAttention`, of a model that runs in rectangles.
         """
+        self._whole_rows.current = None
         if self.routing is not None:
             if routes is not None and isinstance(layout, PackedLayout) and self.in_rectangles:
                 routes = routes[layout.buckets[0]].flatten(0, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -88,6 +89,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+UNSHARED = ("bloom", "mpt")
+"""Those whose blocks hand the residual to their layers: ranks cannot share a row's tokens."""
 ROWS = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.M)
 """Architecture, model type and verdict of each row of the page's table."""
 
@@ -108,7 +111,7 @@ def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, arch
     monkeypatch.setattr(model, "load_model", lambda *_: module)
     monkeypatch.setattr(model_check, "ALLOWED", 1e-5)
 
-    def verdict_of(**settings: bool) -> str:
+    def verdict_of(**settings: Any) -> str:
         try:
             packed = PackedModel(kind, "float32", torch.device("cpu"), **settings)
         except ConfigError as error:
@@ -119,6 +122,9 @@ def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, arch
 
     found, checkpointed = verdict_of(), verdict_of(gradient_checkpointing=True)
     assert verdict == (found if checkpointed == found else f"{found}; with gradient checkpointing {checkpointed}")
+    if found == "in rectangles":
+        shared = verdict_of(per_pass=2)
+        assert (shared == found) != (kind in UNSHARED), shared
 
 
 KEPT = {
@@ -216,6 +222,10 @@ ON_RANKS = (
     "qwen3", "qwen2", "llama", "gemma3_text", "phi3", "cohere2", "gpt2", "mixtral", "qwen3_moe", "odd",
     "phi", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5_text", "nemotron_h", "llama4_text", "lfm2",
 )  # fmt: skip
+SHARED = {
+    f"{kind} shared": kind for kind in ("gemma3_text", "qwen3_moe", "qwen3_next", "nemotron_h", "llama4_text", "lfm2")
+}
+"""Ranks share the tokens of rows."""
 MANY_EXPERTS = {"qwen3_moe": {"num_experts": 64, "num_local_experts": 64}}
 """More than the tokens of a batch can meet."""
 
@@ -233,12 +243,15 @@ def on_one_and_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, 
         trainer = TrainerConfig(device="cpu", max_grad_norm=1e9, tokens_per_microbatch=40)
         configs[kind] = configuration(folder / kind, trainer=trainer)
     groups = [random_group(index, 1, siblings=2) for index in range(1, 4)]
-    one, two = (on_ranks(size, step_once, configs, groups, folder=folder / str(size))[0] for size in (1, 2))
-    return one, two
+    one = on_ranks(1, step_once, configs, groups, folder=folder / "1")[0]
+    for name, kind in SHARED.items():
+        configs[name] = replace(configs[kind], trainer=replace(configs[kind].trainer, context_parallel=2))
+        one[name] = one[kind]
+    return one, on_ranks(2, step_once, configs, groups, folder=folder / "2")[0]
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("kind", ON_RANKS)
+@pytest.mark.parametrize("kind", (*ON_RANKS, *SHARED))
 def test_two_ranks_find_logprobs_and_gradients_of_one_process(on_one_and_two, kind: str) -> None:
     (expected_gradients, expected), (gradients, found) = (of_size[kind] for of_size in on_one_and_two)
     assert gradients.keys() == expected_gradients.keys()
