@@ -1,8 +1,5 @@
 """The device that the trainer computes on, and the library that multiplies its float32 matrices on CPU."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -58,17 +55,6 @@ def enable_onednn_matmul() -> None:
             return
     torch.set_float32_matmul_precision(before)
     raise ConfigError(f"float32 matmuls cannot be handed to oneDNN on this processor: {'; '.join(reasons)}")
-
-
-@contextmanager
-def onednn_matmul() -> Iterator[None]:
-    """Enables oneDNN's matmuls for a block; raises as `enable_onednn_matmul` does."""
-    before = torch.get_float32_matmul_precision()
-    enable_onednn_matmul()
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _products(dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -3,6 +3,7 @@
 GShard's (arXiv 2006.16668), without its capacity: no token is dropped.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
 from penstock.consumers.learning.model.exchange import exchanged
 from penstock.schemas.config import ConfigError
@@ -37,9 +39,11 @@ def check_experts(module: nn.Module, num_ranks: int, named: str) -> None:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """Returns the layers of experts that transformers' decorator `use_experts_implementation` has marked, by name."""
-    marks = ("num_experts", "has_gate", "is_transposed")
-    return {name: each for name, each in module.named_modules() if all(hasattr(each, mark) for mark in marks)}
+    """Returns the layers of experts that transformers' decorator `use_experts_implementation` marks, and Llama 4's, by
+    name."""
+    marks = {"num_experts", "has_gate", "is_transposed"}
+    found = module.named_modules()
+    return {name: each for name, each in found if isinstance(each, Llama4TextExperts) or marks <= vars(each).keys()}
 
 
 def spread_experts(module: Any, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.Parameter]:
@@ -59,6 +63,9 @@ def spread_experts(module: Any, mesh: DeviceMesh, dtype: torch.dtype) -> set[nn.
             experts._parameters[own_name] = own
             spread.add(own)
         experts.ranks, experts.dtype = mesh.get_group(), dtype
+    for each in module.modules():
+        if isinstance(each, Llama4TextMoe):
+            vars(each)["forward"] = partial(_llama4, each)
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     module.set_experts_implementation(_NAME)
     return spread
@@ -78,11 +85,21 @@ def _forward(experts: Any, hidden: Tensor, choices: Tensor, weights: Tensor) -> 
     rows = exchanged(hidden[order // choices.shape[1]], sent, received, group)
     ids = torch.arange(own, device=hidden.device).repeat(group.size()).repeat_interleave(met)
     ones = torch.ones_like(rows[:, :1])
-    layer: Any = _Own(experts, own)
+    layer: Any = (_OwnLlama4 if isinstance(experts, Llama4TextExperts) else _Own)(experts, own)
     found = grouped_mm_experts_forward(layer, rows, ids[:, None], ones)
     back = exchanged(found, received, sent, group)
     weighted = back[order.argsort()] * weights.reshape(-1, 1)
     return weighted.view(*choices.shape, -1).sum(1).to(hidden.dtype)
+
+
+def _llama4(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `Llama4TextMoe.forward`, in which every expert computes every token, with the chosen experts alone."""
+    hidden = hidden.flatten(0, -2)
+    scores, logits = layer.router(hidden)
+    weights, choices = scores.topk(layer.top_k)
+    rows = (hidden[:, None] * weights[..., None]).flatten(0, 1)
+    found = _forward(layer.experts, rows, choices.reshape(-1, 1), torch.ones_like(rows[:, :1]))
+    return layer.shared_expert(hidden) + found.view(*choices.shape, -1).sum(1), logits
 
 
 class _Own:
@@ -96,3 +113,9 @@ class _Own:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
+
+
+class _OwnLlama4(_Own):
+    has_gate = is_transposed = True
+    has_bias = _is_expert_parallel = False
+    _apply_gate = _default_apply_gate
