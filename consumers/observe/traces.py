@@ -23,6 +23,8 @@ PHASES = ("queue", "sample", "reward", "stream", "batch", "step")
 policy is announced."""
 NUM_SLOWEST = 3
 """Groups that a line of updates.jsonl names."""
+ROOTS = 2_000
+"""Of a checkpoint that are handed to the collector at once: fewer than may wait for it."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +187,10 @@ class GroupTraces:
             return
         with self._changed:
             self._changed.wait_for(lambda: self.is_complete, wait_s)
-            for root in self._in_snapshot:
+            for number, root in enumerate(self._in_snapshot, 1):
                 self._export(root.index, Span(ROOT, root.start_s, root.end_s, root.about, error=root.error))
+                if number % ROOTS == 0:
+                    self.tracing.flush()
             self._in_snapshot = []
         self.tracing.flush()
 

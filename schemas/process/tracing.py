@@ -35,6 +35,10 @@ FLUSH_S = 1.0
 """How long a collector may keep a group from being appended or committed. One that is slower counts as away, and
 nothing waits for it until it has taken spans again."""
 
+MOST_WAITING = 16_384
+"""Spans that may wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; more are lost. OpenTelemetry's own 2,048
+are fewer than those of one batch of 1,000 groups."""
+
 Value = str | int | float | Sequence[str] | Sequence[int]
 
 
@@ -110,7 +114,8 @@ class Tracing:
         self._sampler = sdk.TracerProvider(shutdown_on_exit=False).sampler  # as OTEL_TRACES_SAMPLER says
         self._make: Any = sdk.ReadableSpan
         self._exporter = _Exporter(trace_exporter.OTLPSpanExporter())
-        self._processor: Any = BatchSpanProcessor(self._exporter)  # type: ignore[arg-type]
+        size = None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else MOST_WAITING
+        self._processor: Any = BatchSpanProcessor(self._exporter, max_queue_size=size)  # type: ignore[arg-type]
         # Of spans that are dropped while the collector is away, one line is enough.
         logging.getLogger("opentelemetry.sdk._shared_internal").addFilter(lambda record: not self._exporter.is_away)
 

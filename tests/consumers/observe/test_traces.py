@@ -11,8 +11,9 @@ import pytest
 from collector import Collector, KeptSpan
 from forked_programs import PYTHONPATH, ForkedProgram
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.observe.traces import PHASES
-from penstock.schemas.process.tracing import BATCH, QUEUE, REWARD, ROOT, SAMPLE, STREAM, SYNC, TRAIN
+from penstock.consumers.observe.traces import PHASES, GroupTraces
+from penstock.schemas.config import EnvironmentConfig, MetricsConfig, ModelConfig, RunConfig
+from penstock.schemas.process.tracing import BATCH, QUEUE, REWARD, ROOT, SAMPLE, STREAM, SYNC, TRAIN, Tracing
 from trainer_bench import TrainerBench
 from trainer_process import TrainerProcesses, with_learner
 from waiting import wait_for
@@ -117,6 +118,24 @@ def test_a_group_that_is_not_trained_says_why_and_one_that_is_sampled_again_goes
     again = [span for span in collector.spans if span.attributes.get("penstock.outcome") == "stale"]
     assert len(again) == ledger["num_groups_released_again"]["stale"] > 0
     assert {span.index for span in again} <= outcomes.keys() and {span.name for span in again} == {STREAM}
+
+
+def test_the_roots_of_a_checkpoint_are_handed_over_in_parts(collector, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.consumers.observe.traces.ROOTS", 100)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "512")
+    config = RunConfig(
+        name="test", model=ModelConfig(path="none"), environment=EnvironmentConfig(path="none:None"),
+        metrics=MetricsConfig(traces=True),
+    )  # fmt: skip
+    traces = GroupTraces(Tracing(config, "trainer"), "run")
+    for index in range(1_000):
+        traces.ended("dead", index, None, 1.0, "reward: boom")
+        if index % 100 == 99:
+            traces.tracing.flush()
+    traces.snapshot()
+    traces.commit(0.0)
+    assert Counter(span.name for span in collector.spans) == {STREAM: 1_000, ROOT: 1_000}
+    traces.close()
 
 
 def test_every_trained_group_has_a_whole_trace_though_producers_and_trainer_are_killed(

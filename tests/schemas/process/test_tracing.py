@@ -57,6 +57,16 @@ def test_a_collector_that_is_away_is_told_once_and_not_waited_for(collector, cap
     assert len(warnings(caplog)) == 2, "an outage after that is told again"
 
 
+def test_a_batch_of_a_thousand_groups_waits_for_the_collector_whole(collector, caplog):
+    tracing = Tracing(CONFIG, "trainer")
+    with collector.holding():
+        for index in range(1_500):
+            tracing.export("run", index, [*SPANS, *SPANS])
+    tracing._processor.force_flush()
+    assert len(collector.spans) == 6_000 and warnings(caplog) == []
+    tracing.close()
+
+
 async def test_a_slow_collector_counts_as_away(collector, caplog, monkeypatch):
     monkeypatch.setattr("penstock.schemas.process.tracing.FLUSH_S", 0.05)
     tracing = Tracing(CONFIG, "producer-0")
