@@ -36,8 +36,8 @@ FLUSH_S = 1.0
 nothing waits for it until it has taken spans again."""
 
 MOST_WAITING = 16_384
-"""Spans that may wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; more are lost. OpenTelemetry's own 2,048
-are fewer than those of one batch of 1,000 groups."""
+"""Spans that may wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; more are lost. OpenTelemetry's own
+2,048 are fewer than those of one batch of 1,000 groups."""
 
 Value = str | int | float | Sequence[str] | Sequence[int]
 
