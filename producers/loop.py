@@ -108,8 +108,7 @@ class Producer:
         context.metrics.in_flight.set_function(lambda: len(self.table))
         reader = WeightReader(connection.call, keys)
         copy = HostCopy(config.weights.host_folder, config.name, connection.place, reader, context.metrics)
-        on_load = partial(context.events.write, "weights")
-        self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, on_load, self._on_run)
+        self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, self._on_load, self._on_run)
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
         self.claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
@@ -323,6 +322,12 @@ class Producer:
             if ends_caller(error):
                 raise
             self.writer.put(claim, Dead.of("producer", error))
+
+    def _on_load(self, **load: Any) -> None:
+        self.context.events.write("weights", **load)
+        if self._config.producers.abort_past_lag:
+            for claim in self.table:
+                self._episodes.abort_past_lag(claim, load["policy_version"])
 
     async def _on_run(self, run_id: str) -> None:
         """Joins a run, and drops what was claimed in an earlier one of its name: its trainer is gone.

@@ -284,6 +284,9 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     max_attempts: Positive = 8
     """A prompt delivered this often without a result is settled as dead. From the third time on, and the last time, it
     is sampled alone. The count restarts once a producer has made progress with it for claim_idle_s."""
+    abort_past_lag: bool = False
+    """Gives a group up, which settles it as dead, when a policy is loaded that is more than max_lag steps ahead of the
+    oldest token, while it is being sampled; otherwise it is kept and corrected. Conversations are kept either way."""
     progress_s: NonNegativeFloat = 0.5
     """Most seconds of sampling that a rollout loses with its producer: twice in this time, and when a producer is told
     to stop, the progress of rollouts in flight is saved in Redis, and a producer that takes one over continues from

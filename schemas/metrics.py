@@ -114,6 +114,11 @@ class ProducerMetric:
         values=("redis", "memory", "size", "record"),
         unit="rollouts",
     )
+    TOKENS_ABORTED = Metric(
+        "penstock_tokens_aborted_total",
+        "Sampled tokens of groups that were given up because they could not be within the lag bound",
+        unit="tokens",
+    )
     REWARD_ERRORS = Metric(
         "penstock_reward_errors_total", "Groups whose reward raised or was not finite", unit="groups"
     )

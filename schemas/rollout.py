@@ -28,6 +28,8 @@ ABANDONED = "abandoned"
 
 OVERDUE = "deadline"
 """The kind of a dead group that missed its deadline."""
+PAST_LAG = "lag"
+"""The kind of a dead group that was given up because it could not be within the lag bound (`abort_past_lag`)."""
 NOT_FINISHED, TOO_LARGE, NO_ROOM = "not finished after", "rollout_too_large", "fit one stream entry"
 """Parts of the reasons of groups and agents' rollouts that were too long: for a deadline, for a rollout's share of a
 stream entry, for the entry."""
@@ -329,7 +331,7 @@ def unpack_floats(data: bytes) -> "array[float]":
 def died_of_length(reason: str) -> bool:
     """Returns whether a dead group, or an agent's rollout of it, was too long."""
     kind, _, why = reason.partition(":")
-    return kind in (OVERDUE, "agents", "record") and says_too_long(why)
+    return kind in (OVERDUE, PAST_LAG, "agents", "record") and says_too_long(why)
 
 
 def says_too_long(why: str) -> bool:

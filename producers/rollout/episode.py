@@ -24,6 +24,7 @@ from penstock.producers.stream.context import Teacher
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.spans import WEIGHTS, chat_span
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.policy import steps_behind
 from penstock.schemas.process import clock
 from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.process.tracing import Span
@@ -31,6 +32,7 @@ from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     NOT_FINISHED,
     OVERDUE,
+    PAST_LAG,
     Rollout,
     RolloutGroup,
     Segment,
@@ -111,7 +113,7 @@ class Episodes:
         evaluation = claim.evaluation_id is not None
         group = None
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._deadline_s) as claim.deadline:
                 try:
                     source = self._environments.named(claim.environment)
                     prompt = pose(source.environment, claim.task, held_out=evaluation)
@@ -164,11 +166,29 @@ class Episodes:
             self._metrics.reward_errors.inc()
             return Dead(f"reward: {error}", error.__cause__, group)
         except TimeoutError:
+            if claim.past_lag is not None:
+                found, lag = claim.past_lag
+                self._metrics.tokens_aborted.inc(sum(one.num_sampled_tokens for one in found.rollouts))
+                bound = f"more than max_lag = {self._config.lag_bound} (producers.abort_past_lag)"
+                return Dead(f"{PAST_LAG}: {NOT_FINISHED} {lag:g} optimizer steps, {bound}", None, found)
             await self._engine.check()  # no prompt is to blame for an engine that stands still
             reason = f"{OVERDUE}: {NOT_FINISHED} {self._deadline_s:g} s (producers.generation_deadline_s)"
             return Dead(reason, None, group)
         finally:
             claim.generating_since, claim.in_flight = None, None
+
+    def abort_past_lag(self, claim: Claim, version: int) -> None:
+        """Gives up a group that is being sampled if the trainer, at `version` or later, is further ahead of its oldest
+        token than the lag bound."""
+        group = claim.in_flight.so_far() if claim.in_flight and claim.evaluation_id is None else None
+        if group is None or claim.deadline is None or claim.deadline.expired():
+            return
+        segments = [rollout.segments[-1] for rollout in group.rollouts]
+        oldest = min(span.version for segment in segments for span in segment.version_spans)
+        lag = steps_behind(oldest, version)
+        if self._config.lag_bound < lag < math.inf and any(each.finish_reason == "abort" for each in segments):
+            claim.past_lag = group, lag
+            claim.deadline.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
         for scorer in self._scorers.values():

@@ -56,6 +56,10 @@ class Claim:
     """In the event loop's time; None while it waits for its turn or for weights."""
     in_flight: GroupInFlight | None = None
     """The group that is sampled for it in one turn; None while none is."""
+    past_lag: tuple[RolloutGroup, float] | None = None
+    """The group as it was when it was given up for its lag, and that lag in optimizer steps."""
+    deadline: asyncio.Timeout | None = None
+    """Ends its sampling and scoring."""
     converses: bool = False
     """Its siblings are conversations, which keep a journal."""
     has_progress: bool = False

@@ -69,6 +69,26 @@ async def test_a_prompt_that_cancels_its_own_task_is_dead(run, monkeypatch) -> N
     await until(lambda: one.client.xlen(KEYS.evaluation_results) == 3)
 
 
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_what_cannot_be_within_the_lag_bound_is_given_up_if_the_run_says_so(run, gives_up: bool) -> None:
+    one = run(max_lag=1, producers=msgspec.structs.replace(PATIENT, abort_past_lag=gives_up))
+    engine = ScriptedEngine(token_s=0.001)
+    engine.stepped = lambda *_: engine.may_sample.clear()  # type: ignore[method-assign]
+    await one.producer(engine)
+    one.trainer.release(1, 1)
+    await until(lambda: not engine.may_sample.is_set())
+    for version in (1, 2):
+        one.trainer.announce(version)
+        await until(lambda version=version: engine.loaded_versions[-1] == version)
+        engine.may_sample.set()
+    engine.stepped = lambda *_: None  # type: ignore[method-assign]
+    (entry,) = await one.read(1)
+    assert entry[Field.KIND] == (Kind.DEAD if gives_up else Kind.GROUP)
+    if gives_up:
+        assert entry[Field.REASON].startswith(b"lag: not finished after 2 optimizer steps, more than max_lag = 1")
+        assert decode_group(entry[Field.PAYLOAD], dead=True).rollouts[0].num_sampled_tokens > 0
+
+
 async def test_evaluations_are_answered_by_the_policy_they_ask_about(run) -> None:
     one = run()
     engine = ScriptedEngine(token_s=0.01)

@@ -24,6 +24,7 @@ from penstock.schemas.config import (
     RewardConfig,
     SamplingConfig,
 )
+from penstock.schemas.policy import make_version
 from penstock.schemas.prompt import Message, Prompt, Reward
 from penstock.schemas.rollout import (
     RolloutGroup,
@@ -37,6 +38,7 @@ from penstock.schemas.rollout import (
 )
 from producer_run import ids
 from scripted_engine import ScriptedEngine
+from waiting import until
 
 
 class OneTask:
@@ -306,3 +308,44 @@ async def test_a_group_whose_teacher_fails_or_hangs_is_dead_with_all_that_was_sa
         dead = await episodes(engine=engine, teacher=teacher, producers=producers).run(claim())
         assert isinstance(dead, Dead) and dead.reason.startswith(reason)
         assert [rollout.reward.value for rollout in dead.group.rollouts] == [1.0, 0.0]
+
+
+async def test_a_group_that_cannot_be_within_the_lag_bound_is_given_up_while_it_is_sampled(episodes) -> None:
+    engine = ScriptedEngine(num_tokens=4, script=lambda prompt, sibling: ids("46" if sibling else "4646"))
+    engine.stepped = lambda request_id, num_sampled: engine.may_sample.clear()  # type: ignore[method-assign]
+    one, task = episodes(engine=engine, max_lag=2), claim()
+    running = asyncio.create_task(one.run(task))
+    await until(lambda: task.in_flight is not None and task.in_flight.so_far() is not None)
+    engine.policy_version = 2
+    engine.may_sample.set()
+    await until(lambda: task.in_flight.so_far().rollouts[0].num_sampled_tokens == 2)
+    for version in (1, 2, make_version(1, 0)):  # lag through a fork is the trainer's to know
+        one.abort_past_lag(task, version)
+    assert not running.done() and task.past_lag is None
+    for _ in range(2):
+        one.abort_past_lag(task, 3)
+    dead = await running
+    assert dead.reason == "lag: not finished after 3 optimizer steps, more than max_lag = 2 (producers.abort_past_lag)"
+    assert died_of_length(dead.reason) and len(engine.cancelled) == 1
+    spans = [
+        [(span.version, span.end - 6) for span in rollout.segments[0].version_spans] for rollout in dead.group.rollouts
+    ]
+    assert spans == [[(0, 1), (2, 2)]] * 2
+    assert one._metrics.tokens_aborted._value.get() == 4
+    # One that is only scored yet is past its last policy.
+    engine.may_sample.set()
+    engine.stepped = lambda request_id, num_sampled: None  # type: ignore[method-assign]
+    scored = asyncio.Event()
+
+    async def slow(prompt: Prompt, completion: str) -> float:
+        scored.set()
+        await release.wait()
+        return 1.0
+
+    release = asyncio.Event()
+    two, task = episodes(engine=engine, reward=slow, max_lag=2), claim(attempt=2)
+    running = asyncio.create_task(two.run(task))
+    await scored.wait()
+    two.abort_past_lag(task, 100)
+    release.set()
+    assert isinstance(await running, RolloutGroup)
