@@ -7,7 +7,8 @@ opened it dies, however that happens.
 
 With namespaces (user, mount, process, network, IPC and host name) it is process 1 of a system of its own: no network
 but its own loopback, nobody else's processes, and a file system in memory in which only programs are shown, read-only.
-Without them it is a process that kills whatever descends from it, and its commands see the machine's files.
+Without them it is a process that kills whatever descends from it, and its commands see the machine's files, as a user
+of their own if the producer is root.
 
 Sources: namespaces(7), user_namespaces(7), pid_namespaces(7), mount_setattr(2), pivot_root(2), seccomp(2), prctl(2).
 """
@@ -40,6 +41,10 @@ TICK_S = 0.02
 """Between two looks at what the processes use."""
 NOBODY = 65534
 """The user and group that commands run as if the producer is root."""
+OWN_USERS = 1 << 30
+"""The first of the users whom nobody else is: each sandbox without namespaces has one, if the producer is root."""
+OTHERS = 1024
+"""Processes that its user may start elsewhere while a command runs, which count in the same limit."""
 SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 """What commands see of this machine's files, beside Python's own folders."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -168,6 +173,38 @@ def refuse_calls(*, network: bool) -> None:
     call("prctl", SECCOMP, 2, filter_, 0, 0)
 
 
+def own_user() -> int:
+    """Returns a user whom nobody else is; 0 if this process may not become one, or if that one could not run Python."""
+    user = OWN_USERS + os.getpid()
+    passed: set[str] = set()
+    for path in map(os.path.realpath, (sys.executable, sys.prefix, sys.base_prefix)):
+        while path not in passed:
+            passed.add(path)
+            path = os.path.dirname(path)
+    is_mapped = all(is_of(user, f"/proc/self/{name}") for name in ("uid_map", "gid_map"))
+    can_run = all(os.stat(each).st_mode & 0o001 for each in passed)
+    return user if os.geteuid() == 0 and is_mapped and can_run else 0
+
+
+def is_of(user: int, mapping: str) -> bool:
+    """Returns whether a user or a group exists in this process's namespace."""
+    with open(mapping, encoding="utf-8") as file:
+        ranges = [[int(number) for number in line.split()] for line in file]
+    return any(first <= user < first + count for first, _, count in ranges)
+
+
+def num_tasks(user: int) -> int:
+    """Returns the number of a user's threads, all of which the kernel's limit of processes counts."""
+    total = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user:
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it has ended
+            continue
+    return total
+
+
 class Jail:
     """Runs commands under limits.
 
@@ -178,6 +215,8 @@ class Jail:
         self.limits = settings["limits"]
         self.is_alone = settings["isolation"] == "namespaces"
         self.work = WORK
+        self.user = 0 if self.is_alone else own_user()
+        """Of the commands; 0 if it is this process's."""
         self.child = self.status = 0
         self.cpu_before_s = 0.0
         if self.is_alone:
@@ -186,6 +225,8 @@ class Jail:
             call("prctl", SUBREAPER, 1, 0, 0, 0)
             self.work = f"/tmp/penstock-sandbox-{os.getpid()}-{time.time_ns()}"
             os.mkdir(self.work, 0o700)
+            if self.user:
+                os.chown(self.work, self.user, self.user)
         call("prctl", DUMPABLE, 0, 0, 0, 0)
 
     def serve(self) -> None:
@@ -253,6 +294,11 @@ class Jail:
             "num_stdout": len(output[out].kept),
         }
         return reply, bytes(output[out].kept + output[err].kept)
+
+    def most_tasks(self) -> int:
+        """Returns the kernel's limit of processes for a command's user. It does not hold for root."""
+        others = 2 if self.is_alone or self.user else num_tasks(os.geteuid()) + OTHERS
+        return int(self.limits["processes"]) + others
 
     def excess(self) -> str:
         """Returns the limit that the processes exceed together; empty for none."""
@@ -362,9 +408,13 @@ def become(request: Json, jail: Jail, ends: list[int]) -> None:
             (resource.RLIMIT_NOFILE, 256),
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_MEMLOCK, 65536),
-            *([(resource.RLIMIT_NPROC, limits["processes"] + 2)] if jail.is_alone else []),
+            (resource.RLIMIT_NPROC, jail.most_tasks()),
         ):
             resource.setrlimit(kind, (most, most))
+        if jail.user:
+            os.setgroups([])
+            os.setresgid(jail.user, jail.user, jail.user)
+            os.setresuid(jail.user, jail.user, jail.user)
         if os.geteuid() == 0:
             for capability in range(64):
                 if libc.prctl(DROP_CAPABILITY, capability, 0, 0, 0) and ctypes.get_errno() != errno.EINVAL:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from penstock.producers.environments import jail
 from penstock.producers.environments import sandbox as module
 from penstock.producers.environments.sandbox import (
     MB,
@@ -242,6 +243,33 @@ async def test_a_sandbox_that_dies_or_is_given_up_is_an_error_with_its_reason(mo
     with pytest.raises(SandboxError, match="No such file"):
         async with sandboxes("limits").open():
             pass
+
+
+FREE_PYTHON = "/usr/bin/python3"
+"""Which every user can run."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists(FREE_PYTHON), reason="needs root and Debian's Python")
+async def test_without_namespaces_the_commands_of_root_have_a_user_of_their_own(monkeypatch, tmp_path: Path) -> None:
+    for name, value in (("executable", FREE_PYTHON), ("prefix", "/usr"), ("base_prefix", "/usr")):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setattr(module, "PYTHON", (FREE_PYTHON, "-I", "-S", "-c"))
+    async with sandboxes("limits").open() as box:
+        user = int((await python(box, "import os; print(os.getuid(), end=''); open('x', 'w')")).text)
+        assert user > jail.OWN_USERS and Path(box.work, "x").stat().st_uid == user  # noqa: ASYNC240
+        for name in ("fork bomb", "its parent killed", "everyone killed", "its parent's memory", "processors"):
+            result = await python(box, ATTACKS[name].code)
+            assert result.exit_code or result.ended_by or name == "everyone killed", name
+            assert (await box.run(["sh", "-c", "echo alive"])).stdout == b"alive\n", name
+        fork = "import os, time\nn = 0\ntry:\n while os.fork(): n += 1\n time.sleep(9)\nexcept OSError: print(n)"
+        assert 10 < int((await python(box, fork)).stdout) <= LIMITS.processes + 2
+        tmp_path.chmod(0o700)  # noqa: ASYNC240
+        assert "PermissionError" in (await python(box, f"import os; os.listdir({str(tmp_path)!r})")).text
+        state = await box.save(MB)
+        async with sandboxes("limits").open() as other:
+            await other.restore(state)
+            assert (await other.run(["ls"])).text == "x\n"
+    assert not Path(box.work).exists()  # noqa: ASYNC240
 
 
 async def test_a_cancelled_command_ends_with_its_sandbox() -> None:
