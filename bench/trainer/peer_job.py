@@ -27,7 +27,8 @@ class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
     """TRL on the model, task, groups and learning rate of a run file, for at most `updates` updates.
 
     goal: the held-out greedy accuracy at which it ends; gain: it ends that much above the first one. Without either it
-    evaluates nothing. every: updates between evaluations. limit_s: of training, if there is a goal.
+    evaluates nothing. every: updates between evaluations. limit_s: of training, if there is a goal. pieces: passes in
+    which a batch is trained: 64 answers of SmolLM2 take 13 GB in one, for the logits.
     """
 
     run_file: str
@@ -37,6 +38,7 @@ class TrlJob(msgspec.Struct, frozen=True, kw_only=True):
     gain: float | None = None
     every: int = 5
     limit_s: float = 600.0
+    pieces: int = 1
 
 
 class PeerUpdates(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,8 @@ from penstock.schemas.config import RunConfig, load_config
 NAME = "SmolLM2-135M on chain_sum"
 GAINS = (0.15, 0.25)
 """In held-out accuracy. A run ends at the larger one."""
+PIECES = 4
+"""Passes in which TRL trains a batch; Penstock's are of 1,024 tokens, which are as many."""
 
 
 class RealSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,7 @@ def measure_real(bench: Bench) -> list[Figure]:
                     gain=GAINS[-1],
                     every=settings.every,
                     limit_s=settings.limit_s,
+                    pieces=PIECES,
                 ),
                 2 * settings.limit_s,
             )

@@ -127,7 +127,7 @@ def measure(job: TrlJob) -> TrlUpdates:
         return [score(environment, environment.prompt(index), text) for index, text in zip(task, texts, strict=True)]
 
     with tempfile.TemporaryDirectory() as scratch:
-        settings = trl_settings(config, job.updates, scratch)
+        settings = trl_settings(config, job.updates, scratch, job.pieces)
         trainer = _TimedTrainer(
             model=AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32),
             reward_funcs=reward,

@@ -1,7 +1,7 @@
 """A run in TRL's terms.
 
 Everything that costs time and that the run does not need is off: logging, checkpoints, the reference model (beta 0),
-gradient checkpointing, mixed precision, data-loader workers. One batch is generated and trained in one piece.
+gradient checkpointing, mixed precision, data-loader workers. One batch is generated in one piece.
 """
 
 from datasets import Dataset
@@ -25,17 +25,17 @@ def conversation(prompt: Prompt) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
 
 
-def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRPOConfig:
+def trl_settings(config: RunConfig, max_updates: int, output_folder: str, pieces: int) -> GRPOConfig:
     """Translates a run with GRPO, token means and a learning rate that is constant or falls over all of the run, as
-    all that are measured here have."""
+    all that are measured here have. pieces: passes of a batch."""
     trainer = config.trainer
     return GRPOConfig(
         output_dir=output_folder,
         seed=config.seed,
         max_steps=max_updates,
-        # One batch, one piece: as many rollouts as Penstock trains in one optimizer step.
-        per_device_train_batch_size=config.group_size * config.groups_per_batch,
-        gradient_accumulation_steps=1,
+        # As many rollouts as Penstock trains in one optimizer step; all are sampled at once.
+        per_device_train_batch_size=config.group_size * config.groups_per_batch // pieces,
+        gradient_accumulation_steps=pieces,
         num_generations=config.group_size,
         num_iterations=1,
         max_completion_length=config.sampling.max_tokens,
