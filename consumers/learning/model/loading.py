@@ -43,6 +43,7 @@ def load_model(path: str, named: str, max_model_len: int | None) -> Any:
         module.get_parameter(name).requires_grad_(parameter.requires_grad)  # which loading forgets
     _check_tied(module, named)
     fix_rope(module, max_model_len)
+    fix_time_steps(module)
     return module
 
 
@@ -69,6 +70,7 @@ def empty_model(path: str, dtype: torch.dtype, max_model_len: int | None) -> Any
                 empty = torch.empty_like(parameter, dtype=torch.float32 if is_kept else dtype, device="cpu")
                 owner._parameters[name] = filled.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
     fix_rope(module, max_model_len)
+    fix_time_steps(module)
     return module
 
 
@@ -112,6 +114,15 @@ def fix_rope(module: nn.Module, max_model_len: int | None) -> None:
         }
         if fixed != by_layer:
             rope.rope_type = fixed if isinstance(kinds, dict) else fixed[None]
+
+
+def fix_time_steps(module: nn.Module) -> None:
+    """Removes the limits of Mamba-2's time steps, as vLLM does: transformers has Nemotron-H's begin at `time_step_min`,
+    which is a setting of the initial weights."""
+    mixer: Any
+    for mixer in module.modules():
+        if hasattr(mixer, "time_step_limit"):
+            mixer.time_step_limit = (0.0, math.inf)
 
 
 def _longrope(rope: Any, layer: str | None, like: Tensor, max_model_len: int | None) -> Tensor:

@@ -243,11 +243,11 @@ class PackedModel:
 
     def _check(self, dtype: torch.dtype) -> None:
         device = self.module.get_output_embeddings().weight.device
-        takes_another_path = is_unpadded(device, dtype) and not self.in_rectangles
         check_model(
             self.module,
             self.forward,
-            self._in_dtype(dtype) if takes_another_path else None,
+            None if dtype == torch.float32 else self._in_dtype(dtype),
+            is_other_kernel=is_unpadded(device, dtype) and not self.in_rectangles,
             in_rectangles=self.in_rectangles,
         )
 

@@ -195,6 +195,20 @@ def test_an_adapter_that_the_architecture_would_bypass_is_refused(tmp_path, kind
             PackedModel(str(tmp_path), "bfloat16", torch.device("cpu"), **settings)
 
 
+def test_an_architecture_that_cannot_run_in_16_bits_is_refused(tmp_path) -> None:
+    """transformers' MiniMax multiplies its states, which saved buffers hold in float32, by values in bfloat16."""
+    small_model("minimax").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be run in rectangles: expected m1 and m2 to have the same dtype"):
+        PackedModel(str(tmp_path), "bfloat16", torch.device("cpu"))
+
+
+def test_time_steps_have_the_limits_of_the_engine(tmp_path) -> None:
+    """transformers' Nemotron-H limits them by a setting of its initial weights, 0.001."""
+    small_model("nemotron_h").save_pretrained(tmp_path)
+    mixer = PackedModel(str(tmp_path), "float32", torch.device("cpu")).body.layers[0].mixer
+    assert mixer.time_step_limit == (0.0, float("inf"))
+
+
 def test_ranks_are_checked_in_the_mode_in_which_they_train(tmp_path) -> None:
     small_model("opt").save_pretrained(tmp_path / "opt")
     trainer = TrainerConfig(device="cpu", gradient_checkpointing=True)
