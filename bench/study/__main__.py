@@ -9,7 +9,7 @@ from pathlib import Path
 # Before torch is imported: equal thread counts make equal sums, in the warm start of a model too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from bench.study.cells import grid, read_results, settings, write_results
+from bench.study.cells import every_cell, grid, read_results, settings, write_results
 from bench.study.loop import run_cell
 from bench.study.page import present
 from penstock.deploy.demo.make_model import WarmStartError, make_model
@@ -28,11 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments.present:
             train(arguments.only)
-        missing = [cell.name for cell in grid() if cell not in read_results()]
+        missing = [cell.name for cell in every_cell() if cell not in read_results()]
         if missing:
-            print(f"not finished: {', '.join(missing)}; the page is left as it is")
-        else:
+            print(f"not finished, {len(missing)} cells: {', '.join(missing)}")
+        if read_results().keys() >= set(grid()):
             present(read_results())
+        else:
+            print("the page is left as it is")
     except KeyboardInterrupt:
         print("study: stopped; finished cells are kept, the same command continues with the rest")
         return 130
@@ -48,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(only: str) -> None:
     """Trains every cell of that name that has no result with its present settings."""
     results = read_results()
-    configs = {cell: cell.config(MODELS) for cell in grid() if only in cell.name}
+    configs = {cell: cell.config(MODELS) for cell in every_cell() if only in cell.name}
     if not configs:
         raise ConfigError(
-            f"--only {only!r}: no such cell; expected a part of one of {', '.join(c.name for c in grid())}"
+            f"--only {only!r}: no such cell; expected a part of one of {', '.join(c.name for c in every_cell())}"
         )
     waiting = [
         cell

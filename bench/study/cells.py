@@ -79,6 +79,67 @@ METHODS = (
     # Tells GSPO's sequence ratio from what bypass mode alone does.
     Method(name="grpo-bypass", label="GRPO, clip 0.2, bypass", overrides=(GRPO, BYPASS)),
 )
+
+
+def _of(objective: str, kwargs: str = "", correction: str = 'mode="none"', *more: str) -> tuple[str, ...]:
+    path = f"penstock.consumers.learning.objectives.{objective}"
+    return (f'objective={{path="{path}", kwargs={{{kwargs}}}}}', f"correction={{{correction}}}", *more)
+
+
+_TOP = "sampling.top_logprobs=20"
+OBJECTIVES = (
+    Method(name="none", label="GRPO, no correction", overrides=METHODS[0].overrides),
+    Method(name="truncate-const", label="GRPO, truncation", overrides=METHODS[1].overrides),
+    Method(
+        name="mask-const",
+        label="GRPO, masking",
+        overrides=_of("grpo:Grpo", correction='mode="token_mask", threshold=2.0, lower=0.5'),
+    ),
+    Method(
+        name="truncate-rows",
+        label="GRPO, truncation of rows",
+        overrides=_of("grpo:Grpo", correction='mode="sequence_truncate", sequence_ratio="product", threshold=2.0'),
+    ),
+    Method(
+        name="mask-rows",
+        label="GRPO, masking of rows",
+        overrides=_of("grpo:Grpo", correction='mode="sequence_mask", threshold=2.0, lower=0.5'),
+    ),
+    # With one step a batch and a sampler without mismatch this is what `proximal = "sampled_version"` does too.
+    Method(name="grpo-bypass", label="GRPO, clip 0.2, bypass", overrides=METHODS[6].overrides),
+    Method(name="dppo-tv", label="DPPO, total variation", overrides=_of("dppo:DppoTv")),
+    Method(name="dppo-kl", label="DPPO, KL", overrides=_of("dppo:DppoKl")),
+    Method(name="cispo", label="CISPO", overrides=_of("cispo:Cispo", "", 'mode="none", bypass=true')),
+    Method(name="gspo", label="GSPO, clip 3e-4 / 4e-4", overrides=METHODS[4].overrides),
+    Method(name="gspo-wide", label="GSPO, clip 0.2", overrides=METHODS[5].overrides),
+    Method(
+        name="decoupled",
+        label="decoupled PPO, loglinear",
+        overrides=_of("decoupled_ppo:DecoupledPpo", 'proximal="loglinear", total_weight_cap=5.0'),
+    ),
+    Method(
+        name="centering",
+        label="score centering",
+        overrides=_of("score_centering:ScoreCentering", "", 'mode="none"', _TOP),
+    ),
+    Method(
+        name="centering-truncate",
+        label="score centering, weights to 2",
+        overrides=_of("score_centering:ScoreCentering", "weight_low=0.0, weight_high=2.0", 'mode="none"', _TOP),
+    ),
+    Method(
+        name="vcpo",
+        label="VCPO",
+        overrides=_of(
+            "grpo:Grpo",
+            "full_rate_ess=1.0",
+            'mode="sequence_truncate", sequence_ratio="product", threshold=2.0',
+            'advantage={path="penstock.consumers.learning.advantages:minimum_variance", kwargs={}}',
+        ),
+    ),
+)
+"""The methods of the second study: every objective that says something of lag."""
+OBJECTIVE_LAGS = (0, 2, 8)
 PACES = (
     Pace(name="demo", learning_rate=3e-5, label="the demo's learning rate, 3e-5"),
     # At the demo's rate sixteen steps hardly move the policy, and the methods have nothing to correct.
@@ -107,7 +168,7 @@ class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def method_used(self) -> Method:
-        return next(method for method in METHODS if method.name == self.method)
+        return next(method for method in (*METHODS, *OBJECTIVES) if method.name == self.method)
 
     @property
     def recipe(self) -> ModelRecipe:
@@ -152,6 +213,21 @@ def grid() -> list[StudyCell]:
         if seed != GRID_SEED
         for lag, method in compared
     ]
+
+
+def objectives_grid() -> list[StudyCell]:
+    """Returns every cell of the second study: each objective at each lag, three seeds of equal samples."""
+    return [
+        StudyCell(pace=COMPARED_PACE, lag=lag, method=method.name, seed=seed)
+        for method in OBJECTIVES
+        for lag in OBJECTIVE_LAGS
+        for seed in SEEDS
+    ]
+
+
+def every_cell() -> list[StudyCell]:
+    """Returns the cells of both studies, each once."""
+    return list(dict.fromkeys([*grid(), *objectives_grid()]))
 
 
 def settings(cell: StudyCell, config: RunConfig) -> dict[str, Any]:

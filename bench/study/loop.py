@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from msgspec import UNSET
+
 from bench.study.cells import StudyCell, StudyResult, settings
 from bench.study.sampler import Sampled, StudySampler
 from penstock.consumers.learning.batch.lag import LagTable
@@ -55,6 +57,7 @@ class StudyRecorder:
             top_p=settings.top_p,
             max_tokens=settings.max_tokens,
             stop_token_ids=settings.stop_token_ids,
+            top_logprobs=settings.top_logprobs or UNSET,
         )
         prompts = [self._environment.prompt(index) for index in indexes]
         contexts = self._tokenize(prompts)
@@ -92,6 +95,7 @@ class StudyRecorder:
             loss_mask=((start, end),),
             version_spans=(VersionSpan(version, start, end),),
             finish_reason=completion.finish_reason,
+            top_logprobs=completion.top or UNSET,
         )
         return Rollout(segments=(segment,), reward=self._environment.reward(prompt, self._decode(completion)))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import matplotlib
 import numpy as np
@@ -15,12 +15,15 @@ from bench.study.cells import (
     GRID_SEED,
     LAGS,
     METHODS,
+    OBJECTIVE_LAGS,
+    OBJECTIVES,
     PACES,
     REFERENCE,
     SEEDS,
     Pace,
     StudyCell,
     StudyResult,
+    objectives_grid,
 )
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
@@ -37,7 +40,7 @@ Results = dict[StudyCell, StudyResult]
 
 
 def present(results: Results, page: Path = PAGE) -> None:
-    """Writes the tables of a complete study into the page, and the picture beside it.
+    """Writes the tables of each study that is complete into the page, and the picture of the first one beside it.
 
     Raises:
         ConfigError: the page has no place for the tables.
@@ -54,8 +57,11 @@ def present(results: Results, page: Path = PAGE) -> None:
 
 
 def render(results: Results) -> str:
-    """Returns the tables of a complete study, and what the seeds agree on."""
-    return "\n".join([_compared_table(results), _findings(results), *(_grid_table(results, pace) for pace in PACES)])
+    """Returns the tables of each study that is complete, and what the seeds of the first one agree on."""
+    tables = [_compared_table(results), _findings(results), *(_grid_table(results, pace) for pace in PACES)]
+    if results.keys() >= set(objectives_grid()):
+        tables.append(_objectives_table(results))
+    return "\n".join(tables)
 
 
 def draw(results: Results) -> Figure:
@@ -124,6 +130,23 @@ def _compared_table(results: Results) -> str:
         f"**{len(SEEDS)} seeds, lag {COMPARED_LAG}, {pace.label}.** Mean accuracy of each seed and of all, accuracy at "
         f"the end, mean ESS, and the methods that this one is above in every seed.\n\n{table(rows)}"
     )
+
+
+def _objectives_table(results: Results) -> str:
+    rows = [["objective", *(f"lag {lag}" for lag in OBJECTIVE_LAGS), "ESS"]]
+    for method in OBJECTIVES:
+        of_lag = [[results[_cell(COMPARED_PACE, lag, method.name, seed)] for seed in SEEDS] for lag in OBJECTIVE_LAGS]
+        rows.append([method.label, *map(_spread_of, of_lag), f"{fmean(each.mean_ess for each in of_lag[-1]):.3f}"])
+    return (
+        f"**Objectives, {len(SEEDS)} seeds, ten times the demo's learning rate.** Mean accuracy, the mean of the "
+        "seeds ± their standard deviation, in brackets that at the end; ESS at lag "
+        f"{OBJECTIVE_LAGS[-1]}.\n\n{table(rows)}"
+    )
+
+
+def _spread_of(found: Sequence[StudyResult]) -> str:
+    means = [100 * each.mean_accuracy for each in found]
+    return f"{fmean(means):.1f} ± {stdev(means):.1f} % ({_share(fmean(each.last_accuracy for each in found))})"
 
 
 def beaten(results: Results, method: str) -> list[str]:

@@ -9,18 +9,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings
+from penstock.schemas.rollout import (
+    EngineFingerprint,
+    FinishReason,
+    SamplingSettings,
+    TopLogprobs,
+    pack_floats,
+    pack_ids,
+)
 
 GREEDY_BELOW = 1e-5
 """As in vLLM: a lower temperature takes the likeliest token, and logprobs are those of temperature 1."""
 
 
 class Sampled(NamedTuple):
-    """One completion: ids, ending with the stop token if it was sampled, and the logprobs they were sampled with."""
+    """One completion: ids, ending with the stop token if it was sampled, the logprobs they were sampled with, and the
+    likeliest ids if the settings ask for any."""
 
     token_ids: list[int]
     behavior_logprobs: list[float]
     finish_reason: FinishReason
+    top: TopLogprobs | None = None
 
 
 class StudySampler:
@@ -77,14 +86,18 @@ class StudySampler:
         logits = outputs.logits[:, -1].repeat_interleave(num_siblings, dim=0)
         ids: list[Tensor] = []
         logprobs: list[Tensor] = []
+        likeliest: list[Any] = []
         running = torch.ones(len(logits), dtype=torch.bool)
         for position in range(settings.max_tokens):
             if position:
                 outputs = self.model(input_ids=ids[-1][:, None], past_key_values=cache, use_cache=True)
                 logits = outputs.logits[:, -1]
-            chosen, logprob = _choose(logits, settings.temperature, generator)
+            distribution = _distribution(logits, settings.temperature)
+            chosen = _choose(distribution, settings.temperature, generator)
             ids.append(chosen)
-            logprobs.append(logprob)
+            logprobs.append(distribution.gather(1, chosen[:, None])[:, 0])
+            if settings.top_logprobs:
+                likeliest.append(distribution.topk(settings.top_logprobs))
             running &= chosen != self._stop
             if not running.any():
                 break
@@ -92,16 +105,30 @@ class StudySampler:
             _until_stop(row, values, self._stop)
             for row, values in zip(torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
         ]
+        if likeliest:
+            top_ids, top = (torch.stack([each[n] for each in likeliest], 1) for n in (1, 0))
+            rows = [_with_top(row, top_ids[n], top[n]) for n, row in enumerate(rows)]
         return [rows[first : first + num_siblings] for first in range(0, len(rows), num_siblings)]
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Chooses a token id for each row of logits [B, V]; returns ids and logprobs, [B] each."""
-    greedy = temperature < GREEDY_BELOW
-    logprobs = torch.log_softmax(logits.float() / (1.0 if greedy else temperature), dim=-1)
+def _distribution(logits: Tensor, temperature: float) -> Tensor:
+    """Returns the logprobs [B, V] that tokens are drawn by, from logits [B, V]."""
+    return torch.log_softmax(logits.float() / (1.0 if temperature < GREEDY_BELOW else temperature), dim=-1)
+
+
+def _choose(logprobs: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Chooses a token id for each row of logprobs [B, V]; returns [B]."""
+    if temperature < GREEDY_BELOW:
+        return logprobs.argmax(-1)
     # multinomial takes the largest of p / e with e exponential noise: the coupling that `sample` promises.
-    chosen = logprobs.argmax(-1) if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
+    return torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
+
+
+def _with_top(row: Sampled, ids: Tensor, logprobs: Tensor) -> Sampled:
+    """Returns the completion with its likeliest ids; both are [T, k], of as many tokens or more."""
+    num = len(row.token_ids)
+    packed = pack_ids(ids[:num].flatten().tolist()), pack_floats(logprobs[:num].flatten().tolist())
+    return row._replace(top=TopLogprobs(ids.shape[1], *packed))
 
 
 def _until_stop(ids: list[int], logprobs: list[float], stop: int) -> Sampled:

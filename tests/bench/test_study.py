@@ -7,19 +7,44 @@ import pytest
 
 from bench.study import __main__ as command
 from bench.study import cells
-from bench.study.cells import GRID_SEED, METHODS, StudyCell, grid, read_results, settings, write_results
+from bench.study.cells import (
+    GRID_SEED,
+    METHODS,
+    OBJECTIVES,
+    StudyCell,
+    every_cell,
+    grid,
+    objectives_grid,
+    read_results,
+    settings,
+    write_results,
+)
 from bench.study.loop import run_cell
 from bench.study.page import PAGE, present, render
+from penstock.consumers.learning.interfaces import Objective, check_objective
 from penstock.consumers.learning.learner.learner import Learner
+from penstock.schemas.process.plugins import construct
 
 CELL = StudyCell(pace="fast", lag=2, method="truncate-const", seed=GRID_SEED)
 
 
 def test_what_is_published_is_every_cell_with_its_present_settings():
     results = read_results()
-    assert set(results) == set(grid())
+    assert set(grid()) <= set(results) <= set(every_cell())
     assert all(result.settings == settings(cell, cell.config(Path("models"))) for cell, result in results.items())
     assert render(results) in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_objective_at_every_lag_has_three_cells_that_its_learner_accepts():
+    planned = objectives_grid()
+    assert len(set(planned)) == len(planned) == len(OBJECTIVES) * 3 * 3
+    assert len({cell.name for cell in every_cell()}) == len(every_cell())
+    for cell in planned:
+        config = cell.config(Path("models"))
+        check_objective(config, construct(config.objective, "objective", Objective))
+    results = read_results()
+    finished = results | {cell: msgspec.structs.replace(results[grid()[0]], cell=cell) for cell in planned}
+    assert "| VCPO | " in render(finished) and "Objectives, 3 seeds" not in render(results)
 
 
 def test_a_table_says_which_methods_one_is_above_in_every_seed(tmp_path):
@@ -41,7 +66,12 @@ def test_a_table_says_which_methods_one_is_above_in_every_seed(tmp_path):
 
 def test_a_cell_is_trained_at_its_lag_kept_and_not_trained_again(demo_model, tmp_path, monkeypatch, capsys):
     def config(cell, models, num_updates=3):
-        overrides = ("groups_per_batch=2", "evaluation.every=2", f"model.path={demo_model}")
+        overrides = (
+            "groups_per_batch=2",
+            "evaluation.every=2",
+            f"model.path={demo_model}",
+            *cell.method_used.overrides,
+        )
         return cells.load_config(cells.RUN_FILE, ["name=s", f"num_updates={num_updates}", *overrides])
 
     file = tmp_path / "study.jsonl"
@@ -50,7 +80,7 @@ def test_a_cell_is_trained_at_its_lag_kept_and_not_trained_again(demo_model, tmp
     monkeypatch.setattr(command, "write_results", lambda results: write_results(results, file))
     monkeypatch.setattr(command, "make_model", lambda *arguments, **options: None)
     lags = []
-    for cell in (CELL, msgspec.structs.replace(CELL, lag=0)):
+    for cell in (CELL, msgspec.structs.replace(CELL, lag=0, method="centering")):
         pack = Learner.pack
 
         def kept(self, groups, lag_of, pack=pack):
