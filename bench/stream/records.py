@@ -5,15 +5,23 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
+import numpy as np
+from msgspec.structs import replace
+
 from bench.groups import random_group
 from bench.result import Figure, Goal, in_turns
-from penstock.schemas.rollout import RolloutGroup, decode_group, encode_group
+from penstock.schemas.rollout import RolloutGroup, Segment, decode_group, encode_group
+from penstock.schemas.routes import Routes
 
 GROUP_SIZE = 8
 COMPLETION_TOKENS = 4096
 PROMPT_TOKENS = 16
 VERSIONS_SEEN = 4
 """Version spans of a completion: one more than the updates during it."""
+ROUTED_TOKENS = 1024
+"""Longer ones would not fit an entry with their routes."""
+LAYERS, PER_TOKEN = 48, 8
+"""Of Qwen3-30B-A3B."""
 ROUNDS = 100
 
 
@@ -29,6 +37,8 @@ def record_figures() -> list[Figure]:
     seconds = in_turns(ROUNDS, {name: partial(_seconds, call) for name, call in calls.items()})
     encode_s, copy_s, decode_s = (median(values) for values in seconds.values())
     shape = {"num_siblings": GROUP_SIZE, "completion_tokens": COMPLETION_TOKENS, "prompt_tokens": PROMPT_TOKENS}
+    short = make_group(completion_tokens=ROUTED_TOKENS)
+    plain, routed = (len(encode_group(each)) / GROUP_SIZE / ROUTED_TOKENS for each in (short, with_routes(short)))
     return [
         Figure(
             "rollout bytes per completion token",
@@ -38,6 +48,14 @@ def record_figures() -> list[Figure]:
             reference_is="one completion token (id and logprob alone are 8 B)",
             goal=Goal(at_most=8.1),
             details={"payload_bytes": len(payload), "version_spans": VERSIONS_SEEN, **shape},
+        ),
+        Figure(
+            f"the same with the routes of a mixture, {ROUTED_TOKENS} tokens a completion",
+            unit="B",
+            measured=routed,
+            reference=plain,
+            reference_is="the same group without routes",
+            details={"layers": LAYERS, "experts_per_token": PER_TOKEN, "share_of_routes": 1 - plain / routed},
         ),
         Figure(
             "encoding a group",
@@ -63,6 +81,18 @@ def make_group(prompt_tokens: int = PROMPT_TOKENS, completion_tokens: int = COMP
         prompt_tokens=prompt_tokens,
         versions=range(1000, 1000 + VERSIONS_SEEN),
     )
+
+
+def with_routes(group: RolloutGroup) -> RolloutGroup:
+    """Returns a group whose tokens have experts, in one byte each."""
+    draw = np.random.default_rng(0)
+
+    def routed(segment: Segment) -> Segment:
+        ids = draw.integers(0, 128, (segment.num_tokens - 1, LAYERS, PER_TOKEN), dtype=np.uint8)
+        return replace(segment, routes=Routes(LAYERS, PER_TOKEN, "B", ids.tobytes()))
+
+    rollouts = [replace(one, segments=tuple(map(routed, one.segments))) for one in group.rollouts]
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def _seconds(call: Callable[[], object]) -> float:
