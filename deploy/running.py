@@ -193,7 +193,7 @@ def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[Checked, P
     for warning in checked.warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
-    if own or config.teacher or config.model.reference:
+    if own or config.teacher or config.model.reference or config.sampling.top_logprobs:
         start_checks.check_objective(config)  # imports torch
     return checked, placement
 

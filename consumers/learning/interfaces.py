@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.plugins import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,12 @@ def check_objective(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             f"sampling.top_logprobs = {top} with objective.path = {config.objective.path!r}: this objective "
             + ("reads the likeliest ids; expected 1 or more" if reads_top else "does not read them; expected 0")
+        )
+    measures_norms = getattr(resolve(config.advantage, "advantage"), "needs_squared_norms", False)
+    if measures_norms and (config.teacher is not None or getattr(objective, "trains_every_row", False)):
+        raise ConfigError(
+            f"advantage.path = {config.advantage.path!r} with a [teacher] or terms of the objective that need no "
+            "advantage (KL, entropy): its baseline is of rewards alone; expected neither"
         )
     share = getattr(objective, "full_rate_ess", None)
     if not (share is None or (isinstance(share, int | float) and 0 < share <= 1)):

@@ -114,6 +114,9 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(capsys, mo
     assert document["trainer"]["max_grad_norm"] == 1.0
     assert shown.err == "penstock: all is well with 2024: it may be started without --dry-run\n"
     assert not (tmp_path / "runs").exists()
+    # Settings that only the objective knows to be of no use.
+    assert cli.main(["run", "demo", "--dry-run", *overrides, "--set", "sampling.top_logprobs=5"]) == 2
+    assert "sampling.top_logprobs = 5 with objective.path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,6 @@ class Learner:
         check_siblings(config)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self._measures_norms = getattr(resolve(config.advantage, "advantage"), "needs_squared_norms", False)
-        if self._measures_norms and (config.teacher is not None or self.trains_every_row):
-            raise ConfigError(
-                f"advantage.path = {config.advantage.path!r} with a [teacher] or terms of the objective that need no "
-                "advantage (KL, entropy): its baseline is of rewards alone; expected neither"
-            )
         self._full_rate_ess: float | None = getattr(objective, "full_rate_ess", None)
         if self.scorer.sampled is not None:
             self.scorer.sampled.before_change = lambda: self.before_update()

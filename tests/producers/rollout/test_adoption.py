@@ -38,6 +38,11 @@ def taken(group: RolloutGroup, held: int = 5) -> list[Completion]:
 def test_what_fits_is_taken_over_as_it_was_sampled() -> None:
     siblings = [sibling(3, reason="stop"), sibling(0)]
     assert taken(found(*siblings)) == siblings
+    sampling = replace(HERE.sampling, top_logprobs=2)
+    siblings[0] = replace(siblings[0], top_logprobs=TopLogprobs(2, bytes(24), bytes(24)))
+    here = replace(HERE, sampling=sampling)
+    group = found(*siblings, sampling=sampling)
+    assert adopted(group, here, CONTEXT, num_siblings=2, held=5, lag_bound=2) == siblings
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
