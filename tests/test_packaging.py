@@ -11,6 +11,7 @@ import venv
 import zipfile
 from collections.abc import Iterable, Iterator
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,14 @@ def test_every_import_of_the_laboratory_and_the_tests_is_declared():
     folders = (ROOT / "bench", ROOT / "docs", ROOT / "tests", ROOT / DEVELOPMENT)
     files = [file.relative_to(ROOT) for folder in folders for file in folder.rglob("*.py")]
     assert undeclared(files, CORE | PEERS | set().union(*EXTRAS.values())) == {}
+
+
+def test_extras_of_one_distribution_ask_for_one_version():
+    pinned: dict[str, set[str]] = {}
+    for required in map(Requirement, chain(*PYPROJECT["project"]["optional-dependencies"].values())):
+        if str(required.specifier).startswith("=="):
+            pinned.setdefault(canonicalize_name(required.name), set()).add(str(required.specifier))
+    assert {name: found for name, found in pinned.items() if len(found) > 1} == {}
 
 
 def test_commands_start_without_what_only_an_extra_installs():

@@ -45,7 +45,7 @@ class GemEnvironment(SeededTasks):
         max_turns: int = MAX_TURNS,
     ) -> None:
         super().__init__(seed=seed, num_evaluation_prompts=num_evaluation_prompts, max_turns=max_turns)
-        gem = library("gem", "gem")
+        gem = library("gem", "gem", ", then pip install --no-deps gem-llm==0.1.0")
         if id not in (known := library("gem.envs.registration", "gem").ENV_REGISTRY):
             raise unknown(id, known)
         if wrappers:

@@ -163,8 +163,10 @@ def text_of(said: Any, what: str) -> str:
     return said
 
 
-def library(module: str, extra: str) -> Any:
+def library(module: str, extra: str, then: str = "") -> Any:
     """Returns a module of an optional package.
+
+    then: follows the command that installs the extra, which does not install the package itself.
 
     Raises:
         ImportError: it cannot be imported; the message names the extra that installs it.
@@ -172,7 +174,7 @@ def library(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} cannot be imported ({error}): pip install 'penstock[{extra}]'") from error
+        raise ImportError(f"{module} cannot be imported ({error}): pip install 'penstock[{extra}]'{then}") from error
 
 
 def unknown(id: str, known: Iterable[str]) -> ValueError:

@@ -1,6 +1,7 @@
 """Episodes step by step: what is said to whom, and what becomes of rewards, errors and a lack of room."""
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, too_long
+from penstock.producers.environments.gem import GemEnvironment
 from penstock.producers.environments.global_random import GlobalRandom
 from penstock.producers.environments.stepping import Episode, Step, library, play, seed_of, text_of, unknown
 from penstock.schemas.prompt import Reward
@@ -73,11 +75,14 @@ async def test_what_is_no_reward_is_an_error(answers, reward, error: Any) -> Non
     assert episode.num_closed == 1
 
 
-def test_observations_are_text_and_unknown_names_come_with_known_ones() -> None:
+def test_observations_are_text_and_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="its observation is of type dict, expected text"):
         text_of({"type": "image_url"}, "its observation")
     with pytest.raises(ImportError, match=r"no_such_library cannot be imported .*: pip install 'penstock\[games\]'"):
         library("no_such_library", "games")
+    monkeypatch.setitem(sys.modules, "gem", None)
+    with pytest.raises(ImportError, match=r"pip install 'penstock\[gem\]', then pip install --no-deps gem-llm==0.1.0"):
+        GemEnvironment(seed=1, id="game:GuessTheNumber-v0-easy")
     message = "id = 'Chess': no such environment, expected one of 3 such as Chess-v0"
     assert str(unknown("Chess", ["Nim-v0", "Chess-v0", "Go"])) == message
     assert "expected one of 2 such as Go, Nim" in str(unknown("zzz", ["Nim", "Go"]))
