@@ -305,7 +305,7 @@ class Scripts:
         self.run_id = ""
         """See `penstock.schemas.keys.Commit`; empty until `open_epoch`."""
         self._version = -1
-        """The newest policy announced."""
+        """The newest policy announced or to be evaluated."""
         self._has_renewed = False
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         self._lease_ms = int(lease_s * 1000)
@@ -382,6 +382,10 @@ class Scripts:
 
     def evaluate(self, prompts: Sequence[tuple[str, ReleasedTask]]) -> int:
         """Requests held-out prompts, by entry id, ascending; returns how many were not requested before."""
+        if not prompts:
+            return 0
+        # A policy may be evaluated before it is announced, and a request that is repeated adds nothing either.
+        self._version = max(self._version, int(prompts[-1][0].partition("-")[0]))
         requests = [*chain(*((entry_id, *task) for entry_id, task in prompts))]
         added: int = self._run("evaluate", [self.keys.evaluations], *requests)
         return added or (self._run("evaluate", [self.keys.evaluations], *requests) if self.renew() else 0)

@@ -113,6 +113,13 @@ def test_a_group_of_another_run_of_the_name_is_dropped_and_its_index_stays_open(
         ledger.postponed.clear()
 
 
+def test_held_out_prompts_asked_twice_before_their_policy_is_announced_stay(scripts, redis_client, caplog):
+    asked = [("0-1", ReleasedTask("main", 1)), ("0-2", ReleasedTask("main", 2))]
+    assert [scripts.evaluate(asked), scripts.evaluate(asked)] == [2, 0]  # the second after a lost reply
+    assert [entry for entry, _ in redis_client.xrange(KEYS.evaluations)] == [b"0-1", b"0-2"]
+    assert "are used up" not in caplog.text and not scripts.has_renewed()
+
+
 def result(version: int, n: int, *rewards: float, by: str = "good-1", environment: str = "") -> dict:
     group = make_group(0, version, rewards=rewards, evaluation_id=f"{version}-{n}")
     group = msgspec.structs.replace(group, sampled_by=(by,), environment=environment)
