@@ -43,6 +43,10 @@ def begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
 def _begin_engine(kind: type[BaseProcess], environment: dict[str, str], asker: int) -> BaseProcess:
     process = begin(kind, environment)
     threading.Thread(target=_end_with, args=(os.pidfd_open(asker),), name="asker-death", daemon=True).start()
+    if path := environment.get("ENGINE_LOG"):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
     logs.inherit("engine")
     # An engine of several ranks forks them from itself.
     multiproc_executor: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
