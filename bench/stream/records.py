@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bench.groups import random_group
 from bench.result import Figure, Goal, in_turns
-from penstock.schemas.rollout import RolloutGroup, Segment, decode_group, encode_group
+from penstock.schemas.rollout import RolloutGroup, Segment, TopLogprobs, decode_group, encode_group
 from penstock.schemas.routes import Routes
 
 GROUP_SIZE = 8
@@ -22,6 +22,8 @@ ROUTED_TOKENS = 1024
 """Longer ones would not fit an entry with their routes."""
 LAYERS, PER_TOKEN = 48, 8
 """Of Qwen3-30B-A3B."""
+NUM_TOP = 20
+"""`sampling.top_logprobs`: what vLLM returns unless told otherwise."""
 ROUNDS = 100
 
 
@@ -38,7 +40,8 @@ def record_figures() -> list[Figure]:
     encode_s, copy_s, decode_s = (median(values) for values in seconds.values())
     shape = {"num_siblings": GROUP_SIZE, "completion_tokens": COMPLETION_TOKENS, "prompt_tokens": PROMPT_TOKENS}
     short = make_group(completion_tokens=ROUTED_TOKENS)
-    plain, routed = (len(encode_group(each)) / GROUP_SIZE / ROUTED_TOKENS for each in (short, with_routes(short)))
+    variants = short, with_routes(short), with_top(short)
+    plain, routed, with_likeliest = (len(encode_group(each)) / GROUP_SIZE / ROUTED_TOKENS for each in variants)
     return [
         Figure(
             "rollout bytes per completion token",
@@ -56,6 +59,13 @@ def record_figures() -> list[Figure]:
             reference=plain,
             reference_is="the same group without routes",
             details={"layers": LAYERS, "experts_per_token": PER_TOKEN, "share_of_routes": 1 - plain / routed},
+        ),
+        Figure(
+            f"the same with the {NUM_TOP} likeliest ids of each token, {ROUTED_TOKENS} tokens a completion",
+            unit="B",
+            measured=with_likeliest,
+            reference=plain,
+            reference_is="the same group without them",
         ),
         Figure(
             "encoding a group",
@@ -92,6 +102,19 @@ def with_routes(group: RolloutGroup) -> RolloutGroup:
         return replace(segment, routes=Routes(LAYERS, PER_TOKEN, "B", ids.tobytes()))
 
     rollouts = [replace(one, segments=tuple(map(routed, one.segments))) for one in group.rollouts]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def with_top(group: RolloutGroup) -> RolloutGroup:
+    """Returns a group whose tokens have their likeliest ids."""
+    draw = np.random.default_rng(0)
+
+    def listed(segment: Segment) -> Segment:
+        shape = segment.num_sampled_tokens, NUM_TOP
+        ids, logprobs = draw.integers(0, 150_000, shape, dtype=np.int32), -draw.random(shape, dtype=np.float32)
+        return replace(segment, top_logprobs=TopLogprobs(NUM_TOP, ids.tobytes(), logprobs.tobytes()))
+
+    rollouts = [replace(one, segments=tuple(map(listed, one.segments))) for one in group.rollouts]
     return replace(group, rollouts=tuple(rollouts))
 
 

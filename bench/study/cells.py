@@ -81,63 +81,37 @@ METHODS = (
 )
 
 
-def _of(objective: str, kwargs: str = "", correction: str = 'mode="none"', *more: str) -> tuple[str, ...]:
+def _of(name: str, label: str, objective: str, kwargs: str = "", correction: str = 'mode="none"', *more: str) -> Method:
     path = f"penstock.consumers.learning.objectives.{objective}"
-    return (f'objective={{path="{path}", kwargs={{{kwargs}}}}}', f"correction={{{correction}}}", *more)
+    own = f'objective={{path="{path}", kwargs={{{kwargs}}}}}', f"correction={{{correction}}}", *more
+    return Method(name=name, label=label, overrides=own)
 
 
-_TOP = "sampling.top_logprobs=20"
+_NONE, _BYPASS, _TOP = 'mode="none"', 'mode="none", bypass=true', "sampling.top_logprobs=20"
+_MASK = "threshold=2.0, lower=0.5"
+_ROWS = 'mode="sequence_truncate", sequence_ratio="product", threshold=2.0'
+_BASELINE = 'advantage={path="penstock.consumers.learning.advantages:minimum_variance", kwargs={}}'
 OBJECTIVES = (
     Method(name="none", label="GRPO, no correction", overrides=METHODS[0].overrides),
     Method(name="truncate-const", label="GRPO, truncation", overrides=METHODS[1].overrides),
-    Method(
-        name="mask-const",
-        label="GRPO, masking",
-        overrides=_of("grpo:Grpo", correction='mode="token_mask", threshold=2.0, lower=0.5'),
-    ),
-    Method(
-        name="truncate-rows",
-        label="GRPO, truncation of rows",
-        overrides=_of("grpo:Grpo", correction='mode="sequence_truncate", sequence_ratio="product", threshold=2.0'),
-    ),
-    Method(
-        name="mask-rows",
-        label="GRPO, masking of rows",
-        overrides=_of("grpo:Grpo", correction='mode="sequence_mask", threshold=2.0, lower=0.5'),
-    ),
+    _of("mask-const", "GRPO, masking", "grpo:Grpo", "", f'mode="token_mask", {_MASK}'),
+    _of("truncate-rows", "GRPO, truncation of rows", "grpo:Grpo", "", _ROWS),
+    _of("mask-rows", "GRPO, masking of rows", "grpo:Grpo", "", f'mode="sequence_mask", {_MASK}'),
     # With one step a batch and a sampler without mismatch this is what `proximal = "sampled_version"` does too.
     Method(name="grpo-bypass", label="GRPO, clip 0.2, bypass", overrides=METHODS[6].overrides),
-    Method(name="dppo-tv", label="DPPO, total variation", overrides=_of("dppo:DppoTv")),
-    Method(name="dppo-kl", label="DPPO, KL", overrides=_of("dppo:DppoKl")),
-    Method(name="cispo", label="CISPO", overrides=_of("cispo:Cispo", "", 'mode="none", bypass=true')),
+    _of("dppo-tv", "DPPO, total variation", "dppo:DppoTv"),
+    _of("dppo-kl", "DPPO, KL", "dppo:DppoKl"),
+    _of("cispo", "CISPO", "cispo:Cispo", "", _BYPASS),
     Method(name="gspo", label="GSPO, clip 3e-4 / 4e-4", overrides=METHODS[4].overrides),
     Method(name="gspo-wide", label="GSPO, clip 0.2", overrides=METHODS[5].overrides),
-    Method(
-        name="decoupled",
-        label="decoupled PPO, loglinear",
-        overrides=_of("decoupled_ppo:DecoupledPpo", 'proximal="loglinear", total_weight_cap=5.0'),
+    _of("decoupled", "decoupled PPO", "decoupled_ppo:DecoupledPpo", 'proximal="loglinear", total_weight_cap=5.0'),
+    _of("centering", "score centering", "score_centering:ScoreCentering", "", _NONE, _TOP),
+    _of(
+        "centering-truncate", "score centering, weights to 2",
+        "score_centering:ScoreCentering", "weight_low=0.0, weight_high=2.0", _NONE, _TOP,
     ),
-    Method(
-        name="centering",
-        label="score centering",
-        overrides=_of("score_centering:ScoreCentering", "", 'mode="none"', _TOP),
-    ),
-    Method(
-        name="centering-truncate",
-        label="score centering, weights to 2",
-        overrides=_of("score_centering:ScoreCentering", "weight_low=0.0, weight_high=2.0", 'mode="none"', _TOP),
-    ),
-    Method(
-        name="vcpo",
-        label="VCPO",
-        overrides=_of(
-            "grpo:Grpo",
-            "full_rate_ess=1.0",
-            'mode="sequence_truncate", sequence_ratio="product", threshold=2.0',
-            'advantage={path="penstock.consumers.learning.advantages:minimum_variance", kwargs={}}',
-        ),
-    ),
-)
+    _of("vcpo", "VCPO", "grpo:Grpo", "full_rate_ess=1.0", _ROWS, _BASELINE),
+)  # fmt: skip
 """The methods of the second study: every objective that says something of lag."""
 OBJECTIVE_LAGS = (0, 2, 8)
 PACES = (

@@ -28,7 +28,7 @@ from bench.weights.section import most_at_once
 from penstock.deploy.launch.child import Child
 
 HERE = {
-    ("stream", "records"): 3,
+    ("stream", "records"): 4,
     ("stream", "rates"): 6,
     ("head", "memory"): 2,
     ("head", "time"): 2,
