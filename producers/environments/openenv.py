@@ -18,6 +18,8 @@ from penstock.producers.environments.stepping import (
 from penstock.producers.interfaces import Conversation
 from penstock.schemas.prompt import Prompt, Reward
 
+SESSION = "a session (environment.max_conversations is more than it has room for?) or its reset"
+
 
 class OpenEnvEnvironment(SeededTasks):
     """A server's environment, in a conversation: each answer is a field of an action, each message an observation.
@@ -90,10 +92,11 @@ class _Episode(Episode):
 
     async def begin(self, reset: Json) -> None:
         """Raises RuntimeError: the server refuses a session or the reset, or does not answer in time."""
-        self.begun = self._told((await self._asked(self._client.reset(**reset))).observation)
+        self.begun = self._told((await self._asked(self._client.reset(**reset), SESSION)).observation)
 
     async def step(self, action: str) -> Step:
-        done = await self._asked(self._client.step({**self._fields, self._action: action}))
+        sent = {**self._fields, self._action: action}
+        done = await self._asked(self._client.step(sent), f"an action with the fields {sorted(sent)}")
         self._is_rewarded |= done.reward is not None
         if done.done:
             self._check_rewarded()
@@ -107,11 +110,13 @@ class _Episode(Episode):
     async def close(self) -> None:
         await self._client.disconnect()
 
-    async def _asked(self, request: Any) -> Any:
+    async def _asked(self, request: Any, what: str) -> Any:
         try:
             return await request
         except TimeoutError:
             raise RuntimeError("openenv: the server has not answered in time (timeout_s)") from None
+        except Exception as error:  # a refusal of the server's, or one of the client's WebSocket
+            raise RuntimeError(f"openenv: the server does not take {what}: {type(error).__name__}: {error}") from error
 
     def _check_rewarded(self) -> None:
         if not self._is_rewarded:

@@ -63,7 +63,7 @@ async def test_resets_steps_and_rewards_are_the_server_s(url: str) -> None:
     [
         ({"fields": {"mode": "unrewarded"}}, "no step of the episode had a reward"),
         ({"fields": {"mode": "broken"}}, "the dice are lost"),
-        ({"action": "guess"}, "VALIDATION_ERROR"),
+        ({"action": "guess"}, "does not take an action with the fields ['guess']: RuntimeError: Server error"),
         ({"observation": "board"}, "no field 'board' in the observation, found ['picture', 'text']"),
         ({"observation": "picture"}, "the observation's field 'picture' is of type list, expected text"),
     ],
@@ -75,11 +75,19 @@ async def test_a_rollout_dies_of_what_the_server_refuses_or_lacks(url: str, sett
             await environment.reward(environment.prompt(1), "3")
 
 
+async def test_a_session_too_many_names_the_setting_that_limits_them(url: str) -> None:
+    environment = OpenEnvEnvironment(seed=1, url=url)
+    episode = await environment.begin(1)
+    with pytest.raises(RuntimeError, match=r"does not take a session \(environment.max_conversations"):
+        await environment.begin(2)
+    await episode.close()
+
+
 async def test_a_rollout_dies_with_its_server() -> None:
     with _served() as address:
         environment = OpenEnvEnvironment(seed=1, url=address)
         await environment.reward(environment.prompt(1), "3")
-    with pytest.raises(ConnectionError, match=f"Failed to connect to {address.replace('http', 'ws')}"):
+    with pytest.raises(RuntimeError, match=f"Failed to connect to {address.replace('http', 'ws')}"):
         await environment.reward(environment.prompt(1), "3")
 
 
