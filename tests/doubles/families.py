@@ -46,7 +46,10 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16}
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "conv_dim_out": 128}
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention"], "conv_dim": 128, "conv_dim_out": 128, "block_dim": 128,
+    "block_ff_dim": 128, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
