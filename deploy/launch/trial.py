@@ -95,14 +95,18 @@ class _Trial:
             _show("", reward)
 
     async def _show_gold(self, prompt: Prompt, num_prompt_tokens: int) -> None:
-        """Scores the answer as it is, and in a box if its reward is 0."""
+        """Scores the answer as it is, and while its reward is 0, in a box and in a tag."""
         if not prompt.answer:
             return
         _say("answer", prompt.answer)
         if self._takes_facts and not self._tokenizer:
             _say("note", "not scored: the reward takes `facts`, which need a model (--set model.path=FOLDER)")
             return
-        forms = {"as a completion ": prompt.answer, "in a \\boxed{} ": f"\\boxed{{{prompt.answer}}}"}
+        forms = {
+            "as a completion ": prompt.answer,
+            "in a \\boxed{} ": f"\\boxed{{{prompt.answer}}}",
+            "in <answer> ": f"<answer>{prompt.answer}</answer>",
+        }
         for form, text in forms.items():
             num_tokens = len(self._tokenizer.encode(text, add_special_tokens=False)) if self._tokenizer else 0
             facts = self._facts(num_prompt_tokens, num_tokens, "stop")
@@ -112,7 +116,7 @@ class _Trial:
             if not rewards or rewards[0].value > 0:
                 return
         self.num_worthless += 1
-        _say("warning", "the gold answer is worth nothing in either form: can any completion be right?")
+        _say("warning", "the gold answer is worth nothing in any of these forms: can any completion be right?")
 
     async def _score(self, prompt: Prompt, texts: Sequence[str], facts: Sequence[RolloutFacts]) -> Sequence[Reward]:
         """Returns the rewards of siblings; if the reward fails, prints the error and returns none."""

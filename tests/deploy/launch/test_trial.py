@@ -42,6 +42,11 @@ class Boxed(Sums):
         return float(completion == f"\\boxed{{{prompt.answer}}}")
 
 
+class Tagged(Sums):
+    def reward(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
+        return float(completion == f"<answer>{prompt.answer}</answer>")
+
+
 class Broken(Sums):
     def reward(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
         return {"47": 1.0}[completion]
@@ -73,11 +78,13 @@ def test_an_environment_shows_its_tasks_and_what_their_gold_answers_are_worth(ca
     assert "model        none" in out and "says" not in out and "warning" not in out
 
 
-def test_a_gold_answer_that_is_right_in_a_box_only_is_shown_so_and_one_that_never_is_warned_of(capsys) -> None:
+def test_a_gold_answer_that_is_right_in_one_form_only_is_shown_so_and_one_that_never_is_warned_of(capsys) -> None:
     status, out = tried(capsys, f"{__name__}:Boxed", "-n", "1")
     assert status == 0 and "as a completion 0" in out and "in a \\boxed{} 1" in out and "warning" not in out
+    status, out = tried(capsys, f"{__name__}:Tagged", "-n", "1")
+    assert status == 0 and "in a \\boxed{} 0" in out and "in <answer> 1" in out and "warning" not in out
     status, out = tried(capsys, f"{__name__}:Sums", "-n", "1", "--set", "environment.kwargs.worth=0.0")
-    assert status == 1 and out.count("warning      the gold answer is worth nothing in either form") == 2
+    assert status == 1 and out.count("warning      the gold answer is worth nothing in any of these forms") == 2
 
 
 def test_errors_of_the_users_code_are_shown_with_their_tracebacks_and_the_other_tasks_all_the_same(capsys) -> None:
