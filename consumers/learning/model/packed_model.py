@@ -300,6 +300,7 @@ class PackedModel:
         """Runs the body over this rank's share of the tokens; returns as `run` does, for the rank's own micro-batch."""
         group = self._ranks.neighbours(len(share.sent)) if len(share.sent) > 1 else None
         if not self.in_rectangles:
+            assert group is not None  # a rank alone has nothing to split
             hidden, head = self.run(share.token_ids, share.position_ids, SplitAttention(share, group), share.routes)
             return to_owners(hidden, share, group), head
         if self.routing is not None:
