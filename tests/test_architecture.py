@@ -266,16 +266,16 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_600,
-    "producers": 17_300,
-    "consumers": 19_980,
+    "schemas": 6_500,
+    "producers": 17_150,
+    "consumers": 19_800,
     "deploy": 15_200,
     "bench": 6_750,
-    "tests": 57_800,
+    "tests": 57_600,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 124
+MOST_IMPORTED_BY_THE_TRAINER = 122
 
 
 def test_the_house_keeps_its_budget():
