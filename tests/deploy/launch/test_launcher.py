@@ -132,6 +132,7 @@ def test_a_closed_terminal_stops_in_order(tmp_path):
     """The kernel sends SIGHUP to the session of a terminal that is gone, and writing there fails."""
     pid, terminal = pty.fork()
     if not pid:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
         os.execv(sys.executable, [sys.executable, str(STAND_IN_RUN), str(tmp_path), NAME, "1"])
     events = tmp_path / NAME / "events"
     wait_for((tmp_path / NAME / "updates.jsonl").exists, log=lambda: str(events))
