@@ -12,9 +12,10 @@ from penstock.consumers.stop_signals import StoppedError, StopSignals
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch):
-    """Handlers and the hook are restored."""
+    """Handlers and the hook are restored. None is ignored at first, as SIGHUP is under `nohup`."""
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

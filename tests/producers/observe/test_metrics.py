@@ -23,7 +23,7 @@ def test_every_metric_of_a_producer_is_served(metrics: ProducerMetrics, tmp_path
     text = scraped(port)
     metrics.registry.close()
     names = [value.name for value in vars(ProducerMetric).values() if isinstance(value, Metric)]
-    assert len(names) == 29
+    assert len(names) == 30
     for name in names:
         assert f"# HELP {name} " in text
 
