@@ -40,7 +40,7 @@ class AdapterProducts(PunicaWrapperCPU):
 
 def _product(x: torch.Tensor, weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns `[num_tokens, num_out]` in the type of `like`."""
-    return x.to(like.dtype) @ weights.flatten(0, -3)[0].to(like.dtype).T
+    return x.to(like.dtype) @ weights[0, 0].to(like.dtype).T
 
 
 def install() -> None:

@@ -148,7 +148,7 @@ class _Game(Episode):
 
     def _ended(self) -> Step:
         rewards, _ = self.inner.close()
-        if not rewards or self.player not in rewards:
+        if self.player not in (rewards or {}):
             raise RuntimeError("textarena: the game has ended without a reward")
         return Step([], rewards[self.player], True)
 

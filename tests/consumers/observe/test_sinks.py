@@ -77,6 +77,19 @@ def wait_for_the_next_second() -> None:
         time.sleep(0.02)
 
 
+def train_killed_and_resumed(bench: Any) -> None:
+    """Kills a trainer in its update 6, and resumes the run to its end."""
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first.close()
+    wait_for_the_next_second()
+    second = bench.trainer(resume=True)
+    assert second.run()
+    second.close()
+
+
 def accumulated(folder: Path) -> Any:
     module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     accumulator = module.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
@@ -300,15 +313,7 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_i
     monkeypatch.setenv("WANDB_MODE", "offline")
     bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab"]
     bench.producer()
-    first = bench.trainer()
-    first.learner.fail_at[6] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    first.close()
-    wait_for_the_next_second()
-    second = bench.trainer(resume=True)
-    assert second.run()
-    second.close()
+    train_killed_and_resumed(bench)
     updates = {row["update"]: (row["reward"], row["time_s"]) for row in bench.lines("updates.jsonl")}
     points = read_tensorboard(bench.folder / "tensorboard" / "updates", "reward")
     assert [step for step, *_ in points] == list(range(1, 13))
@@ -363,15 +368,7 @@ def test_trackio_and_mlflow_have_each_update_once_after_a_kill_and_completions_a
     bench.overrides += ["metrics.wandb.project=lab", "metrics.completions_every=6", f"model.path={stores / 'model'}"]
     byte_tokenizer(stores / "model")
     bench.producer()
-    first = bench.trainer()
-    first.learner.fail_at[6] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    first.close()
-    wait_for_the_next_second()
-    second = bench.trainer(resume=True)
-    assert second.run()
-    second.close()
+    train_killed_and_resumed(bench)
     done = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
