@@ -266,12 +266,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_500,
-    "producers": 17_150,
-    "consumers": 19_800,
-    "deploy": 15_200,
-    "bench": 6_750,
-    "tests": 57_600,
+    "schemas": 6_800,
+    "producers": 18_200,
+    "consumers": 20_800,
+    "deploy": 15_700,
+    "bench": 6_950,
+    "tests": 59_500,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
