@@ -266,12 +266,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_800,
-    "producers": 18_200,
-    "consumers": 20_800,
-    "deploy": 15_700,
-    "bench": 6_950,
-    "tests": 59_500,
+    "schemas": 6_690,
+    "producers": 17_600,
+    "consumers": 20_350,
+    "deploy": 15_600,
+    "bench": 6_940,
+    "tests": 59_250,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""

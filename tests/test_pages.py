@@ -15,7 +15,7 @@ from penstock.deploy.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("deploy/recipes/*/README.md")]
 
 
 def text_of(page: Path) -> str:

@@ -55,16 +55,16 @@ def find_run_file(given: Path) -> Path:
 
 def shipped_run_files() -> dict[str, Path]:
     """Finds the run files that are installed with Penstock, by name."""
-    return {file.stem: file for file in _run_files("runs")}
+    return {file.stem: file for file in _run_files("runs/*.toml")}
 
 
 def recipes() -> dict[str, Path]:
     """Finds the run files of the installed recipes, by name, as `recipe:gsm8k`."""
-    return {RECIPE + file.stem: file for file in _run_files("recipes")}
+    return {RECIPE + file.parent.name: file for file in _run_files("recipes/*/run.toml")}
 
 
-def _run_files(folder: str) -> list[Path]:
-    return sorted(Path(str(resources.files("penstock.deploy") / folder)).glob("*.toml"))
+def _run_files(pattern: str) -> list[Path]:
+    return sorted(Path(str(resources.files("penstock.deploy"))).glob(pattern))
 
 
 def standard_output() -> "Console":

@@ -1,4 +1,4 @@
-"""The recipes: each is a short run file that can be started, with a section of docs/recipes.md."""
+"""The recipes: each is a short run file that can be started, with a page that docs/recipes.md lists."""
 
 import re
 import sys
@@ -39,13 +39,15 @@ def test_a_recipe_is_ready_to_run_as_it_is_and_as_the_check_of_recipes_runs_it(r
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_short_and_has_a_section(recipe):
+def test_a_recipe_is_short_and_has_a_page(recipe):
     text = recipes()[recipe].read_text()
     first, *lines = text.splitlines()
     assert re.fullmatch(r"# [A-Z].{20,100}", first), "what `penstock recipes` says about it"
     assert len([line for line in lines if line.strip()]) <= 40
-    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
-    assert recipe.removeprefix("recipe:") in headings
+    page = recipes()[recipe].with_name("README.md")
+    assert f"penstock run {recipe}\n" in page.read_text() and "hat to change first" in page.read_text()
+    listed = f"| [{page.parent.name}](../{page.relative_to(ROOT)}) | {first.removeprefix('# ')} |"
+    assert listed in (ROOT / "docs" / "recipes.md").read_text().splitlines()
 
 
 def test_recipes_are_listed_with_what_they_are_and_their_files(capsys, monkeypatch):
