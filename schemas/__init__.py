@@ -1,6 +1,6 @@
 """The contract between producers and consumers, with the standard library and msgspec only.
 
-- In Redis: `rollout`, `prompt`, `segments` and `routes` define the records, `policy` the weight manifests,
+- In Redis: `rollout`, `prompt`, `segments`, `routes` and `images` define the records, `policy` the weight manifests,
   `heartbeat` a producer's heartbeat, `producer_parity` the trainer's findings about its rows, `description` the run's
   description, `keys` all names.
 - In files: `config` defines the run file, `record` and `record_reader` the record of rollouts, `hidden_states` the

@@ -5,11 +5,12 @@ import struct
 import sys
 import traceback
 from array import array
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Literal
 
 import msgspec
 
+from penstock.schemas.images import ImagePlace, problem_of_images, problem_of_places
 from penstock.schemas.metrics import MAX_PART_CHARACTERS, MAX_PARTS
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.routes import Routes
@@ -140,6 +141,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     routes: the experts that the engine chose for every token but the last, when it was first computed; unset unless
         `model.replay_routes`.
     top_logprobs: the likeliest ids where each sampled token was drawn; unset unless `sampling.top_logprobs`.
+    images: the places of images in the context, ascending; their bytes are in `RolloutGroup.images`.
     """
 
     token_ids: bytes
@@ -151,6 +153,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     teacher_logprobs: bytes | msgspec.UnsetType = msgspec.UNSET
     routes: Routes | msgspec.UnsetType = msgspec.UNSET
     top_logprobs: TopLogprobs | msgspec.UnsetType = msgspec.UNSET
+    images: tuple[ImagePlace, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def num_tokens(self) -> int:
@@ -276,6 +279,8 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     sampled_by: tuple[str, ...] = ()
     """The producer instances (`Heartbeat.instance`) that sampled parts of it, in order: the last one finished it. Empty
     in records of earlier releases."""
+    images: dict[str, bytes] | msgspec.UnsetType = msgspec.UNSET
+    """The image files of the prompt and of all segments, by digest; unset without images."""
 
     @property
     def samplers(self) -> tuple[str, ...]:
@@ -375,6 +380,8 @@ def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
         raise RecordError(f"payload: not a rollout group: {error}") from error
     _check_structure(group, dead)
     _check_context(group, dead)
+    if problem := problem_of_images(group.images or {}):
+        raise RecordError(f"group {group.index}: images: {problem}")
     for r, rollout in enumerate(group.rollouts):
         for s, segment in enumerate(rollout.segments):
             _check_values(segment, f"group {group.index}: rollouts[{r}].segments[{s}]")
@@ -400,6 +407,11 @@ def _check_structure(group: RolloutGroup, dead: bool) -> None:
         raise RecordError(f"schema_version: {group.schema_version}, this reader knows 1 to {SCHEMA_VERSION}")
     if group.index < (0 if group.evaluation_id is not None else 1):
         raise RecordError(f"index: {group.index}, expected 1 or more")
+    files = group.images or {}
+    if missing := next((part.digest for part in group.prompt.images if part.digest not in files), ""):
+        raise RecordError(
+            f"group {group.index}: prompt: no image of the digest {missing[:64]!a}, expected its bytes in images"
+        )
     if not group.rollouts and not dead:
         raise RecordError(f"group {group.index}: rollouts is empty, expected at least one")
     for r, rollout in enumerate(group.rollouts):
@@ -410,7 +422,7 @@ def _check_structure(group: RolloutGroup, dead: bool) -> None:
         if not rollout.segments:
             raise RecordError(f"{where}.segments is empty, expected at least one")
         for s, segment in enumerate(rollout.segments):
-            _check_segment(segment, f"{where}.segments[{s}]")
+            _check_segment(segment, f"{where}.segments[{s}]", files)
 
 
 def check_part_names(names: Collection[str], field: str) -> None:
@@ -462,7 +474,7 @@ def _check_context(group: RolloutGroup, dead: bool) -> None:
             raise RecordError(f"{where}: {name}: {len(table):,} entries, expected at most {MAX_ITEMS:,}")
 
 
-def _check_segment(segment: Segment, where: str) -> None:
+def _check_segment(segment: Segment, where: str, images: Mapping[str, bytes]) -> None:
     ids_bytes, logprobs_bytes = len(segment.token_ids), len(segment.behavior_logprobs)
     if ids_bytes % 4:
         raise RecordError(f"{where}.token_ids: {ids_bytes} bytes, expected a multiple of 4")
@@ -498,6 +510,8 @@ def _check_segment(segment: Segment, where: str) -> None:
         raise RecordError(f"{where}.routes: {problem}")
     if segment.top_logprobs is not msgspec.UNSET and (problem := segment.top_logprobs.problem(num_sampled)):
         raise RecordError(f"{where}.top_logprobs: {problem}")
+    if segment.images and (problem := problem_of_places(segment.images, num_tokens, segment.loss_mask, images)):
+        raise RecordError(f"{where}.images: {problem}")
 
 
 def _check_values(segment: Segment, where: str) -> None:

@@ -33,7 +33,7 @@ VLLM_FILES = {
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 BESIDE_IT = {
-    "process": {"opentelemetry", "prometheus_client", "redis"},
+    "process": {"PIL", "opentelemetry", "prometheus_client", "redis"},
     "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"},
 }
 """What wings of the contract import in addition."""
@@ -266,7 +266,7 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_690,
+    "schemas": 6_900,
     "producers": 17_600,
     "consumers": 20_350,
     "deploy": 15_600,
@@ -275,7 +275,7 @@ BUDGET = {
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 122
+MOST_IMPORTED_BY_THE_TRAINER = 124
 
 
 def test_the_house_keeps_its_budget():

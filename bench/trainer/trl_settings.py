@@ -22,7 +22,7 @@ def training_rows(environment: Environment, num_rows: int) -> Dataset:
 
 def conversation(prompt: Prompt) -> list[dict[str, str]]:
     """Returns a prompt's messages as chat templates take them."""
-    return [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+    return [message.openai for message in prompt.messages or ()]
 
 
 def trl_settings(config: RunConfig, max_updates: int, output_folder: str, pieces: int) -> GRPOConfig:

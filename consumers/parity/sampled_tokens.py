@@ -169,7 +169,7 @@ def check_tokenizer(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
 
 
 def _asked(prompt: Prompt) -> str:
-    return prompt.messages[-1].content if prompt.messages else prompt.text or ""
+    return prompt.messages[-1].text if prompt.messages else prompt.text or ""
 
 
 def retokenized(replay: Replay, baseline: Tensor, tokenizer: Any) -> Candidate | None:

@@ -214,7 +214,7 @@ def _shown(group: RolloutGroup, tokenizer: Any) -> ShownAnswer:
         for start, end in segment.loss_mask
     ]
     return ShownAnswer(
-        prompt=prompt.messages[-1].content if prompt.messages else prompt.text or "",
+        prompt=prompt.messages[-1].text if prompt.messages else prompt.text or "",
         gold=prompt.answer,
         answer="\n".join(tokenizer.decode(run, skip_special_tokens=True) for run in runs),
         reward=rollout.reward.value,

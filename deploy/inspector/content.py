@@ -100,7 +100,7 @@ def beginning(group: RolloutGroup | None) -> str:
     """Returns the first `_BEGINNING` characters of the prompt, or of its last message, on one line."""
     if group is None:
         return ""
-    text = group.prompt.messages[-1].content if group.prompt.messages else group.prompt.text or ""
+    text = group.prompt.messages[-1].text if group.prompt.messages else group.prompt.text or ""
     return " ".join(text[: 4 * _BEGINNING].split())[:_BEGINNING]
 
 
@@ -109,7 +109,7 @@ def searched_text(group: RolloutGroup | None) -> str:
     if group is None:
         return ""
     prompt = group.prompt
-    parts = [prompt.text or "", *(message.content for message in prompt.messages or ()), prompt.answer]
+    parts = [prompt.text or "", *(message.text for message in prompt.messages or ()), prompt.answer]
     parts += [text for pair in prompt.metadata.items() for text in pair]
     return "\n".join(parts).casefold()
 

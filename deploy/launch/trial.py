@@ -83,7 +83,7 @@ class _Trial:
             if prompt.text is not None:
                 _say("prompt", prompt.text)
             for message in prompt.messages or ():
-                _say(message.role, message.content)
+                _say(message.role, message.text)
         for name, value in prompt.metadata.items():
             _say("metadata", f"{name} = {value}")
         await self._show_gold(prompt, len(token_ids))

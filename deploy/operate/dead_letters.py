@@ -309,7 +309,7 @@ def _content(letter: Letter, fields: dict[bytes, bytes], decode: Decode) -> Cont
         except (ValueError, RecursionError):
             return replace(content, problem=problem, hex_preview=payload[:_PREVIEW_BYTES].hex(" ", 4))
     prompt = group.prompt
-    turns = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages or ())
+    turns = "\n".join(f"{message.role}: {message.text}" for message in prompt.messages or ())
     return replace(
         content,
         problem=problem,

@@ -99,7 +99,7 @@ class Calculator(CalculatorTasks):
         self._max_turns = max_turns
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
-        messages: list[Json] = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+        messages: list[Json] = [message.openai for message in prompt.messages or ()]
         called = False
         for _ in range(self._max_turns):
             reply = await conversation.chat(messages, tools=TOOLS)

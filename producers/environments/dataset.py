@@ -4,13 +4,16 @@ import hashlib
 import math
 from collections.abc import Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from penstock.producers.environments.rows import DataRows, Row, open_rows
-from penstock.schemas.prompt import Message, Prompt, Reward, holds_image
+from penstock.schemas.prompt import Message, Prompt, Reward
 
 _ROUNDS = 6
 _DEFAULT = {"prompt": "prompt", "answer": "answer"}
+IMAGE_PART = {"type": "image"}
+"""The place of an image that the column of images has."""
 
 
 class Dataset:
@@ -19,9 +22,11 @@ class Dataset:
     training, evaluation: a `.jsonl` or `.parquet` file, a folder of such files, a folder that `datasets` has saved, or
         the name of a data set on the Hugging Face Hub. An environment of weight 0 needs no `training`.
     columns: maps names to this data set's columns. `prompt`: a string, which becomes a user's message, or a list of
-        messages with `role` and `content`. `text` instead of it: a string that goes through no chat template. `answer`:
-        a string, a number or a boolean; empty if it is not named. Any other name: a column that goes into the prompt's
-        metadata under that name.
+        messages with `role` and `content`. `text` instead of it: a string that goes through no chat template. `images`:
+        an image or a list of them (bytes, paths within the data's folder, `datasets.Image`), which take the places of
+        `<image>` in the prompt's text or of parts without an image of their own; without such places they come first.
+        `answer`: a string, a number or a boolean; empty if it is not named. Any other name: a column that goes into the
+        prompt's metadata under that name.
     split, evaluation_split, subset: of a Hugging Face dataset. revision: its branch, tag or commit on the Hub.
     system_prompt: a message before every prompt.
     num_evaluation_prompts: how many rows of `evaluation` to use, from the first on; None means all.
@@ -113,12 +118,22 @@ class Dataset:
         metadata = {
             name: str(_value(row, column, place))
             for name, column in self._columns.items()
-            if name not in ("prompt", "text", "answer")
+            if name not in ("prompt", "text", "answer", "images")
         }
         asked: dict[str, Any] = {"answer": self._answer(row, place), "metadata": {"source": place, **metadata}}
         if "text" in self._columns:
             return Prompt(text=_text(row, self._columns["text"], place), **asked)
-        return Prompt(messages=(*self._system, *_messages(row, self._columns["prompt"], place)), **asked)
+        images = self._images(row, place, rows.folder)
+        return Prompt(messages=(*self._system, *_messages(row, self._columns["prompt"], place, images)), **asked)
+
+    def _images(self, row: Row, place: str, folder: Path) -> list[Any]:
+        if "images" not in self._columns:
+            return []
+        value = _value(row, self._columns["images"], place)
+        found = value if isinstance(value, list) else [value]
+        found = [each["path"] if isinstance(each, dict) and not each.get("bytes") else each for each in found]
+        is_path = [isinstance(each, str) and "://" not in each and not each.startswith("data:") for each in found]
+        return [folder / each if within else each for each, within in zip(found, is_path, strict=True)]
 
     def _answer(self, row: Row, place: str) -> str:
         if "answer" not in self._columns:
@@ -142,19 +157,39 @@ def _text(row: Row, column: str, place: str) -> str:
     return value
 
 
-def _messages(row: Row, column: str, place: str) -> tuple[Message, ...]:
+def _messages(row: Row, column: str, place: str, images: list[Any]) -> tuple[Message, ...]:
     value = _value(row, column, place)
     if not isinstance(value, list):
-        return (Message(role="user", content=_text(row, column, place)),)
+        value = [{"role": "user", "content": _text(row, column, place)}]
     try:
         roles, contents = [each["role"] for each in value], [each["content"] for each in value]
     except (TypeError, KeyError):
         roles, contents = [], []
-    if any(map(holds_image, contents)):
-        raise ValueError(f"{place}: column {column!r} holds an image, expected text: the policy is a model of text")
-    if not contents or not all(isinstance(text, str) for text in (*roles, *contents)):
+    if not contents or not all(isinstance(each, str | list) for each in (*roles, *contents)):
         raise unlike(value, column, place, "a string, or messages with role and content")
-    return tuple(Message(role=role, content=content) for role, content in zip(roles, contents, strict=True))
+    if images:
+        contents = [_marked(each) if isinstance(each, str) else each for each in contents]
+        left = sum(part == IMAGE_PART for each in contents for part in each)
+        if not left and (asked := [n for n, role in enumerate(roles) if role == "user"]):
+            contents[asked[0]], left = [IMAGE_PART] * len(images) + contents[asked[0]], len(images)
+        if left != len(images):
+            raise ValueError(f"{place}: {len(images)} images for {left} places in column {column!r}, expected one each")
+        files = iter(images)
+        contents = [
+            [{"type": "image", "image": next(files)} if part == IMAGE_PART else part for part in each]
+            for each in contents
+        ]
+    try:
+        return tuple(Message(role=role, content=content) for role, content in zip(roles, contents, strict=True))
+    except ValueError as error:
+        raise ValueError(f"{place}: column {column!r}: {error}") from error
+
+
+def _marked(text: str) -> list[Any]:
+    """Returns the parts of a text in which `<image>` stands for images."""
+    said = [{"type": "text", "text": each} for each in text.split("<image>")]
+    parts = [part for each in said for part in (IMAGE_PART, each)][1:]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def unlike(value: Any, column: str, place: str, expected: str) -> ValueError:

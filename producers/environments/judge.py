@@ -132,7 +132,7 @@ def verdict(reply: str, names: Mapping[str, float]) -> str:
 
 def _case(prompt: Prompt, completion: str) -> str:
     """Returns question, reference and answer as JSON: an answer cannot pretend to be another part of the case."""
-    asked = [each.content for each in prompt.messages or () if each.role != "system"]
+    asked = [each.text for each in prompt.messages or () if each.role != "system"]
     case = {"question": "\n\n".join(asked) if prompt.text is None else prompt.text}
     if prompt.answer:
         case["reference"] = prompt.answer

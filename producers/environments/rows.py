@@ -28,7 +28,12 @@ _FILES = (".jsonl", ".parquet", ".json", ".csv")
 
 
 class DataRows(Protocol):
-    """A data set of `len(rows)` rows, from 0; reading one takes the memory of a few rows at most."""
+    """A data set of `len(rows)` rows, from 0; reading one takes the memory of a few rows at most.
+
+    folder: where paths in rows begin.
+    """
+
+    folder: Path
 
     def __len__(self) -> int: ...
 
@@ -84,7 +89,7 @@ class _JsonLines:
     """One JSON object per line. The file is scanned once for its lines, which take 16 bytes of memory each."""
 
     def __init__(self, file: Path) -> None:
-        self._name = str(file)
+        self._name, self.folder = str(file), file.parent
         try:
             self._file = os.open(file, os.O_RDONLY)
         except OSError as error:
@@ -128,7 +133,7 @@ class _Parquet:
 
     def __init__(self, file: Path, columns: Sequence[str]) -> None:
         parquet = _import("pyarrow.parquet", "parquet")
-        self._name = str(file)
+        self._name, self.folder = str(file), file.parent
         try:
             self._file = parquet.ParquetFile(file, memory_map=True)
         except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
@@ -181,7 +186,7 @@ class _HuggingFace:
             ) from error
         named = columns and set(columns) <= set(loaded.column_names)
         self._rows = loaded.select_columns(list(columns)) if named else loaded
-        self._name = f"{source}/{split}"
+        self._name, self.folder = f"{source}/{split}", Path(source)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -197,7 +202,7 @@ class _Joined:
     """Several files, one after another."""
 
     def __init__(self, parts: Sequence[DataRows]) -> None:
-        self._parts = parts
+        self._parts, self.folder = parts, parts[0].folder
         self._starts = [0, *itertools.accumulate(map(len, parts))]
 
     def __len__(self) -> int:

@@ -72,7 +72,7 @@ class Shop:
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
         messages: list[Json] = [
             *EXAMPLE,
-            *({"role": each.role, "content": each.content} for each in prompt.messages or ()),
+            *(each.openai for each in prompt.messages or ()),
         ]
         parts = {"correct": 0.0, "multiplied": 0.0, "asked": 0.0}
         wanted = {"price": ("asked", told(prompt.metadata["price"])), "multiply": ("multiplied", prompt.answer)}

@@ -144,7 +144,7 @@ class OneAnswer:
 
 def as_dicts(prompt: Prompt) -> list[Json]:
     """Returns the messages of a prompt as a request has them."""
-    return [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+    return [message.openai for message in prompt.messages or ()]
 
 
 def seed_of(*key: str | int) -> int:

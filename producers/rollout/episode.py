@@ -266,7 +266,9 @@ def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Returns the token ids of a prompt."""
     if prompt.messages is None:
         return tokenizer.encode(prompt.text, add_special_tokens=False)
-    messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+    if prompt.images:
+        raise ValueError("the prompt holds an image, expected text: the policy is a model of text")
+    messages = [message.openai for message in prompt.messages]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 

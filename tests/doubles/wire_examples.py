@@ -6,7 +6,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.schemas.heartbeat import Heartbeat, InFlight
-from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.images import ImagePlace, digest_of
+from penstock.schemas.prompt import ImagePart, Message, Prompt, Reward, TextPart
 from penstock.schemas.rollout import (
     EngineFingerprint,
     Rollout,
@@ -173,6 +174,25 @@ def top_group() -> RolloutGroup:
         top = TopLogprobs(2, pack_ids(range(20, 20 + 2 * num)), pack_floats([-0.5, -1.5] * num))
         rollouts.append(replace(rollout, segments=(replace(segment, top_logprobs=top),)))
     return replace(plain, rollouts=tuple(rollouts), sampling=replace(plain.sampling, top_logprobs=2))
+
+
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000020000000108020000007b40e8dd"
+    "0000000f49444154789c63f8cfc0c0c0f01f00070001ff7e08b1d00000000049454e44ae426082"
+)
+"""An image file of two pixels."""
+
+
+def image_group() -> RolloutGroup:
+    """Returns the group with an image in its prompt, whose place is two tokens long."""
+    plain, digest = group(), digest_of(PNG)
+    rollouts = []
+    for rollout in plain.rollouts:
+        (segment,) = rollout.segments
+        rollouts.append(replace(rollout, segments=(replace(segment, images=(ImagePlace(digest, 1, 3),)),)))
+    content = (TextPart(text="What is "), ImagePart(digest=digest), TextPart(text="?"))
+    prompt = replace(plain.prompt, text=None, messages=(Message(role="user", content=content),))
+    return replace(plain, rollouts=tuple(rollouts), prompt=prompt, images={digest: PNG})
 
 
 def group_in_flight() -> RolloutGroup:

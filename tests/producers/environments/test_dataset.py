@@ -17,7 +17,10 @@ import pytest
 from penstock.producers.environments import rows
 from penstock.producers.environments.dataset import Dataset, permuted
 from penstock.producers.environments.math_jsonl import math_verified
-from penstock.schemas.prompt import Message, Prompt
+from penstock.schemas.images import data_url, digest_of
+from penstock.schemas.process.image_files import decoded
+from penstock.schemas.prompt import ImagePart, Message, Prompt, TextPart
+from wire_examples import PNG
 
 RECORDS = [{"question": f"What is {n}+1?", "solution": n + 1, "level": n % 3} for n in range(23)]
 LINE = '{"prompt": "a", "answer": "b"}\n'
@@ -162,6 +165,49 @@ def test_the_reward_of_mathematics_goes_with_any_data_set():
     assert math_verified(half, "0.5", require_boxed=False, scoring_timeout_s=60.0) == 1.0
 
 
+IMAGES = {"prompt": "prompt", "answer": "answer", "images": "images"}
+
+
+def test_a_column_of_images_fills_their_places_in_the_prompt(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    image, asked = ImagePart(digest=digest_of(PNG), data=PNG), TextPart(text="What?")
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    for prompt, images, content in [
+        ("What?", "a.png", (image, asked)),
+        ("What?<image>", ["a.png"], (asked, image)),
+        ("<image><image>What?", [str(tmp_path / "a.png"), data_url(PNG)], (image, image, asked)),
+        (parts, {"bytes": None, "path": "a.png"}, (image, asked)),
+    ]:
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps({"prompt": prompt, "images": images, "answer": 1}))
+        posed = Dataset(seed=0, training=str(file), columns=IMAGES).prompt(1)
+        assert posed.messages == (Message(role="user", content=content),), prompt
+    for images, prompt, message in [
+        (["a.png"], "<image><image>?", "rows.jsonl:1: 1 images for 2 places in column 'prompt', expected one each"),
+        (["a.png"] * 2, "<image>?", "2 images for 1 places"),
+        (["b.png"], "?", "b.png' that cannot be read"),
+        (["http://a/b.png"], "?", "nothing is fetched"),
+    ]:
+        file.write_text(json.dumps({"prompt": prompt, "images": images, "answer": 1}))
+        with pytest.raises(ValueError, match=message):
+            Dataset(seed=0, training=str(file), columns=IMAGES)
+
+
+def test_images_of_parquet_files_and_of_datasets_are_read(tmp_path):
+    import datasets
+
+    rows = [{"prompt": "?", "images": [{"bytes": PNG, "path": None}], "answer": 1}]
+    write_parquet(tmp_path / "rows.parquet", rows)
+    posed = Dataset(seed=0, training=str(tmp_path / "rows.parquet"), columns=IMAGES).prompt(1)
+    assert [part.data for part in posed.images] == [PNG]
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "images": [datasets.Image()], "answer": datasets.Value("int64")}
+    )
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    (part,) = Dataset(seed=0, training=str(tmp_path / "saved"), columns=IMAGES).prompt(1).images
+    assert decoded(part.data).tobytes() == decoded(PNG).tobytes()
+
+
 def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path):
     file = tmp_path / "a.jsonl"
     for content, changes, message in [
@@ -174,7 +220,7 @@ def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path)
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 4}\n',
             {},
-            "column 'prompt' holds an image, expected text: the policy is a model of text",
+            "column 'prompt': an image as None, expected bytes, a data URL, a path or a PIL image",
         ),
         ('{"prompt": "a", "answer": null}\n', {}, "column 'answer' is None, expected a string, a number or a boolean"),
         (LINE, {"columns": {"answer": "answer"}}, "expected one of prompt and text among"),

@@ -56,7 +56,7 @@ async def test_turns_observations_rewards_and_metrics_are_its_own(tmp_path: Path
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
             {},
-            "column 'prompt' holds an image, expected text",
+            "column 'prompt': an image as None, expected bytes",
         ),
     ],
 )
