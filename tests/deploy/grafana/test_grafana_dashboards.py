@@ -5,11 +5,13 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
 from penstock.deploy.grafana.__main__ import DASHBOARDS, FOLDER, as_json
 from penstock.schemas.metrics import LAG_LABELS
+from penstock.schemas.process import tracing
 
 ROOT = Path(__file__).parents[3]
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
@@ -61,6 +63,23 @@ def test_legends_name_labels_that_their_query_keeps_and_colours_legends_that_are
                 kept = re.findall(r"by \(([^)]*)\)", target["expr"])
                 is_recorded = "penstock:" in target["expr"]
                 assert is_recorded or any(label in labels.split(", ") for labels in kept), (label, target["expr"])
+
+
+def test_a_group_s_time_is_linked_to_the_traces_of_the_run_by_their_indexes() -> None:
+    ((one, link),) = [
+        (one, link)
+        for one in dashboards().values()
+        for panel in one["panels"]
+        for link in panel.get("links", [])
+        if panel["title"] == "A group's time"
+    ]
+    (pane,) = json.loads(parse_qs(urlsplit(link["url"]).query)["panes"][0]).values()
+    (asked,) = pane["queries"]
+    of_the_run, _, shown = asked["query"].partition(" | ")
+    assert 'resource.penstock.run.name = "$run"' in of_the_run and f'name = "{tracing.ROOT}"' in of_the_run
+    assert shown == "select(span.penstock.group.index)"
+    variables = {each["name"]: each for each in one["templating"]["list"]}
+    assert asked["datasource"]["uid"] == pane["datasource"] == "${tempo}" and variables["tempo"]["query"] == "tempo"
 
 
 def test_the_runbook_points_to_panels_that_are_there() -> None:
