@@ -14,7 +14,8 @@ from penstock.schemas.metrics import REWARD, figure_name, figures_of
 
 NOTHING = "n/a"
 NOTHING_LEARNED = (
-    "the rewards within each group are equal (`penstock try RUN.toml` shows prompts, completions and rewards)"
+    "the rewards within each group are equal (`penstock try RUN.toml` shows prompts, completions and rewards; "
+    "`warm_start` is for a model that is never right)"
 )
 
 

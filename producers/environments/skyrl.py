@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import msgspec
@@ -99,9 +100,7 @@ class _Episode(Episode):
 
     def parts(self) -> Mapping[str, float]:
         metrics = self._environment.get_metrics().items()
-        return {
-            name: float(value) for name, value in metrics if isinstance(value, int | float) and math.isfinite(value)
-        }
+        return {name: float(value) for name, value in metrics if isinstance(value, Real) and math.isfinite(value)}
 
     async def close(self) -> None:
         await asyncio.to_thread(self._environment.close)

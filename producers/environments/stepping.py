@@ -1,5 +1,6 @@
 """Environments that are stepped: each answer of the model is an action, which is worth something and gets a reply."""
 
+import contextlib
 import hashlib
 import importlib
 import math
@@ -185,6 +186,10 @@ def unknown(id: str, known: Iterable[str]) -> ValueError:
 
 
 def _finite(reward: Any) -> float:
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    value = math.nan
+    if not isinstance(reward, str | bytes):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            value = float(reward)
+    if not math.isfinite(value):
         raise ValueError(f"the environment's reward is {reward!r}, expected a finite number")
-    return float(reward)
+    return value

@@ -290,7 +290,12 @@ def test_what_must_not_be_overlooked_ends_the_run_as_a_warning() -> None:
         ((9, 1, 0, 0), 10, ""),
         ((1274, 11526, 0, 0), 0, "11,526 of 12,800 groups trained nothing: the rewards within each group"),
         ((5, 5, 0, 0), 0, ""),
-        ((None, 1, None, None), 0, "1 of 1 groups trained nothing"),
+        (
+            (None, 1, None, None),
+            0,
+            "1 of 1 groups trained nothing: the rewards within each group are equal (`penstock try RUN.toml` shows "
+            "prompts, completions and rewards; `warm_start` is for a model that is never right)",
+        ),
         ((8, 4, 6, 0), 0, "6 of 18 groups died: `penstock dead list r` says of what"),
         ((8, 4, 0, 2), 0, "2 of 2 held-out prompts failed in the last evaluation, each counts as 0"),
     ):

@@ -50,7 +50,7 @@ class Counting(Episode):
 )
 async def test_rewards_add_up_until_the_end_the_limit_or_a_full_context(answers, value: float, finished: float) -> None:
     conversation = ScriptedConversation(*answers)
-    reward = await play(Counting(), BEGUN, conversation, max_turns=4)
+    reward = await play(Counting(np.float32), BEGUN, conversation, max_turns=4)  # a library's number
     assert reward == Reward(value=value, parts={"finished": finished, "moves": 3.0})
     assert [[said["content"] for said in asked] for asked in conversation.asked[:2]] == [
         ["begin"],
@@ -65,6 +65,7 @@ async def test_rewards_add_up_until_the_end_the_limit_or_a_full_context(answers,
         (("1", bad_request("no")), float, ApiError),
         (("1",), lambda _: None, "reward is None, expected a finite number"),
         (("1",), lambda _: float("nan"), "reward is nan, expected a finite number"),
+        (("1",), str, "reward is '1', expected a finite number"),
     ],
 )
 async def test_what_is_no_reward_is_an_error(answers, reward, error: Any) -> None:
