@@ -56,6 +56,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return {"role": self.role, "content": content}
 
     @property
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it, in which an image is a place alone."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        parts = [part.openai if isinstance(part, TextPart) else {"type": "image"} for part in self.content]
+        return {"role": self.role, "content": parts}
+
+    @property
     def text(self) -> str:
         """The content as a text in which `IMAGE` stands for each image."""
         if isinstance(self.content, str):

@@ -355,9 +355,10 @@ def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
     _check_structure(group, dead)
     payload = _encoder.encode(group)
     if len(payload) > MAX_ENTRY_BYTES:
+        of_images = sum(map(len, (group.images or {}).values()))
+        less = f"its images have {of_images:,} of them" if of_images else "lower group_size or sampling.max_tokens"
         raise RecordError(
-            f"group {group.index}: {len(payload):,} bytes encoded, at most {MAX_ENTRY_BYTES:,} {NO_ROOM}; "
-            "lower group_size or sampling.max_tokens"
+            f"group {group.index}: {len(payload):,} bytes encoded, at most {MAX_ENTRY_BYTES:,} {NO_ROOM}; {less}"
         )
     return payload
 

@@ -79,8 +79,12 @@ class Meter:
         self.policy_version = engine.policy_version
         self.fingerprint = engine.fingerprint
         self.max_model_len = engine.max_model_len
+        self.takes_images = engine.takes_images
         self.requests: list[Request] = []
         self.pauses: list[tuple[float, float]] = []
+
+    async def expand(self, *arguments: Any) -> Any:
+        return await self._engine.expand(*arguments)
 
     async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
         began = time.monotonic()

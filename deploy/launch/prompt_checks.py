@@ -78,7 +78,7 @@ def _left_out(who: str, prompt: Prompt, tokenizer: Any, left_out: LeftOut) -> It
     def render(messages: list[dict[str, Any]], tools: Any) -> str:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
-    messages = [message.openai for message in prompt.messages or ()]
+    messages = [message.for_template for message in prompt.messages or ()]
     if messages:
         for field in left_out.messages(render, messages, None, render(messages, None), range(len(messages)), "")[:1]:
             yield f"{who}: {field} is left out by the model's chat template, so the model does not know of it"

@@ -68,6 +68,9 @@ def _load(core: Any, paths: list[str], version: str, forget_prefixes: bool, drai
     try:
         restarted = 0 if drained else _drop_stale_kv(core.scheduler, forget_prefixes)
         results_of(core.model_executor.collective_rpc(TRY, args=("penstock_load", paths)))
+        # What an older vision tower has made of an image must not serve a new request.
+        core.scheduler.reset_encoder_cache()
+        core.model_executor.reset_encoder_cache()
         core.set_weight_version(version)
         core.resume_scheduler()
     except Exception as error:

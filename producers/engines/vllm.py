@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import get_model_cls
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -21,12 +22,21 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from penstock.producers.engines.completions import Reported, pack, pack_unfinished
 from penstock.producers.engines.engine_process import boot, ends_alone, set_environment, shut_down
+from penstock.producers.engines.images import ImagePrompts
 from penstock.producers.engines.routes import CAPTURE_ROUTES
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import TRY, UPDATE, results_of
 from penstock.producers.engines.weight_files import BaseModel, check, check_range
 from penstock.producers.engines.weight_transfer import ADAPTER_ID, ADAPTER_NAME, BACKEND, EngineReport
-from penstock.producers.interfaces import CaptureError, Completion, EngineError, Restore, WeightLoadError
+from penstock.producers.interfaces import (
+    NO_IMAGES,
+    CaptureError,
+    Completion,
+    EngineError,
+    PlacedImages,
+    Restore,
+    WeightLoadError,
+)
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
@@ -62,6 +72,7 @@ class VllmEngine:
         """Sent with every request; its path is never read, because the adapter is already loaded."""
         self._files = base.files if config.lora is None else []
         self._loading = asyncio.Lock()
+        self._images: ImagePrompts | None = None
 
     @classmethod
     async def start(cls, config: RunConfig, *, seed: int | None = None) -> "VllmEngine":
@@ -114,11 +125,27 @@ class VllmEngine:
             await engine._on_ranks("penstock_unlink_memory")
             if config.model.replay_routes and cpu:
                 await engine._answered(llm.engine_core.call_utility_async(CAPTURE_ROUTES))
+            if _takes_images(llm):
+                text = get_model_cls(llm.vllm_config.model_config).get_placeholder_str("image", 1)
+                engine._images = await ImagePrompts.of(llm.renderer, text)
             await engine._warm_up(config)
         except BaseException:
             await shut_down(llm)
             raise
         return engine
+
+    @property
+    def takes_images(self) -> bool:
+        """See `penstock.producers.interfaces.Engine`."""
+        return self._images is not None
+
+    async def expand(self, prompt_token_ids: list[int], files: Sequence[bytes]) -> tuple[list[int], PlacedImages]:
+        """See `penstock.producers.interfaces.Engine`."""
+        if self._images is not None:
+            return await self._images.expand(prompt_token_ids, files)
+        if files:
+            raise ValueError("the prompt holds an image, expected text: the policy is a model of text")
+        return prompt_token_ids, NO_IMAGES
 
     async def generate(
         self,
@@ -128,20 +155,23 @@ class VllmEngine:
         request_id: str,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        images: PlacedImages = NO_IMAGES,
     ) -> list[Completion]:
         """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request. A completion ends
         after the token that completes one of the texts `stop`, special tokens spelled out.
 
         seed: sibling n draws by `seed + n` alone; None draws from the engine's own generator.
+        images: of the prompt, as `expand` has placed them.
 
         Raises:
-            ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
+            ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary, images that
+                its processor expands to other tokens).
             EngineError: the engine has stopped.
         """
         # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
         params = sampling_params(sampling, num_siblings, masked=self._reported.masks, stop=tuple(stop), seed=seed)
-        return await self._run(prompt_token_ids, params, request_id, salt)
+        return await self._run(prompt_token_ids, params, request_id, salt, images)
 
     def sampled(self, request_id: str) -> list[Completion]:
         """Returns the siblings of a running request as far as they are sampled; see
@@ -159,11 +189,22 @@ class VllmEngine:
         return [found[n] for n in range(len(outputs))] if len(found) == len(outputs) else []
 
     async def _run(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, salt: str | None
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        salt: str | None,
+        images: PlacedImages = NO_IMAGES,
     ) -> list[Completion]:
         """Samples as `generate` does, reusing only KV cached under the same `salt`."""
         self._check_prompt(prompt_token_ids, request_id)
-        prompt = tokens_input(prompt_token_ids, cache_salt=salt)
+        prompt: Any = tokens_input(prompt_token_ids, cache_salt=salt)
+        if images.places:
+            if self._images is None:
+                raise ValueError(f"request {request_id} refused: an image, expected text alone for a model of text")
+            prompt = await self._images.request(prompt_token_ids, images)
+            if salt is not None:
+                prompt["cache_salt"] = salt
         final: RequestOutput | None = None
         try:
             async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
@@ -327,6 +368,14 @@ class VllmEngine:
                 f"request {request_id} refused: token ids from {min(ids)} to {max(ids)}, expected 0 to "
                 f"{self._vocabulary - 1}"
             )
+
+
+def _takes_images(llm: AsyncLLM) -> bool:
+    """Returns whether prompts may hold images: of a model of text, and without a tokenizer, they may not."""
+    renderer = llm.renderer
+    if renderer.mm_processor is None or renderer.tokenizer is None:
+        return False
+    return renderer.mm_processor.info.allowed_mm_limits.get("image", 0) > 0
 
 
 @functools.lru_cache(PARAMS_KEPT)

@@ -22,11 +22,12 @@ needs a base class; a run file names an environment by its import path (`environ
 `ConversingEnvironment` is for tasks of several turns.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from penstock.schemas.images import ImagePlace
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.process.plugins import offers
 from penstock.schemas.prompt import Prompt, Reward
@@ -38,6 +39,16 @@ T = TypeVar("T")
 
 MOST_STATE_BYTES = 1 << 20
 """The most that one state of a conversation may take beside its recorded calls."""
+
+
+class PlacedImages(NamedTuple):
+    """The images of a prompt: where its tokens stand for them, in order, and their files by digest."""
+
+    places: tuple[ImagePlace, ...] = ()
+    files: Mapping[str, bytes] = {}
+
+
+NO_IMAGES = PlacedImages()
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +138,16 @@ class Engine(Protocol):
     fingerprint: EngineFingerprint
     max_model_len: int
     """Longest prompt plus completion, in tokens."""
+    takes_images: bool
+    """False for a model of text."""
+
+    async def expand(self, prompt_token_ids: list[int], files: Sequence[bytes]) -> tuple[list[int], PlacedImages]:
+        """Puts the tokens of images in the places of their placeholders, in order; a model of text has none.
+
+        Raises:
+            ValueError: an image that the model cannot be given, or another number of placeholders.
+        """
+        ...
 
     async def generate(
         self,
@@ -136,9 +157,11 @@ class Engine(Protocol):
         request_id: str,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        images: PlacedImages = NO_IMAGES,
     ) -> list[Completion]:
         """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
 
+        images: of the prompt, as `expand` has placed them.
         stop: a completion may, but need not, end after the token that completes one of these texts.
         seed: decides together with the sibling's number what is drawn, whatever else is sampled; None draws from the
             engine's own generator.

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from penstock.producers.interfaces import Completion, Engine, EngineError, RolloutFacts
+from penstock.producers.interfaces import NO_IMAGES, Completion, Engine, EngineError, PlacedImages, RolloutFacts
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.adoption import UnusableProgressError, adopted
@@ -24,6 +24,7 @@ from penstock.producers.stream.context import Teacher
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.spans import WEIGHTS, chat_span
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.images import ImagePlace
 from penstock.schemas.policy import steps_behind
 from penstock.schemas.process import clock
 from penstock.schemas.process.plugins import ends_caller
@@ -51,10 +52,11 @@ UNSCORED = Reward(value=math.nan)
 
 @dataclass(frozen=True, eq=False)
 class _GroupInFlight:
-    """A group whose siblings are being sampled. context: the prompt's packed ids."""
+    """A group whose siblings are being sampled. context: the prompt's packed ids. places: of its images."""
 
     group: RolloutGroup
     context: bytes
+    places: tuple[ImagePlace, ...]
     siblings: Siblings
 
     def so_far(self) -> RolloutGroup | None:
@@ -62,7 +64,7 @@ class _GroupInFlight:
         found = self.siblings.so_far()
         if found is None or not any(completion.token_ids for completion in found):
             return None
-        rollouts = tuple(rollout_of(self.context, completion, UNSCORED) for completion in found)
+        rollouts = tuple(rollout_of(self.context, completion, UNSCORED, self.places) for completion in found)
         return replace(self.group, rollouts=rollouts)
 
 
@@ -117,9 +119,10 @@ class Episodes:
                 try:
                     source = self._environments.named(claim.environment)
                     prompt = pose(source.environment, claim.task, held_out=evaluation)
+                    asked, files = prompt.without_files()
                     group = RolloutGroup(
                         index=0 if evaluation else claim.index,
-                        prompt=prompt,
+                        prompt=asked,
                         rollouts=(),
                         producer_id=self._producer_id,
                         fingerprint=self._engine.fingerprint,
@@ -128,8 +131,9 @@ class Episodes:
                         evaluation_id=claim.evaluation_id,
                         environment=source.name,
                         task=claim.task,
+                        images=files or UNSET,
                     )
-                    prompt_ids = tokenize(self._tokenizer, prompt)
+                    prompt_ids, images = await placed(self._engine, self._tokenizer, prompt)
                 except BaseException as error:  # the environment and the chat template are the user's
                     if ends_caller(error):
                         raise
@@ -140,13 +144,13 @@ class Episodes:
                     return Dead(f"prompt: {num_tokens or 'no'} tokens, expected {expected}", None, group)
                 try:
                     num_siblings = source.num_samples if evaluation else self._group_size
-                    completions = await self._sample(claim, group, prompt_ids, num_siblings, found)
+                    completions = await self._sample(claim, group, prompt_ids, images, num_siblings, found)
                 except EngineError:
                     raise
                 except Exception as error:  # the engine refuses this request and serves on
                     return Dead(f"engine: {shown_error(error)}", None, group)
                 generated_s, context = clock.steady_s(), pack_ids(prompt_ids)
-                rollouts = tuple(rollout_of(context, one, UNSCORED) for one in completions)
+                rollouts = tuple(rollout_of(context, one, UNSCORED, images.places) for one in completions)
                 lost, sampled_by = claim.num_tries_lost, claim.sampled_by
                 group = replace(group, rollouts=rollouts, num_tries_lost=lost, sampled_by=sampled_by)
                 for n, completion in enumerate(completions):
@@ -199,6 +203,7 @@ class Episodes:
         claim: Claim,
         group: RolloutGroup,
         prompt_ids: list[int],
+        images: PlacedImages,
         num_siblings: int,
         found: RolloutGroup | None,
     ) -> list[Completion]:
@@ -208,14 +213,14 @@ class Episodes:
         seed, context = request_seed(self._config, claim.index, claim.attempt), pack_ids(prompt_ids)
         before = [] if found is None else self._adopted(claim, found, group, context, num_siblings)
         siblings = Siblings(
-            self._engine, prompt_ids, group.sampling, num_siblings, request_id, seed=seed, adopted=before
+            self._engine, prompt_ids, group.sampling, num_siblings, request_id, seed=seed, images=images, adopted=before
         )
         if found is None or not before:
             claim.num_lost_before, claim.sampled_by = None, ()
         else:
             claim.num_lost_before, claim.sampled_by = found.num_tries_lost, found.samplers
         group = replace(group, num_tries_lost=claim.num_tries_lost, sampled_by=claim.sampled_by)
-        claim.in_flight = _GroupInFlight(group, context, siblings)
+        claim.in_flight = _GroupInFlight(group, context, images.places, siblings)
         began_s = clock.steady_s()
         try:
             completions = await siblings.sample()
@@ -223,7 +228,7 @@ class Episodes:
             if not before:
                 raise
             log.warning("%s starts again, the engine refuses to continue its progress: %s", claim, error)
-            return await self._sample(claim, group, prompt_ids, num_siblings, None)
+            return await self._sample(claim, group, prompt_ids, images, num_siblings, None)
         claim.spans.append(chat_span(group.fingerprint, began_s, clock.steady_s(), len(prompt_ids), completions))
         num_tokens = _num_tokens(completions) - _num_tokens(before)
         self.num_tokens += num_tokens
@@ -263,13 +268,24 @@ def _num_tokens(completions: list[Completion]) -> int:
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Returns the token ids of a prompt."""
+    """Returns the token ids of a prompt, with one placeholder for each image."""
     if prompt.messages is None:
         return tokenizer.encode(prompt.text, add_special_tokens=False)
-    if prompt.images:
-        raise ValueError("the prompt holds an image, expected text: the policy is a model of text")
-    messages = [message.openai for message in prompt.messages]
+    messages = [message.for_template for message in prompt.messages]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+async def placed(engine: Engine, tokenizer: Any, prompt: Prompt) -> tuple[list[int], PlacedImages]:
+    """Returns the token ids of a prompt as the engine is given them, and the places of its images.
+
+    Raises:
+        ValueError: an image that the model cannot be given, or that its chat template leaves out.
+    """
+    files = [part.data or b"" for part in prompt.images]
+    if files and not engine.takes_images:
+        raise ValueError("the prompt holds an image, expected text: the policy is a model of text")
+    ids = tokenize(tokenizer, prompt)
+    return await engine.expand(ids, files) if engine.takes_images else (ids, NO_IMAGES)
 
 
 def facts_of(completion: Completion, num_prompt_tokens: int, max_tokens: int) -> RolloutFacts:
@@ -281,7 +297,7 @@ def facts_of(completion: Completion, num_prompt_tokens: int, max_tokens: int) ->
     )
 
 
-def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollout:
+def rollout_of(context: bytes, completion: Completion, reward: Reward, places: tuple[ImagePlace, ...] = ()) -> Rollout:
     """Returns a rollout of one segment: the prompt's packed ids, then what was sampled after them."""
     start = len(context) // 4
     end = start + completion.num_tokens
@@ -296,6 +312,7 @@ def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollou
         sampling_mask=completion.sampling_mask,
         routes=completion.routes or UNSET,
         top_logprobs=completion.top_logprobs or UNSET,
+        images=places or UNSET,
     )
     return Rollout(segments=(segment,), reward=reward)
 

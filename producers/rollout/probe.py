@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
-from penstock.producers.interfaces import Completion, Engine, Environment
+from penstock.producers.interfaces import NO_IMAGES, Completion, Engine, Environment, PlacedImages
 from penstock.producers.rollout.episode import rollout_of, tokenize
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Prompt, Reward
@@ -22,10 +23,23 @@ PRODUCER_ID = "probe"
 
 
 class PosedPrompt(NamedTuple):
-    """A prompt and the ids that the model is given for it."""
+    """A prompt and the ids that the model is given for it: before an engine has expanded them, with one placeholder for
+    each image."""
 
     prompt: Prompt
     token_ids: list[int]
+    images: PlacedImages = NO_IMAGES
+
+    async def expanded(self, engine: Engine) -> "PosedPrompt":
+        """Returns it as the engine is given it.
+
+        Raises:
+            ValueError: the engine refuses its images.
+        """
+        if not engine.takes_images:
+            return self
+        ids, images = await engine.expand(self.token_ids, [part.data or b"" for part in self.prompt.images])
+        return PosedPrompt(self.prompt, ids, images)
 
 
 class WeightUpdate(NamedTuple):
@@ -65,6 +79,7 @@ async def probe(
         EngineError: it serves no longer.
     """
     waves: list[list[Completion]] = []
+    prompts = [await each.expanded(engine) for each in prompts]
     for update in (*updates, None):
         wave = _Wave(engine, sampling, group_size)
         waves += await wave.sample(prompts, update)
@@ -90,12 +105,12 @@ class _Wave:
         try:
             async with asyncio.TaskGroup() as tasks:
                 sampled = [
-                    tasks.create_task(self._until_updated(posed.token_ids, (n + 1) / len(prompts), keep=n == 0))
+                    tasks.create_task(self._until_updated(posed, (n + 1) / len(prompts), keep=n == 0))
                     for n, posed in enumerate(prompts)
                 ]
                 if update is not None:
                     # A short request in the same batch returns once the others are being sampled.
-                    await self._engine.generate(prompts[0].token_ids, self._shorter(0.25), 1, _request_id())
+                    await _sample(self._engine, prompts[0], self._shorter(0.25), 1)
                     await self._engine.load_weights(update.manifest, update.path)
                     self._updated = True
         except ExceptionGroup as error:  # several requests fail for one reason
@@ -104,12 +119,12 @@ class _Wave:
         versions = {completion.version_spans[0].version for siblings in found for completion in siblings}
         return [self._before, *found[1:]] if self._before and older not in versions else found
 
-    async def _until_updated(self, token_ids: list[int], share: float, *, keep: bool) -> list[Completion]:
+    async def _until_updated(self, posed: PosedPrompt, share: float, *, keep: bool) -> list[Completion]:
         # Before an update the first round of each prompt has another length: if all ended at the same moment, an
         # update then would find nothing in flight.
         sampling = self._sampling if self._updated else self._shorter(share)
         while True:
-            found = await self._engine.generate(token_ids, sampling, self._group_size, _request_id())
+            found = await _sample(self._engine, posed, sampling, self._group_size)
             # On a busy machine, one that was in flight may arrive before the update is known to be done.
             if self._updated or any(len(completion.version_spans) > 1 for completion in found):
                 return found
@@ -122,8 +137,11 @@ class _Wave:
         return msgspec.structs.replace(self._sampling, max_tokens=max(1, round(self._sampling.max_tokens * share)))
 
 
-def _request_id() -> str:
-    return f"{PRODUCER_ID}-{uuid.uuid4()}"
+async def _sample(
+    engine: Engine, posed: PosedPrompt, sampling: SamplingSettings, num_siblings: int
+) -> list[Completion]:
+    request_id = f"{PRODUCER_ID}-{uuid.uuid4()}"
+    return await engine.generate(posed.token_ids, sampling, num_siblings, request_id, images=posed.images)
 
 
 class BatchDependence(NamedTuple):
@@ -151,8 +169,9 @@ async def batch_dependence(engine: Engine, prompts: Sequence[PosedPrompt], max_t
         ValueError, EngineError: as `probe`.
     """
     greedy = SamplingSettings(temperature=0.0, max_tokens=max_tokens)
-    alone = [await engine.generate(each.token_ids, greedy, 1, _request_id()) for each in prompts]
-    together = await asyncio.gather(*(engine.generate(each.token_ids, greedy, 1, _request_id()) for each in prompts))
+    prompts = [await each.expanded(engine) for each in prompts]
+    alone = [await _sample(engine, each, greedy, 1) for each in prompts]
+    together = await asyncio.gather(*(_sample(engine, each, greedy, 1) for each in prompts))
     differences, num_parted = [], 0
     for (single,), (twin,) in zip(alone, together, strict=True):
         one, two = (np.array(unpack_ids(completion.token_ids)) for completion in (single, twin))
@@ -171,11 +190,13 @@ def _group(
     index: int, posed: PosedPrompt, completions: list[Completion], sampling: SamplingSettings, engine: Engine
 ) -> RolloutGroup:
     context, nothing = pack_ids(posed.token_ids), Reward(value=0.0)
+    prompt, files = posed.prompt.without_files()
     return RolloutGroup(
         index=index,
-        prompt=posed.prompt,
-        rollouts=tuple(rollout_of(context, completion, nothing) for completion in completions),
+        prompt=prompt,
+        rollouts=tuple(rollout_of(context, completion, nothing, posed.images.places) for completion in completions),
         producer_id=PRODUCER_ID,
         fingerprint=engine.fingerprint,
         sampling=sampling,
+        images=files or UNSET,
     )

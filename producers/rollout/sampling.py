@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass
 
 import msgspec
 
-from penstock.producers.interfaces import Completion, Engine, EngineError
+from penstock.producers.interfaces import NO_IMAGES, Completion, Engine, EngineError, PlacedImages
 from penstock.schemas.config import EnvironmentConfig, RunConfig
 from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.rollout import ReproducibleSampling, SamplingSettings, VersionSpan, unpack_ids
@@ -64,6 +64,7 @@ class Siblings:
     request_id: str
     stop: Sequence[str] = ()
     seed: int | None = None
+    images: PlacedImages = NO_IMAGES
     adopted: InitVar[Sequence[Completion]] = ()
 
     def __post_init__(self, adopted: Sequence[Completion]) -> None:
@@ -138,7 +139,9 @@ class Siblings:
     ) -> list[Completion]:
         self._running[request_id] = first
         try:
-            completions = await self.engine.generate(prompt_ids, sampling, num_siblings, request_id, self.stop, seed)
+            completions = await self.engine.generate(
+                prompt_ids, sampling, num_siblings, request_id, self.stop, seed, self.images
+            )
         finally:
             del self._running[request_id]
         if len(completions) != num_siblings:

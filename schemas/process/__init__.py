@@ -2,5 +2,6 @@
 
 `logs`, `prometheus`, `tracing` and `json_lines` report; `redis_url` finds Redis, `outage` handles its outages and
 `clock` compares this host's clock with Redis'; `plugins` resolves the user's own code; `files` writes files atomically,
-`ports` finds a free port, `cancellation` cancels asyncio tasks, `stopping` lists the signals that stop a process.
+`image_files` decodes images, `ports` finds a free port, `cancellation` cancels asyncio tasks, `stopping` lists the
+signals that stop a process.
 """

@@ -14,7 +14,7 @@ from penstock.consumers.checkpoints.state import LedgerState, ReleasedTask
 from penstock.consumers.learning.batch.batch import MiniBatch
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.release import Releaser
-from penstock.producers.interfaces import Completion
+from penstock.producers.interfaces import NO_IMAGES, Completion, PlacedImages
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process import logs
 from penstock.schemas.rollout import SamplingSettings
@@ -58,9 +58,10 @@ class ChaosEngine(ScriptedEngine):
         request_id: str,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        images: PlacedImages = NO_IMAGES,
     ) -> list[Completion]:
         try:
-            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed, images)
         finally:
             if not isinstance(sys.exc_info()[1], ValueError):
                 self.requests.remove(request_id)

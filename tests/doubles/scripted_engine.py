@@ -14,9 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.producers.interfaces import Completion, EngineError, Restore, WeightLoadError
+from penstock.producers.interfaces import (
+    NO_IMAGES,
+    Completion,
+    EngineError,
+    PlacedImages,
+    Restore,
+    WeightLoadError,
+)
 from penstock.schemas.config import RunConfig
+from penstock.schemas.images import ImagePlace, digest_of
 from penstock.schemas.policy import WeightManifest
+from penstock.schemas.process.image_files import decoded
 from penstock.schemas.rollout import EngineFingerprint, SamplingSettings, TopLogprobs
 from wire_examples import spans
 
@@ -68,10 +77,15 @@ class ScriptedEngine:
         refuse_versions: tuple[int, ...] = (),
         finish_reasons: Mapping[int, str] | None = None,
         script: Callable[[list[int], int], list[int]] | None = None,
+        image_token: int | None = None,
     ) -> None:
         self.policy_version = 0
         self.fingerprint = FINGERPRINT
         self.max_model_len = max_model_len
+        self.takes_images = image_token is not None
+        self._image_token = image_token
+        self.images: list[PlacedImages] = []
+        """Those of each request."""
         self.closed = False
         self.is_frozen = False
         self.loaded_versions: list[int] = []
@@ -105,6 +119,21 @@ class ScriptedEngine:
         self.may_load.set()
         self.sampling.set()
 
+    async def expand(self, prompt_token_ids: list[int], files: Sequence[bytes]) -> tuple[list[int], PlacedImages]:
+        """Puts as many `image_token` in the place of one as an image is wide."""
+        if self._image_token is None or prompt_token_ids.count(self._image_token) != len(files):
+            raise ValueError(f"{len(files)} images, expected none, or one for each placeholder")
+        ids: list[int] = []
+        places: list[ImagePlace] = []
+        left = iter(files)
+        for token in prompt_token_ids:
+            size = 1
+            if token == self._image_token:
+                size = decoded(data := next(left)).width
+                places.append(ImagePlace(digest_of(data), len(ids), len(ids) + size))
+            ids += [token] * size
+        return ids, PlacedImages(tuple(places), {digest_of(data): data for data in files})
+
     async def generate(
         self,
         prompt_token_ids: list[int],
@@ -113,7 +142,9 @@ class ScriptedEngine:
         request_id: str,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        images: PlacedImages = NO_IMAGES,
     ) -> list[Completion]:
+        self.images.append(images)
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
         self.requests.append(request_id)

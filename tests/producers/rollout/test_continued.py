@@ -49,7 +49,7 @@ class ChainEngine:
         self._rows: dict[str, list[list[int]]] = {}
         self._limit = 0
 
-    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id, stop=(), seed=None):
+    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id, stop=(), seed=None, images=None):
         self.seeds.append(seed)
         noises = [self._noise if seed is None else Random(seed + n) for n in range(num_siblings)]
         rows = self._rows[request_id] = [[] for _ in range(num_siblings)]

@@ -5,8 +5,10 @@ import math
 import time
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
+import wire_examples
 from penstock.consumers.learning.batch.trainable import check_trainable
 from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
@@ -24,6 +26,7 @@ from penstock.schemas.config import (
     RewardConfig,
     SamplingConfig,
 )
+from penstock.schemas.images import ImagePlace, digest_of
 from penstock.schemas.policy import make_version
 from penstock.schemas.prompt import Message, Prompt, Reward
 from penstock.schemas.rollout import (
@@ -38,6 +41,7 @@ from penstock.schemas.rollout import (
 )
 from producer_run import ids
 from scripted_engine import ScriptedEngine
+from vision_models import picture
 from waiting import until
 
 
@@ -199,6 +203,51 @@ async def test_messages_go_through_the_chat_template_with_a_generation_prompt(ep
     assert isinstance(group, RolloutGroup)
     (segment,) = group.rollouts[0].segments
     assert list(unpack_ids(segment.token_ids)) == [*ids("user 1+1 a="), *ids("2"), 1]
+
+
+SEEING = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ 'z' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def pictured(*files: bytes) -> Prompt:
+    parts = [{"type": "text", "text": "1"}, *({"type": "image", "image": file} for file in files)]
+    return Prompt(messages=(Message(role="user", content=parts),), answer="2")
+
+
+async def test_the_images_of_a_prompt_are_placed_in_every_segment_and_kept_once(episodes) -> None:
+    (mark,) = ids("z")
+    wide, engine = picture(3, 1), text_engine("2", "3", image_token=mark)
+    prompt = pictured(wire_examples.PNG, wide, wide)
+    build = episodes(OneTask(prompt), engine)
+    build._tokenizer.chat_template = SEEING
+    group = await build.run(claim())
+    assert isinstance(group, RolloutGroup)
+    digests = [digest_of(wire_examples.PNG), digest_of(wide), digest_of(wide)]
+    assert group.images == dict(zip(digests, [wire_examples.PNG, wide, wide], strict=True))
+    assert [part.digest for part in group.prompt.images] == digests and group.prompt.images[0].data is UNSET
+    places = tuple(ImagePlace(*place) for place in zip(digests, (1, 3, 6), (3, 6, 9), strict=True))
+    for rollout in group.rollouts:
+        (segment,) = rollout.segments
+        assert segment.images == places and segment.loss_mask[0][0] == 9
+        assert list(unpack_ids(segment.token_ids))[:9] == [*ids("1"), *[mark] * 8]
+    assert [asked.places for asked in engine.images] == [places] and engine.images[0].files == group.images
+    assert decode_group(encode_group(group)) == group
+
+
+async def test_a_prompt_whose_images_cannot_be_given_is_dead(episodes) -> None:
+    (mark,) = ids("z")
+    for files, template, seeing, reason in [
+        ([b"none"], SEEING, mark, "prompt: ImageError: 4 bytes that cannot be decoded"),
+        ([wire_examples.PNG], SEEING, None, "prompt: ValueError: the prompt holds an image, expected text: the policy"),
+        ([wire_examples.PNG], "1", mark, "prompt: ValueError: 1 images, expected none, or one for each placeholder"),
+    ]:
+        build = episodes(OneTask(pictured(*files)), text_engine("2", "3", image_token=seeing))
+        build._tokenizer.chat_template = template
+        outcome = await build.run(claim())
+        assert isinstance(outcome, Dead) and outcome.reason.startswith(reason), outcome.reason
+        assert outcome.group is not None and encode_group(outcome.group, dead=True)
 
 
 async def test_a_prompt_that_cannot_be_posed_is_dead(episodes) -> None:

@@ -19,7 +19,7 @@ class BreakingEngine:
         self.requests: list[tuple[list[int], int, str]] = []
         self.seeds: list[int | None] = []
 
-    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id, stop=(), seed=None):
+    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id, stop=(), seed=None, images=None):
         self.seeds.append(seed)
         self.requests.append((prompt_token_ids, sampling.max_tokens, request_id))
         count, version, reason = self._parts.pop(0)
