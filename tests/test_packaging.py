@@ -69,9 +69,6 @@ PEERS = distributions(
 )
 OWN = {"penstock", "bench", "tests", "docs", *(file.stem for file in (ROOT / "tests" / "doubles").iterdir())}
 
-ABSENT = {"openenv": "openenv-core"}
-"""Distributions of an extra that the tests do without, by the name under which they are imported."""
-
 
 @functools.cache
 def providers() -> dict[str, set[str]]:
@@ -93,7 +90,7 @@ def undeclared(files: Iterable[Path], declared: set[str]) -> dict[str, set[str]]
     found: dict[str, set[str]] = {}
     for file in files:
         for name in third_party_imports(file):
-            if not declared & (providers().get(name, set()) | {ABSENT.get(name, canonicalize_name(name))}):
+            if not declared & (providers().get(name, set()) | {canonicalize_name(name)}):
                 found.setdefault(name, set()).add(file.as_posix())
     return found
 

@@ -16,8 +16,7 @@ from penstock.schemas.config import EnvironmentConfig
 from penstock.schemas.process.plugins import construct
 from scripted_conversation import ScriptedConversation
 
-# Not in the dev extra: it brings fastmcp with mcp 2.3, where verifiers takes mcp 2.0 alone.
-pytest.importorskip("openenv", reason="openenv-core is not installed: pip install 'penstock[openenv]'")
+pytest.importorskip("openenv", reason="openenv-core is not installed: pip install -e '.[dev]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
