@@ -15,7 +15,7 @@ from forked_programs import PYTHONPATH
 from penstock.producers.endpoint import inside
 from penstock.producers.environments.sandbox import Sandboxes
 from penstock.schemas.config import EndpointConfig, EnvironmentConfig, ModelConfig, ProducersConfig
-from penstock.schemas.keys import Field
+from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import decode_group
 from tool_caller import ToolCaller
@@ -158,3 +158,19 @@ async def test_an_action_that_returns_what_cannot_be_kept_ends_its_rollout(serve
     await until(one.dead_rollouts)
     (dead,) = one.dead_rollouts()
     assert "TypeError: an action returned <object" in " ".join(dead)
+
+
+async def test_a_group_whose_sandbox_dies_is_dead_with_the_reason_and_the_next_is_not(serve) -> None:
+    class Lost(ToolCaller):
+        async def converse(self, prompt: Prompt, conversation: Any) -> Any:
+            if prompt.text == "1":
+                async with Sandboxes().open() as sandbox:
+                    sandbox._process.kill()
+                    await conversation.act(lambda: sandbox.run(["true"]), sandbox)
+            return await super().converse(prompt, conversation)
+
+    one = await serve(environment=Lost(), group_size=2)
+    one.trainer.release(1, 2)
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
+    assert b"2 environment: SandboxError: it has ended by itself: killed" in entries[1][Field.REASON]
+    assert entries[2][Field.KIND] == Kind.GROUP and not one.task.done()
