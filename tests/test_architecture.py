@@ -24,6 +24,7 @@ VLLM_FILES = {
         "vllm",
         "engine_process",
         "weight_transfer",
+        "cpu_build",
         "update",
         "adapter_products",
         "answer_parser",

@@ -47,6 +47,10 @@ GENERATION_FILE = "generation_config.json"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks that vLLM supports; a smaller one is padded with zeros."""
 
+UNSAID = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+"""By model type, fields of the published config.json that transformers neither reads nor writes: it computes so always,
+and vLLM otherwise without them."""
+
 WHOLE_DEVICE = 0.9
 """Share of a GPU's memory for an engine that has the GPU to itself."""
 
@@ -143,7 +147,21 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
     overrides = engine.args.get("hf_overrides", {})
     if not isinstance(overrides, Mapping) or "head_dtype" in overrides:
         raise EngineError(f"engine.args.hf_overrides = {overrides!r}: expected a table without head_dtype")
-    return arguments | engine.args | {"hf_overrides": {**overrides, "head_dtype": engine.head_dtype}}
+    return (
+        arguments
+        | engine.args
+        | {"hf_overrides": {**_unsaid(config.model.path), **overrides, "head_dtype": engine.head_dtype}}
+    )
+
+
+def _unsaid(model: str) -> dict[str, str]:
+    """Returns the fields of `UNSAID` that a model's config.json lacks; none where there is no such file."""
+    try:
+        said = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # vLLM's message says more
+        return {}
+    unsaid = UNSAID.get(said.get("model_type"), {})
+    return {name: value for name, value in unsaid.items() if name not in said}
 
 
 def end_ids(model: str) -> list[int] | None:

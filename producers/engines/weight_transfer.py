@@ -23,7 +23,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from penstock.producers.engines import adapter_products, update
+from penstock.producers.engines import adapter_products, cpu_build, update
 from penstock.producers.engines.direct_writes import direct_writes
 from penstock.producers.engines.hidden_states import HiddenStateCapture
 from penstock.producers.engines.parent_death import bind_children
@@ -250,5 +250,6 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransferEngine)
     update.install()
     adapter_products.install()
+    cpu_build.install()
     if os.environ.get(BIND_VARIABLE) and multiprocessing.parent_process() is not None:
         bind_children()

@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.0625},
     "cohere2": {"logit_scale": 0.3} | WINDOW,
     "deepseek_v2": LATENT | YARN | {"topk_method": "group_limited_greedy"},
-    "deepseek_v3": LATENT | YARN | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3": LATENT | YARN,
     "falcon_h1": MAMBA | {"mamba_d_ssm": 256},
     "gemma4_text": {
         "global_head_dim": 32,

@@ -64,6 +64,14 @@ def test_further_arguments_are_passed_as_they_stand_and_recorded():
     assert fingerprint(run, report(run), "0.32").other == {"block_size": "32", "hf_overrides": '{"rope_theta": 5.0}'}
 
 
+def test_the_engine_scores_experts_as_transformers_does_where_a_configuration_does_not_say(tmp_path):
+    run = msgspec.structs.replace(config(), model=ModelConfig(path=str(tmp_path)))
+    for said in ({"model_type": "deepseek_v3"}, {"model_type": "deepseek_v3", "scoring_func": "softmax"}):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        expected = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "head_dtype": "float32"}
+        assert arguments_of(run)["hf_overrides"] == {name: expected[name] for name in expected if name not in said}
+
+
 def test_prompts_of_seeded_requests_are_computed_whole_where_generators_cannot_be_wound_back():
     synchronous = config(mode="synchronous")
     assert arguments_of(synchronous)["enable_chunked_prefill"] is False
