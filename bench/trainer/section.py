@@ -28,6 +28,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelShape = SMALL
     mixture: ModelShape = MIXTURE
     work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=496, tokens_per_pass=4096)
+    mixture_work: Work = Work(num_groups=2, group_size=4, prompt_tokens=16, sampled_tokens=112, tokens_per_pass=1024)
     ranks_rounds: int = 3
     ranks_steps: int = 2
     record_rounds: int = 5
@@ -74,10 +75,12 @@ def experts_figures(bench: Bench) -> Iterator[Figure]:
     """Compares a mixture's grouped products with a loop over its experts, and experts that stay on their rank with ones
     that every rank gathers."""
     settings = bench.settings
-    model, num_tokens = _model(bench, settings.mixture), settings.work.num_tokens
+    model, num_tokens = _model(bench, settings.mixture), settings.mixture_work.num_tokens
 
     def rate(name: str, num_ranks: int, **how: bool) -> float:
-        job = OnRanks(model=str(model), work=settings.work, num_ranks=num_ranks, steps=settings.ranks_steps, **how)
+        job = OnRanks(
+            model=str(model), work=settings.mixture_work, num_ranks=num_ranks, steps=settings.ranks_steps, **how
+        )
         wait_for(start_ranks(name, ON_RANKS, job, bench.folder))
         return num_tokens / median(found_apart(name, list[float], bench.folder))
 
@@ -128,6 +131,7 @@ TRAINER = BenchSection(
         model=ModelShape("tiny", 64, 128, 2, 2, 1, 64, 300, tied=True),
         mixture=ModelShape("tiny mixture", 64, 64, 2, 2, 1, 64, 300, tied=True, experts=4, experts_per_token=2),
         work=Work(num_groups=4, group_size=2, prompt_tokens=4, sampled_tokens=16, tokens_per_pass=64),
+        mixture_work=Work(num_groups=4, group_size=2, prompt_tokens=4, sampled_tokens=16, tokens_per_pass=64),
         ranks_rounds=1,
         ranks_steps=1,
         record_rounds=1,

@@ -28,7 +28,7 @@ def install() -> None:
     setattr(RotaryEmbedding, "forward_cpu", _rotated)  # noqa: B010
     if find_spec(_IMAGES[0]) is None and _USERS not in sys.modules:
         sys.modules |= {name: ModuleType(name) for name in _IMAGES}
-        sys.modules[_IMAGES[-1]].functional = None  # type: ignore[attr-defined]
+        vars(sys.modules[_IMAGES[-1]])["functional"] = None
         try:
             import_module(_USERS)
         finally:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,11 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
     else:
         fraction = engine.gpu_memory_utilization
         arguments["gpu_memory_utilization"] = WHOLE_DEVICE if fraction is None else fraction
+    said = _configuration(config.model.path)
+    kind = said.get("model_type", "")
+    if kind in ("qwen3_5", "qwen3_5_moe") and find_spec("torchvision") is None:
+        arguments["language_model_only"] = True  # its images need that package
+    unsaid = {name: value for name, value in UNSAID.get(kind, {}).items() if name not in said}
     for name in engine.args:
         if name in FIELDS:
             raise EngineError(f"engine.args.{name} = {engine.args[name]!r}: expected {FIELDS[name]} to be set instead")
@@ -147,21 +153,16 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
     overrides = engine.args.get("hf_overrides", {})
     if not isinstance(overrides, Mapping) or "head_dtype" in overrides:
         raise EngineError(f"engine.args.hf_overrides = {overrides!r}: expected a table without head_dtype")
-    return (
-        arguments
-        | engine.args
-        | {"hf_overrides": {**_unsaid(config.model.path), **overrides, "head_dtype": engine.head_dtype}}
-    )
+    return arguments | engine.args | {"hf_overrides": {**unsaid, **overrides, "head_dtype": engine.head_dtype}}
 
 
-def _unsaid(model: str) -> dict[str, str]:
-    """Returns the fields of `UNSAID` that a model's config.json lacks; none where there is no such file."""
+def _configuration(model: str) -> dict[str, Any]:
+    """Returns what is in a model's config.json; nothing where there is no such file."""
     try:
-        said = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        said: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # vLLM's message says more
         return {}
-    unsaid = UNSAID.get(said.get("model_type"), {})
-    return {name: value for name, value in unsaid.items() if name not in said}
+    return said
 
 
 def end_ids(model: str) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -90,6 +91,17 @@ class BaseModel:
         return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
     @cached_property
+    def has_other_parts(self) -> bool:
+        """True if the files have more than the text model that is trained: towers for images or sound, or layers that
+        predict several tokens."""
+        config = json.loads(Path(self.folder, "config.json").read_text("utf-8"))
+        return bool(
+            "text_config" in config
+            or config.get("num_nextn_predict_layers")
+            or any(name.startswith("mtp.") for name in self.shapes)
+        )
+
+    @cached_property
     def digest(self) -> str:
         return model_digest(Path(self.folder))
 
@@ -146,7 +158,9 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora
     own_shapes = {name: tensor.shape for name, tensor in found.items()}
     shapes = (base.shapes or own_shapes) if lora is None else _of_adapter(own_shapes, base, lora)
     expected = set(shapes)
-    missing, unknown = expected - set(found), set(found) - expected
+    trained = {_part(name) for name in found}
+    untrained = {name for name in expected if base.has_other_parts and _part(name) not in trained}
+    missing, unknown = expected - untrained - set(found), set(found) - expected
     if missing | unknown and not (missing | unknown == {_HEAD} and base.is_tied):
         raise WeightLoadError(
             f"{where}: tensors missing: {sorted(missing)[:5]}, not in the model: {sorted(unknown)[:5]}"
@@ -157,6 +171,12 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora
             raise WeightLoadError(f"{where}: {name}: shape {tensor.shape}, the model's is {shapes[name]}")
         if tensor.dtype != dtype and not (has_dtype and tensor.dtype == "float32"):
             raise WeightLoadError(f"{where}: {name}: dtype {tensor.dtype}, expected model.dtype = {dtype}")
+
+
+def _part(name: str) -> str:
+    """Returns a tensor's part of the model, such as `model.layers.3`, `model.visual`, or `mtp.layers.0`."""
+    match = re.match(r"(?:[a-z_]+\.)*\d+|[^.]+\.[^.]+", name)
+    return match[0] if match else name
 
 
 def _of_adapter(found: Shapes, base: BaseModel, lora: LoraConfig) -> Shapes:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from families import ROWS, Family, assert_agrees, small_model
 from penstock.consumers.learning.batch.packing import pack_segments
@@ -70,6 +71,14 @@ async def test_the_page_says_how_far_the_engine_is(vllm_engine, tmp_path: Path, 
         assert_agrees(family.engine, *gaps)
 
 
+async def test_a_text_model_is_trained_in_a_checkpoint_with_a_tower_for_images(vllm_engine, tmp_path: Path) -> None:
+    text = small_model("qwen3_5_text").config.to_dict()
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+    config = Qwen3_5Config(text_config=text, vision_config=tower | {"num_position_embeddings": 16})
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    assert_agrees("2e-2, 2e-2", *(await _gaps(vllm_engine, tmp_path, "qwen3_5", "bfloat16"))[:2])
+
+
 @pytest.mark.parametrize("family", ROWS, ids=[family.kind for family in ROWS])
 async def test_the_page_says_which_adapters_are_trained_and_served(vllm_engine, tmp_path: Path, family: Family) -> None:
     """Adapters of every linear layer in the blocks."""
@@ -101,7 +110,8 @@ def _dtype(family: Family) -> str:
 
 
 def _trainer(folder: Path, kind: str, dtype: str, lora: LoraConfig | None = None) -> PackedModel:
-    small_model(kind).save_pretrained(folder / "model")
+    if not (folder / "model").exists():
+        small_model(kind).save_pretrained(folder / "model")
     return PackedModel(str(folder / "model"), dtype, torch.device("cpu"), lora=lora)
 
 

@@ -68,6 +68,25 @@ def test_weights_of_the_models_names_shapes_and_type_pass(base, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("config", "other"),
+    [
+        ({"text_config": {}}, "model.visual.patch_embed.weight"),
+        ({"num_nextn_predict_layers": 1}, "model.layers.61.embed_tokens.weight"),
+        ({}, "mtp.norm.weight"),
+    ],
+)
+def test_parts_that_no_text_model_has_need_no_weights_in_a_policy(base, tmp_path, config, other):
+    layer = {"model.layers.0.a.weight": torch.ones(4), "model.layers.0.b.weight": torch.ones(4)}
+    save_file(WEIGHTS | layer | {other: torch.ones(4)}, base.files[0])
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3"} | config))
+    whole = BaseModel(base.folder)
+    check(*written(WEIGHTS | layer, tmp_path), whole, "float32")
+    del layer["model.layers.0.b.weight"]
+    with pytest.raises(WeightLoadError, match=r"missing: \['model\.layers\.0\.b\.weight'\]"):
+        check(*written(WEIGHTS | layer, tmp_path), whole, "float32")
+
+
+@pytest.mark.parametrize(
     ("config", "is_tied"),
     [
         ({"model_type": "gemma2"}, True),
