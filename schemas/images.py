@@ -105,15 +105,15 @@ def data_url(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def bytes_in(url: str) -> bytes:
+def bytes_in(url: Any) -> bytes:
     """Returns the image file in a data URL.
 
     Raises:
-        ImageError: another kind of URL, or not Base64.
+        ImageError: anything else, or not Base64.
     """
-    head, _, data = url.partition(",")
+    head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
     if not (head.startswith("data:image/") and head.endswith(";base64")):
-        raise ImageError(f"an image at {url[:80]!r}, expected data:image/...;base64,...; nothing is fetched")
+        raise ImageError(f"an image at {repr(url)[:80]}, expected data:image/...;base64,...; nothing is fetched")
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:

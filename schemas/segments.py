@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.schemas.images import ImagePlace
 from penstock.schemas.prefixes import PrefixTrie
 from penstock.schemas.rollout import FinishReason, RecordError, Segment, TopLogprobs, VersionSpan
 from penstock.schemas.routes import Routes, joined_routes
@@ -31,6 +32,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: see `Segment`.
     routes: of the prompt and the sampled tokens, without the last one.
     top_logprobs: of the sampled tokens.
+    images: their places in the prompt.
     """
 
     call_id: str
@@ -44,6 +46,16 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: tuple[bytes, ...] | None = None
     routes: Routes | None = None
     top_logprobs: TopLogprobs | None = None
+    images: tuple[ImagePlace, ...] = ()
+
+    @property
+    def seen(self) -> bytes:
+        """What tells the prompt from others: its ids, of which those of images are parts of their digests."""
+        ids = bytearray(self.prompt_token_ids)
+        for place in self.images:
+            size = _ID_BYTES * (place.end - place.start)
+            ids[_ID_BYTES * place.start : _ID_BYTES * place.end] = (place.digest.encode() * size)[-size:]
+        return bytes(ids)
 
 
 class Chain(NamedTuple):
@@ -123,14 +135,14 @@ def segments(calls: Iterable[RecordedCall]) -> tuple[list[Chain], list[DroppedCa
 def _unused(sampled: list[RecordedCall], parents: list[int | None]) -> dict[str, str]:
     """Returns the reasons, by id, of calls whose answers were lost or superseded."""
     built_on = {parent for parent in parents if parent is not None}
-    prompts_built_on = {sampled[n].prompt_token_ids for n in built_on}
+    prompts_built_on = {sampled[n].seen for n in built_on}
     reasons = {}
     for n, call in enumerate(sampled):
         if n in built_on or call.delivered:
             continue
         if call.delivered is False:
             reasons[call.call_id] = "not_delivered"
-        elif call.prompt_token_ids in prompts_built_on:
+        elif call.seen in prompts_built_on:
             reasons[call.call_id] = "retry_superseded"
     return reasons
 
@@ -169,6 +181,7 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
         routes=joined_routes(routes) or msgspec.UNSET,
         top_logprobs=joined_top(call.top_logprobs for call, trained in zip(calls, trains, strict=True) if trained)
         or msgspec.UNSET,
+        images=calls[-1].images or msgspec.UNSET,
     )
 
 
@@ -192,8 +205,8 @@ def _parents(ordered: list[RecordedCall]) -> list[int | None]:
     trie = PrefixTrie()
     parents: list[int | None] = []
     for n, call in enumerate(ordered):
-        parents.append(trie.longest_prefix(call.prompt_token_ids))
-        trie.insert(call.prompt_token_ids + call.generation_token_ids, n)
+        parents.append(trie.longest_prefix(call.seen))
+        trie.insert(call.seen + call.generation_token_ids, n)
     return parents
 
 

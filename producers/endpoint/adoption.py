@@ -49,6 +49,9 @@ class _KeptRollout:
             rollout.last_seen = running_s()
         kept = self.answered if self.ended is None else {number: self.answered[number] for number in self.ended.calls}
         calls: dict[int, Call] = {}
+        files = dict(rollout.ledger.files)
+        for call in self.answered.values():
+            files |= call.files
         for number, call in kept.items():
             calls[number] = Call(
                 number=number,
@@ -61,6 +64,8 @@ class _KeptRollout:
                 reply=call.reply,
                 began_s=call.began_s,
                 ended_s=call.ended_s,
+                images=call.images,
+                files={place.digest: files[place.digest] for place in call.images},
             )
         rollout.ledger.num_begun = 1 + max(self.places, default=-1)
         if self.ended is None and replay:

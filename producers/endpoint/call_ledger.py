@@ -13,6 +13,7 @@ from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, e
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
 from penstock.producers.interfaces import Completion
+from penstock.schemas.images import ImagePlace
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, SamplingSettings, pack_ids
 from penstock.schemas.segments import RecordedCall
 
@@ -30,6 +31,7 @@ class Call:
     base: the call with whose prompt and completion this prompt begins; None if there is none.
     context: int32 bytes: the prompt without the prompt and completion of `base`.
     rendered: the template's rendering of the request, until a call continues this one.
+    images: their places in the prompt. files: theirs, by digest.
     delivered: whether the answer was sent to its client.
     connection: the one that took the answer; None if it is not of this process.
     request: what identifies the request; empty if nothing does.
@@ -47,6 +49,8 @@ class Call:
     context: bytes
     completion: Completion
     rendered: Encoded | None
+    images: tuple[ImagePlace, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
     delivered: bool = False
     connection: asyncio.BaseTransport | None = None
     request: bytes = b""
@@ -106,6 +110,7 @@ class CallLedger:
     num_bytes: an upper bound for what the calls take of it.
     num_begun: calls that have begun.
     unread: the numbers of calls whose answers count as unread.
+    files: the image files of the prompt and of all calls, by digest.
     """
 
     max_bytes: int = MAX_ENTRY_BYTES
@@ -115,6 +120,7 @@ class CallLedger:
     num_bytes: int = 0
     num_begun: int = 0
     unread: set[int] = field(default_factory=set)
+    files: dict[str, bytes] = field(default_factory=dict)
     _latest: dict[bytes, int] = field(default_factory=dict)
     _by_chain: dict[bytes, Call] = field(default_factory=dict)
     _by_call_id: dict[str, Call] = field(default_factory=dict)
@@ -142,14 +148,19 @@ class CallLedger:
             self._latest[request] = number
         return number
 
-    def room(self, base: Call | None, num_prompt: int) -> int:
-        """Returns the most tokens that the answer to a prompt may have.
+    def new_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Returns the image files that no call has had yet."""
+        return {digest: data for digest, data in files.items() if digest not in self.files}
+
+    def room(self, base: Call | None, num_prompt: int, files: Mapping[str, bytes]) -> int:
+        """Returns the most tokens that the answer to a prompt with these image files may have.
 
         Raises:
             ApiError: 400, no token fits.
         """
         left = self.max_bytes - self.num_bytes - CALL_BYTES - SPAN_BYTES
         left -= self.context_bytes * self._num_context(base, num_prompt)
+        left -= sum(map(len, self.new_files(files).values()))
         if left < self.token_bytes:
             raise self._too_large()
         return left // self.token_bytes
@@ -190,10 +201,12 @@ class CallLedger:
         prompt = call.prompt
         num_bytes = self.context_bytes * self._num_context(call.base, len(prompt) // 4)
         num_bytes += self.token_bytes * call.num_sampled
+        num_bytes += sum(map(len, self.new_files(call.files).values()))
         num_bytes += CALL_BYTES + SPAN_BYTES * len(call.completion.version_spans)
         if self.num_bytes + num_bytes > self.max_bytes:
             raise self._too_large()
         self.num_bytes += num_bytes
+        self.files |= call.files
         self.calls.append(call)
         if call.base is not None:
             call.base.is_continued = True
@@ -239,6 +252,7 @@ class CallLedger:
                 sampling_mask=call.completion.sampling_mask,
                 routes=call.completion.routes,
                 top_logprobs=call.completion.top_logprobs,
+                images=call.images,
             )
             for call in self.calls
             if call.is_trained and (call.number in read or call.digest not in digests)

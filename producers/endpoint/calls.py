@@ -18,9 +18,9 @@ from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, Plai
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, has_ended, is_moving, too_long
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.groups import AgentRollout
-from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
+from penstock.producers.endpoint.prompts import Expand, Prompts, RenderedPrompt
 from penstock.producers.endpoint.recording import KeptCall, RunningCall
-from penstock.producers.interfaces import Engine, EngineError
+from penstock.producers.interfaces import Engine, EngineError, PlacedImages
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.sampling import Siblings, request_seed
@@ -95,6 +95,7 @@ class Calls:
         self._prompts = prompts
         self._answers = answers
         self._engine = engine
+        self.takes_images = engine.takes_images
         self._weights = weights
         self._config = config
         self._metrics = metrics
@@ -128,7 +129,12 @@ class Calls:
                 f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
             )
         own = copy.deepcopy(tokenizer)
-        prompts = Prompts(own, stop_token_ids=config.sampling.stop_token_ids, max_model_len=engine.max_model_len)
+        prompts = Prompts(
+            own,
+            stop_token_ids=config.sampling.stop_token_ids,
+            max_model_len=engine.max_model_len,
+            expand=_expand_in(asyncio.get_running_loop(), engine) if engine.takes_images else None,
+        )
         finds_reasoning = config.endpoint.reasoning_parser is not None
         answers = Answers(own, parser or PlainText(), finds_reasoning=finds_reasoning)
         return cls(config, engine, weights, prompts, answers, metrics)
@@ -239,7 +245,9 @@ class Calls:
         adopted = [] if before is None else [before.completion]
         request_id = f"{rollout.id}-{number}-{next(self._request_numbers)}"  # a rollout may come back from elsewhere
         began_s = clock.steady_s()
-        siblings = Siblings(self._engine, prompt.token_ids, sampling, 1, request_id, request.stop, seed, adopted)
+        siblings = Siblings(
+            self._engine, prompt.token_ids, sampling, 1, request_id, request.stop, seed, prompt.images, adopted
+        )
         running = RunningCall(number, digest(pack_ids(prompt.token_ids)), identity, siblings, before)
         rollout.calls[number] = running
         telling = listener and asyncio.create_task(self._tell(listener, request, prompt.token_ids, siblings))
@@ -272,6 +280,8 @@ class Calls:
             context=pack_ids(prompt.token_ids[known:]),
             completion=completion,
             rendered=prompt.rendered,
+            images=prompt.images.places,
+            files=dict(prompt.images.files),
             request=identity,
             began_s=began_s,
             ended_s=clock.steady_s(),
@@ -314,8 +324,17 @@ class Calls:
         longest, num_prompt = self._engine.max_model_len, len(prompt.token_ids)
         if num_prompt >= longest:
             raise too_long(longest, num_prompt)
-        room = rollout.ledger.room(prompt.base, num_prompt)
+        room = rollout.ledger.room(prompt.base, num_prompt, prompt.images.files)
         return min(longest - num_prompt, rollout.group.sampling.max_tokens, request.max_tokens or longest, room)
+
+
+def _expand_in(loop: asyncio.AbstractEventLoop, engine: Engine) -> Expand:
+    """Returns `engine.expand` for threads beside the event loop."""
+
+    def expand(ids: list[int], files: Sequence[bytes]) -> tuple[list[int], PlacedImages]:
+        return asyncio.run_coroutine_threadsafe(engine.expand(ids, files), loop).result()
+
+    return expand
 
 
 def _gone(rollout: AgentRollout) -> ApiError:

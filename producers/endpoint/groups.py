@@ -68,7 +68,7 @@ class AgentRollout:
     state: of its conversation after the last action.
     is_waiting: True until its conversation, held inside the producer, starts again here.
     last_seen: monotonic seconds of its agent's last request; infinite before the first one, while the agent sets up.
-    finished: its trained segments and its reward; None unless it is finished.
+    finished: its trained segments and its reward; None unless it is finished. files: the images of its calls.
     is_abandoned: it died because its agent fell silent.
     opened_s: seconds since the epoch, at this producer.
     """
@@ -84,6 +84,7 @@ class AgentRollout:
     is_waiting: bool = False
     last_seen: float = math.inf
     finished: Rollout | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
     reason: str = ""
     error: BaseException | None = None
     is_abandoned: bool = False
@@ -147,6 +148,7 @@ class AgentRollout:
         conversation: bytes = b"",
     ) -> None:
         """Adds a call that is answered now; see `CallLedger.record`."""
+        files = self.ledger.new_files(call.files)
         self.ledger.record(call, messages, reply, conversation)
         entry = running.entry(
             self.place,
@@ -158,6 +160,8 @@ class AgentRollout:
             reply=call.reply,
             began_s=call.began_s,
             ended_s=call.ended_s,
+            images=call.images,
+            files=files,
         )
         self.group.enter(entry, entry.completion.num_tokens)
 
@@ -208,7 +212,8 @@ class AgentRollout:
         try:
             chains, _ = segments(self.ledger.recorded())
             finished = Rollout(segments=tuple(chain.segment for chain in chains), reward=reward)
-            num_bytes = len(msgspec.msgpack.encode(finished))
+            num_bytes = len(msgspec.msgpack.encode(finished)) + sum(map(len, self.ledger.files.values()))
+            num_bytes -= sum(map(len, self.group.asked[1].values()))
             msgspec.convert(msgspec.to_builtins(reward), Reward)
         except CallError as error:
             return error.code, str(error)
@@ -219,7 +224,7 @@ class AgentRollout:
         if num_bytes > self.group.rollout_bytes:
             limit = self.group.rollout_bytes
             return TOO_LARGE, f"{num_bytes:,} bytes, expected at most {limit:,}, its share of a stream entry"
-        self.finished = finished
+        self.finished, self.files = finished, self.ledger.files
         return "", ""
 
     def _end(self) -> None:
@@ -260,8 +265,11 @@ class AgentGroup:
     rollouts: list[AgentRollout] = field(default_factory=list)
     is_kept: bool = False
     journal: Journal = field(init=False)
+    asked: tuple[Prompt, dict[str, bytes]] = field(init=False)
+    """The prompt as a record has it, and its image files."""
 
     def __post_init__(self) -> None:
+        self.asked = self.prompt.without_files()
         self.journal = Journal(claim=self.claim, is_given_up=not self.is_kept)
 
     @property
@@ -334,7 +342,9 @@ class AgentGroup:
     def new_ledger(self) -> CallLedger:
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
         route_bytes = self.fingerprint.route_bytes or 0
-        return CallLedger(calls_bytes, self.sampling.token_bytes + route_bytes, 4 + route_bytes)
+        ledger = CallLedger(calls_bytes, self.sampling.token_bytes + route_bytes, 4 + route_bytes)
+        ledger.files |= self.asked[1]
+        return ledger
 
     def missing(self) -> str:
         """Returns why siblings are missing; empty for a whole group."""
@@ -355,9 +365,13 @@ class AgentGroup:
 
     def record(self, rollouts: Sequence[Rollout] = ()) -> RolloutGroup:
         """Returns the group as it is now, with these rollouts."""
+        prompt, files = self.asked
+        places = (place for rollout in rollouts for one in rollout.segments for place in one.images or ())
+        known = {digest: data for one in self.rollouts for digest, data in one.files.items()}
+        files = files | {place.digest: known[place.digest] for place in places if place.digest not in files}
         return RolloutGroup(
             index=self.claim.index if self.claim.evaluation_id is None else 0,
-            prompt=self.prompt,
+            prompt=prompt,
             rollouts=tuple(rollouts),
             producer_id=self.producer_id,
             fingerprint=self.fingerprint,
@@ -369,6 +383,7 @@ class AgentGroup:
             task=self.claim.task,
             num_tries_lost=self.claim.num_tries_lost,
             sampled_by=self.claim.sampled_by,
+            images=files or msgspec.UNSET,
         )
 
 

@@ -14,13 +14,14 @@ from penstock.producers.endpoint.beside import beside
 from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.errors import ApiError
-from penstock.producers.endpoint.chat.requests import parse_chat
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, without_files
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import MOST_STATE_BYTES, RolloutFacts, State
 from penstock.producers.rollout.rewards import checked
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import EndpointConfig
+from penstock.schemas.images import file_of
 from penstock.schemas.process.cancellation import gather_or_cancel
 from penstock.schemas.process.plugins import ends_caller
 from penstock.schemas.prompt import Reward
@@ -55,13 +56,17 @@ class RolloutConversation:
         """See `Conversation.chat`."""
         document = {"messages": messages, **fields}
         num_bytes, identity = _identity(document)
-        request = await beside(
-            num_bytes, lambda: parse_chat(document, self._sampling, ignore=self._ignore, num_bytes=num_bytes)
-        )
+        request = await beside(num_bytes, lambda: self._parsed(document, num_bytes))
         number = self._rollout.begin_call()
         answered = await self._calls.answer(self._rollout, request, number, identity)
         answered.call.delivered, answered.call.is_trained = True, is_trained
         return answered.message
+
+    def _parsed(self, document: Json, num_bytes: int) -> ChatRequest:
+        files: dict[str, bytes] = {}
+        if self._calls.takes_images:
+            document, files = without_files(document, file_of)
+        return parse_chat(document, self._sampling, ignore=self._ignore, num_bytes=num_bytes, images=files)
 
     async def act(self, action: Callable[[], Awaitable[T]], state: State | None = None) -> T:
         """See `Conversation.act`."""

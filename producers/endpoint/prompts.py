@@ -2,21 +2,23 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request, too_long
-from penstock.producers.endpoint.chat.messages import for_template
+from penstock.producers.endpoint.chat.messages import for_template, images_of
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded, SuffixEncoder
 from penstock.producers.endpoint.splice.token_ids import SpliceRefused
 from penstock.producers.endpoint.splice.turn_boundary import find_turn_boundary, special_token_ids
 from penstock.producers.endpoint.splice.vocabulary import Vocabulary
+from penstock.producers.interfaces import NO_IMAGES, PlacedImages
 from penstock.producers.rollout.chat_template import LeftOut, read_variables
 from penstock.schemas.config import RESERVED_BY_TEMPLATES, ConfigError
 
 Json = dict[str, Any]
+Expand = Callable[[list[int], Sequence[bytes]], tuple[list[int], PlacedImages]]
 
 
 class RenderedPrompt(NamedTuple):
@@ -27,6 +29,7 @@ class RenderedPrompt(NamedTuple):
         messages instead of a continuation.
     reason: why the call opens a new segment; empty if it does not.
     left_out: names of what the request has and the chat template does not render.
+    images: of the prompt; `rendered` has one placeholder for each.
     """
 
     token_ids: list[int]
@@ -35,6 +38,7 @@ class RenderedPrompt(NamedTuple):
     reason: str
     rendered: Encoded
     left_out: tuple[str, ...] = ()
+    images: PlacedImages = NO_IMAGES
 
     @property
     def base(self) -> Call | None:
@@ -48,9 +52,17 @@ class Prompts:
     tokenizer: a transformers tokenizer with a chat template, for this object alone.
     max_model_len: the longest prompt plus completion, in tokens; None without a limit. A text that is longer whatever
         its tokens are is not encoded.
+    expand: puts the tokens of images in the places of their placeholders, as `Engine.expand`; None for a model of text.
     """
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int], max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Sequence[int],
+        max_model_len: int | None = None,
+        expand: Expand | None = None,
+    ) -> None:
         """
         Raises:
             ConfigError: a chat template that refuses a conversation.
@@ -59,6 +71,7 @@ class Prompts:
         self._encoder = SuffixEncoder(tokenizer)
         self._vocabulary = Vocabulary(tokenizer)
         self._max_model_len = max_model_len
+        self._expand = expand
         self._left_out = LeftOut()
 
         at = ""
@@ -104,18 +117,36 @@ class Prompts:
         rendered = self._encode(request, messages, True, None)
         answered = any(message["role"] == "assistant" for message in messages)
         reason = ("unknown_history" if answered else "new_conversation") if ledger.calls else ""
-        return RenderedPrompt(rendered.token_ids, "first", None, reason, rendered)
+        ids, images = self._expanded(request, request.messages, rendered)
+        return RenderedPrompt(ids, "first", None, reason, rendered, images=images)
 
     def _continued(self, request: ChatRequest, messages: list[Json], found: tuple[Call, int]) -> RenderedPrompt:
         parent, index = found
         known = parent.rendered
         prefix = self._encode(request, messages[: index + 1], False, known)
         rendered = self._encode(request, messages, True, prefix)
+        prefix_ids, before = self._expanded(request, request.messages[: index + 1], prefix)
+        template_ids, images = self._expanded(request, request.messages, rendered)
         try:
-            ids = self._boundary.splice(parent.token_ids, prefix.token_ids, rendered.token_ids, parent.spans)
+            if [place.digest for place in before.places] != [place.digest for place in parent.images]:
+                raise SpliceRefused("environment_block_mismatch", "other images")
+            ids = self._boundary.splice(parent.token_ids, prefix_ids, template_ids, parent.spans)
         except SpliceRefused as refused:
-            return RenderedPrompt(rendered.token_ids, "as_sent", parent, refused.code, rendered)
-        return RenderedPrompt(ids, "spliced" if ids == rendered.token_ids else "drifted", parent, "", rendered)
+            return RenderedPrompt(template_ids, "as_sent", parent, refused.code, rendered, images=images)
+        new = (place.moved(len(ids) - len(template_ids)) for place in images.places[len(before.places) :])
+        images = images._replace(places=(*parent.images, *new))
+        kind: Literal["spliced", "drifted"] = "spliced" if ids == template_ids else "drifted"
+        return RenderedPrompt(ids, kind, parent, "", rendered, images=images)
+
+    def _expanded(
+        self, request: ChatRequest, messages: list[Json], rendered: Encoded
+    ) -> tuple[list[int], PlacedImages]:
+        if self._expand is None:
+            return rendered.token_ids, NO_IMAGES
+        try:
+            return self._expand(rendered.token_ids, [request.images[each] for each in images_of(messages)])
+        except ValueError as error:
+            raise bad_request(f"messages: {error}", "messages", "invalid_image") from error
 
     def _check_read(self, request: ChatRequest) -> list[str]:
         """Returns names of what the request has and the chat template never reads, whatever it holds.

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.sampling import Siblings
+from penstock.schemas.images import ImagePlace
 from penstock.schemas.prompt import Reward
 
 Json = dict[str, Any]
@@ -39,7 +40,8 @@ class KeptCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     completion: the tokens from `start` on; those before are in earlier entries.
     replaces: number of the call of an earlier holder whose answer it gives again, or goes on with; -1 without one.
     base: number of the call that it continues; -1 without one.
-    request, context, chain, reply, began_s, ended_s: see `Call`; all but the first only of an answered one.
+    request, context, chain, reply, began_s, ended_s, images, files: see `Call`; all but the first only of an answered
+        one, and files that no earlier call of its rollout had.
     """
 
     rollout: int
@@ -56,6 +58,8 @@ class KeptCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reply: Json = {}
     began_s: float = 0.0
     ended_s: float = 0.0
+    images: tuple[ImagePlace, ...] = ()
+    files: dict[str, bytes] = {}
 
 
 class Acted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -22,7 +22,7 @@ from penstock.producers.endpoint.chat.answers import AnswerParser, finish_reason
 from penstock.producers.endpoint.chat.bodies import parse_finish, parse_json
 from penstock.producers.endpoint.chat.dialects import DIALECTS, MESSAGES, Dialect
 from penstock.producers.endpoint.chat.errors import ApiError, is_moving
-from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, without_files
 from penstock.producers.endpoint.connections import Connections
 from penstock.producers.endpoint.event_stream import EventStream
 from penstock.producers.endpoint.groups import AgentRollout
@@ -36,8 +36,10 @@ from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.producers.stream.progress_store import ProgressStore
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
+from penstock.schemas.images import bytes_in
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.ports import EVERYWHERE, authority, on_free_port
+from penstock.schemas.rollout import MAX_ENTRY_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ class AgentEndpoint:
         )
         self._sampling = next(iter(environments)).sampling  # all have the same, apart from max_tokens
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.max_model_len
+        self._max_body_bytes += 2 * MAX_ENTRY_BYTES * engine.takes_images  # as Base64
         self._answering: set[asyncio.Protocol] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._holders: Holders | None = None
@@ -242,12 +245,15 @@ class AgentEndpoint:
         group = rollout.group
         group.start()
         await self.agents.save(group)
+        prompt = msgspec.to_builtins(group.asked[0])
+        if group.prompt.images:
+            prompt["messages"] = [message.openai for message in group.prompt.messages or ()]
         return _json({
             "id": rollout.id,
             "base_url": f"{request.scheme}://{request.host}/r/{rollout.id}/v1",
             "index": group.claim.index,
             "environment": group.claim.environment,
-            "prompt": msgspec.to_builtins(group.prompt),
+            "prompt": prompt,
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -282,7 +288,8 @@ class AgentEndpoint:
         def parse() -> tuple[Json, ChatRequest, bytes]:
             document = parse_json(data)
             ignore = self._config.unsupported == "ignore"
-            asked = parse_chat(dialect.as_chat(document), self._sampling, ignore=ignore, num_bytes=len(data))
+            given, files = without_files(document, bytes_in) if self.calls.takes_images else (document, {})
+            asked = parse_chat(dialect.as_chat(given), self._sampling, ignore=ignore, num_bytes=len(data), images=files)
             return document, asked, digest(request.path.encode() + b"\0" + data)
 
         document, asked, identity = await beside(len(data), parse)

@@ -143,7 +143,7 @@ class LeftOut:
         """Returns the fields of messages that their rendering `text` leaves out.
 
         Args:
-            messages: as templates take them, with text as content.
+            messages: as templates take them, with text as content, or parts if there are images.
             at: the indices of those to look at.
             context: identifies the other arguments of the rendering.
         """
@@ -194,7 +194,8 @@ class LeftOut:
 def _kind(messages: list[Json], n: int) -> tuple[Any, ...]:
     before = messages[n - 1] if n else {}
     calls = tuple("tool_calls" in message for message in (messages[n], before))
-    return messages[n]["role"], before.get("role"), calls, n + 1 == len(messages), _is_named(messages[n])
+    has_parts = isinstance(messages[n]["content"], list)
+    return messages[n]["role"], before.get("role"), calls, n + 1 == len(messages), _is_named(messages[n]), has_parts
 
 
 def _field(message: Json, n: int) -> str:
@@ -233,15 +234,23 @@ def _is_named(message: Json) -> bool:
 
 
 def _says_anything(message: Json) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls") or _is_named(message))
+    return bool(_said(message) or message.get("tool_calls") or _is_named(message))
 
 
 def _stands_in(message: Json, text: str) -> bool:
     """Returns whether a text contains that of a message, as it is or as JSON writes it."""
-    said = message["content"].strip()
+    said = _said(message)
     if calls := message.get("tool_calls"):
         return all(call["function"]["name"] in text for call in calls)
+    if isinstance(message["content"], list):
+        return all(part.get("text", "").strip() in text for part in message["content"])
     return said in text or any(json.dumps(said, ensure_ascii=is_ascii)[1:-1] in text for is_ascii in (False, True))
+
+
+def _said(message: Json) -> str:
+    """Returns the text of a message, without images."""
+    content = message["content"]
+    return (content if isinstance(content, str) else "".join(part.get("text", "") for part in content)).strip()
 
 
 def _marked(message: Json, n: int, marks: Marks) -> Json:
@@ -249,7 +258,7 @@ def _marked(message: Json, n: int, marks: Marks) -> Json:
         message = message | {"name": message["name"] + marks.mark(f"messages[{n}].name")}
     if calls := message.get("tool_calls"):
         field = f"messages[{n}].tool_calls"
-        if not message["content"].strip():
+        if not _said(message) or isinstance(message["content"], list):
             return message | {"tool_calls": [_marked_call(call, marks.mark(field)) for call in calls]}
         mark = marks.mark(field)  # many templates render either the text or the calls
         return message | {
@@ -257,6 +266,11 @@ def _marked(message: Json, n: int, marks: Marks) -> Json:
             "tool_calls": [_marked_call(call, mark) for call in calls],
         }
     field = _field(message, n)
+    if isinstance(message["content"], list):
+        parts = [
+            part | {"text": part["text"] + marks.mark(field)} if "text" in part else part for part in message["content"]
+        ]
+        return message | {"content": parts}
     # Text before an answer's may be its reasoning.
     before = "" if message["role"] == "assistant" else marks.mark(field)
     return message | {"content": before + message["content"] + marks.mark(field)}

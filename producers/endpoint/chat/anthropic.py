@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request
-from penstock.producers.endpoint.chat.messages import text_of
+from penstock.producers.endpoint.chat.messages import images_of, text_of
 from penstock.producers.endpoint.chat.requests import check_message, checked_object, objects
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 
@@ -156,6 +156,8 @@ def _result(block: Json, where: str) -> Any:
     the flag."""
     content = block.get("content")
     check_message({"role": "tool", "content": content}, where)
+    if block.get("is_error") is True and isinstance(content, list) and images_of([{"content": content}]):
+        return [{"type": "text", "text": "error: "}, *content]
     if block.get("is_error") is True and "error" not in text_of(content).lower():
         return f"error: {text_of(content)}"
     return content

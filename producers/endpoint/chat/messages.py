@@ -36,14 +36,21 @@ def canonical_form(message: Mapping[str, Any]) -> bytes:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a checked message's content: text, parts of text, or nothing."""
+    """Returns the text of a checked message's content: text, parts, or nothing. An image is its digest."""
     if isinstance(content, list):
-        return "".join(part.get("text", part.get("refusal", "")) for part in content)
+        return "".join(part.get("text", part.get("refusal", part.get("image", ""))) for part in content)
     return content or ""
 
 
+def images_of(messages: Sequence[Json]) -> list[str]:
+    """Returns the digests of the images in checked messages, in order."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    return [part["image"] for part in parts if part.get("type") == "image"]
+
+
 def for_template(messages: Sequence[Json]) -> list[Json]:
-    """Returns messages with text as content and tool calls' arguments as objects, without the token fields.
+    """Returns messages with tool calls' arguments as objects and text as content, or parts if there are images, without
+    the token fields.
 
     Reasoning is given under both of its names: templates and clients differ.
     """
@@ -52,7 +59,14 @@ def for_template(messages: Sequence[Json]) -> list[Json]:
 
 def _for_template(message: Json) -> Json:
     rendered = {name: value for name, value in message.items() if name not in TOKEN_FIELDS and value is not None}
-    rendered["content"] = text_of(message.get("content"))
+    content = message.get("content")
+    rendered["content"] = text_of(content)
+    if images_of([message]):
+        texts = [{"type": "text", "text": text_of([part])} for part in content]
+        rendered["content"] = [
+            {"type": "image"} if part.get("type") == "image" else text
+            for part, text in zip(content, texts, strict=True)
+        ]
     if message["role"] == "developer":
         rendered["role"] = "system"
     if calls := rendered.pop("tool_calls", None):

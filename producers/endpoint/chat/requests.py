@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from penstock.producers.endpoint.chat.errors import bad_request
 from penstock.producers.endpoint.chat.sizes import check_num_parts
 from penstock.schemas.config import RESERVED_BY_TEMPLATES
+from penstock.schemas.images import ImageError, digest_of
+from penstock.schemas.process.image_files import decoded
 from penstock.schemas.rollout import SamplingSettings, one_line
 
 Json = dict[str, Any]
@@ -35,6 +37,15 @@ MOST_TOOLS = 1024
 """The most tools of a request, all of which are read again for each part of a streamed answer."""
 
 
+_SAID, _NESTED, _DEPTH = ("messages", "input", "system"), ("content", "output"), 3
+"""The fields of requests that hold messages or parts, those that hold parts within, and how deep: the parts of a tool's
+result in a message."""
+
+
+class ImageIn(dict[str, str]):
+    """A part of a message that is an image whose file is known: `{"type": "image", "image": digest}`."""
+
+
 class ChatRequest(NamedTuple):
     """A valid request.
 
@@ -45,6 +56,7 @@ class ChatRequest(NamedTuple):
     ignored: the fields without effect from which the client may expect one.
     ignores: whether such a request is answered; False refuses it.
     num_bytes: its length as JSON.
+    images: the image files in the messages, by digest; an `ImageIn` is the place of one.
     """
 
     messages: list[Json]
@@ -62,13 +74,22 @@ class ChatRequest(NamedTuple):
     ignored: tuple[str, ...]
     ignores: bool
     num_bytes: int
+    images: Mapping[str, bytes] = {}
 
 
-def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = False, num_bytes: int = 0) -> ChatRequest:
+def parse_chat(
+    document: Json,
+    sampling: SamplingSettings,
+    *,
+    ignore: bool = False,
+    num_bytes: int = 0,
+    images: Mapping[str, bytes] | None = None,
+) -> ChatRequest:
     """Parses a request for a chat completion, and checks it against the run's sampling.
 
     ignore: answer a request for other sampling as if it had not asked for it (`endpoint.unsupported`).
     num_bytes: its length.
+    images: the files of its images, see `without_files`.
 
     Raises:
         ApiError: 400, names the field, its value and what was expected.
@@ -104,7 +125,45 @@ def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = Fal
         ignored=(*ignored_tools, *_check_sampling(left, sampling, ignore)),
         ignores=ignore,
         num_bytes=num_bytes,
+        images=images or {},
     )
+
+
+def without_files(document: Json, image_of: Callable[[Any], bytes]) -> tuple[Json, dict[str, bytes]]:
+    """Returns a request of any of the APIs with an `ImageIn` for each image, and the image files by digest.
+
+    image_of: returns the image file that a part of a message names.
+
+    Raises:
+        ApiError: 400, names the image and what was expected.
+    """
+    files: dict[str, bytes] = {}
+
+    def taken(value: Any, where: str, depth: int) -> Any:
+        if isinstance(value, list):
+            return [taken(each, f"{where}[{n}]", depth) for n, each in enumerate(value)]
+        if not isinstance(value, dict) or not depth:
+            return value
+        if value.get("type") not in IMAGES:
+            inner = {name: taken(value[name], f"{where}.{name}", depth - 1) for name in _NESTED if name in value}
+            return value | inner
+        try:
+            decoded(data := image_of(_source(value)))
+        except ImageError as error:
+            raise bad_request(f"{where}: {error}", where.partition("[")[0], "invalid_image") from error
+        files[digest_of(data)] = data
+        return ImageIn(type="image", image=digest_of(data))
+
+    found = {name: taken(document[name], name, _DEPTH) for name in _SAID if isinstance(document.get(name), list)}
+    return document | found, files
+
+
+def _source(part: Json) -> Any:
+    """Returns what names an image: in OpenAI's APIs a URL, in Anthropic's Base64."""
+    source = part.get("image_url", part.get("source", part.get("image")))
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return source.get("url", source) if isinstance(source, dict) else source
 
 
 def _functions(tools: list[Json], ignore: bool) -> tuple[list[Json], list[str]]:
@@ -172,6 +231,8 @@ def check_message(message: Json, where: str) -> None:
     content = message.get("content")
     if isinstance(content, list):
         for n, part in enumerate(content):
+            if isinstance(part, ImageIn):
+                continue
             if not (isinstance(part, dict) and isinstance(part.get("text", part.get("refusal")), str)):
                 kind = part.get("type") if isinstance(part, dict) else None
                 if kind in IMAGES:

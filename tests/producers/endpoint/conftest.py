@@ -90,6 +90,7 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         endpoint: EndpointConfig | None = QUICK_ENDPOINT,
         environment: Any = None,
         teacher: Any = None,
+        tokenizer: Any = None,
         max_conversations: Mapping[str, int] | None = None,
         **changes: Any,
     ) -> Served:
@@ -122,7 +123,9 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
             teacher=teacher,
         )
         environments = several(config, by_name) if by_name else alone(config, environment)
-        producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TagParser())
+        producer = Producer(
+            context, engine, environments, tokenizer or tokenizer_of("chatml"), answer_parser=TagParser()
+        )
         await producer.open()
         task = asyncio.create_task(producer.serve())
         await until(lambda: task.done() or (producer.weights.loaded and producer.endpoint.url != ""))

@@ -194,7 +194,7 @@ def test_calls_fit_in_the_record_that_they_were_let_in_for() -> None:
                 base = chance.choice([None, *ledger.calls])
                 context = [chance.randrange(1000) for _ in range(chance.randrange(1, 60))]
                 num_prompt = len(context) + (len(base.token_ids) if base is not None else 0)
-                num_sampled = min(ledger.room(base, num_prompt), chance.randrange(1, 60))
+                num_sampled = min(ledger.room(base, num_prompt, {}), chance.randrange(1, 60))
                 made = call(ledger, context, list(range(num_sampled)), base, top_k=top_k, top=top)
                 ledger.record(made, [{"role": "user", "content": str(made.number)}], ANSWER)
                 made.delivered = True
