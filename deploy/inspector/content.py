@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.schemas.images import data_url
 from penstock.schemas.record import BatchHead, Findings, GroupEntry, SegmentFindings, sampled_tokens
 from penstock.schemas.rollout import RolloutGroup, Segment, unpack_ids
 
@@ -73,6 +74,7 @@ def group_fields(inspected: InspectedGroup, texts: TokenTexts | None) -> dict[st
     advantages = row.entry.advantages
     return fields | {
         "prompt": {"text": group.prompt.text, "messages": msgspec.to_builtins(group.prompt.messages)},
+        "images": {digest: data_url(data) for digest, data in (group.images or {}).items()},
         "answer": group.prompt.answer,
         "metadata": group.prompt.metadata,
         "producer_id": group.producer_id,
@@ -151,6 +153,7 @@ def _segment_fields(segment: Segment, found: SegmentFindings, texts: TokenTexts 
         "proximal_logprobs": [_finite(token.proximal_logprob) for token in tokens],
         "importance_weights": [_finite(token.importance_weight) for token in tokens],
         "kept": [token.is_kept for token in tokens],
+        "images": list(map(msgspec.structs.astuple, segment.images or ())),
     }
     if texts is not None:
         shown = texts.texts(token_ids)

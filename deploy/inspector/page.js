@@ -285,9 +285,19 @@ function showPrompt(group) {
   const answer = group.answer ? [{ role: "answer", content: group.answer }] : [];
   $("prompt").replaceChildren(...[...messages, ...answer].flatMap(({ role, content }) => {
     const text = element("pre", "value");
-    appendText(text, content, true);
+    for (const part of typeof content === "string" ? [{ text: content }] : content) {
+      if (part.digest) text.append(imageOf(part.digest));
+      else appendText(text, part.text, true);
+    }
     return [element("h4", "value", role), text];
   }));
+}
+
+function imageOf(digest) {
+  const made = element("img");
+  made.src = shown.images?.[digest] ?? "";
+  made.alt = made.title = `image ${digest.slice(0, 12)}`;
+  return made;
 }
 
 function showFacts(group) {
@@ -342,9 +352,13 @@ function tokensOf(segment, sibling) {
   const made = element("div", "tokens");
   made.dir = "auto";
   const at = new Map(segment.positions.map((position, n) => [position, n]));
+  const pictures = new Map(segment.images.map(([digest, start]) => [start, digest]));
   const add = (start, end) => {
     const fragment = document.createDocumentFragment();
-    for (let position = start; position < end; position++) fragment.append(tokenOf(segment, position, at.get(position), sibling));
+    for (let position = start; position < end; position++) {
+      if (pictures.has(position)) fragment.append(imageOf(pictures.get(position)));
+      fragment.append(tokenOf(segment, position, at.get(position), sibling));
+    }
     return fragment;
   };
   const hide = (start, end) => {

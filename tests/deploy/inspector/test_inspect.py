@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import wire_examples
 from inspected_run import (
     DEAD,
     HOSTILE,
@@ -35,12 +36,14 @@ from inspected_run import (
 )
 from penstock.deploy import cli
 from penstock.deploy.inspector.catalogue import Catalogue
+from penstock.deploy.inspector.content import InspectedGroup, InspectedRow, group_fields
 from penstock.deploy.inspector.query import QueryError, RowQuery, parse_query
 from penstock.deploy.inspector.server import InspectorServer
 from penstock.deploy.inspector.tokens import TokenTexts, texts_of_run
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig
-from penstock.schemas.record import RecordReadError
+from penstock.schemas.images import file_of
+from penstock.schemas.record import BatchHead, RecordReadError
 from penstock.schemas.record_reader import Record
 from recorded_batches import dead_batch
 from waiting import wait_for
@@ -227,6 +230,18 @@ def test_a_groups_numbers_are_those_of_the_record_token_by_token(catalogue):
     assert group["rollouts"][0]["parts"] == {"exact": 1.0, "digits": 0.5}
     assert [rollout["advantage"] for rollout in group["rollouts"]] == [0.375, -0.375]
     assert group["missing"] == [] and group["batch"]["policy_version"] == 20
+
+
+def test_images_stand_at_their_tokens_and_are_there_once():
+    group = wire_examples.image_group()
+    row = InspectedRow("0", 1, 1, msgspec.structs.replace(plain(1)[2], index=group.index))
+    batch = BatchHead(position=0, update=1, policy_version=1, counts=True)
+    fields = group_fields(InspectedGroup(row, group, (), batch, ""), None)
+    (digest,) = group.images
+    assert file_of(fields["images"][digest]) == group.images[digest]
+    json.dumps(fields)
+    assert [one["segments"][0]["images"] for one in fields["rollouts"]] == [[(digest, 1, 3)]] * 2
+    assert [part["type"] for part in fields["prompt"]["messages"][0]["content"]] == ["text", "image", "text"]
 
 
 def test_what_was_not_scored_has_no_numbers_and_says_why(catalogue):
