@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.producers.interfaces import EngineError, PlacedImages
@@ -13,14 +14,16 @@ from penstock.schemas.process.image_files import decoded
 class ImagePrompts:
     """Expands the placeholders of images as the model's processor does, in the engine's own process for prompts.
 
-    vLLM takes prompts with one placeholder for each image and puts the image's tokens in its place, so a prompt that is
-    already expanded is collapsed first, and must come out as it was.
+    vLLM takes prompts with one placeholder for each image and puts the image's tokens in its place. So for a prompt
+    that is already expanded it is given the images alone, whose tokens must be those of the prompt: a sampled token
+    that looks like a placeholder stays what it is.
 
     placeholder: the ids that stand for one image before that.
     """
 
     def __init__(self, renderer: Any, placeholder: Sequence[int]) -> None:
         self._renderer, self._placeholder = renderer, list(placeholder)
+        self._apart: int = renderer.get_tokenizer().eos_token_id or 0
 
     @classmethod
     async def of(cls, renderer: Any, text: str) -> "ImagePrompts":
@@ -63,21 +66,25 @@ class ImagePrompts:
         Raises:
             ValueError: its images are gone, or the processor expands it to other tokens.
         """
-        if missing := [place.digest for place in images.places if place.digest not in images.files]:
-            raise ValueError(f"no image of the digest {missing[0]}, expected its bytes")
-        collapsed, end = [], 0
-        for place in images.places:
-            collapsed += ids[end : place.start] + self._placeholder
-            end = place.end
         digests = [place.digest for place in images.places]
-        files = [images.files[each] for each in digests]
-        rendered = await self._decoded(collapsed + ids[end:], files, digests, sent=True)
-        if list(rendered["prompt_token_ids"]) != ids or self._places(rendered, digests) != tuple(images.places):
-            raise ValueError(
-                f"the processor expands {len(digests)} images to other tokens than the {len(ids)} of the prompt, "
-                "expected the same ones; its settings may have changed"
-            )
-        return rendered
+        if missing := [each for each in digests if each not in images.files]:
+            raise ValueError(f"no image of the digest {missing[0]}, expected its bytes")
+        # Each image between two other tokens, so that the tokens around it stay as they are.
+        alone = [self._apart, *(token for _ in digests for token in (*self._placeholder, self._apart))]
+        rendered = await self._decoded(alone, [images.files[each] for each in digests], digests, sent=True)
+        given, found = rendered["prompt_token_ids"], rendered["mm_placeholders"]["image"]
+        for n, (place, at) in enumerate(zip(images.places, found, strict=True), 1):
+            is_embed = [True] * at.length if at.is_embed is None else at.is_embed.tolist()
+            here, there = ids[place.start : place.end], given[at.offset : at.offset + at.length]
+            if not len(here) == len(there) or any(
+                one != other for one, other, seen in zip(here, there, is_embed, strict=True) if seen
+            ):
+                raise ValueError(
+                    f"the processor expands image {n} of {len(found)} to other tokens than the {len(here)} at "
+                    f"{place.start} of the prompt, expected the same ones; its settings may have changed"
+                )
+        moved = [replace(at, offset=place.start) for place, at in zip(images.places, found, strict=True)]
+        return rendered | {"prompt_token_ids": ids, "mm_placeholders": {"image": moved}}
 
     def _count(self, ids: list[int]) -> int:
         size = len(self._placeholder)

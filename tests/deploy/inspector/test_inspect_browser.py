@@ -3,11 +3,13 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+import wire_examples
 from browser import Browser, needs_browser
 from inspected_run import (
     HOSTILE,
@@ -18,14 +20,17 @@ from inspected_run import (
     NAME,
     NUM_PLAIN,
     TURNS,
+    entry_of,
     inspected_run,
     plain,
+    settings,
     trainer_files,
     write_batch,
 )
 from penstock.deploy.inspector.catalogue import Catalogue
 from penstock.deploy.inspector.server import InspectorServer
 from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.record_reader import Record
 
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -186,3 +191,27 @@ def test_what_comes_in_meanwhile_is_told_and_moves_nothing_and_what_was_undone_s
         lambda text: text == "batch 10 of trainer 0 was undone by a rollback",
     )
     browser.errors = [error for error in browser.errors if "404" not in error]
+
+
+def test_images_are_shown_in_the_prompt_and_before_their_tokens(tmp_path, opened):
+    group = wire_examples.image_group()
+    save_run_file(settings(tmp_path), tmp_path / NAME)
+    with closing(trainer_files(tmp_path)) as files:
+        write_batch(files, 0, [(group, (), entry_of(group, "trained", lags=(0, 0)))])
+    texts = TokenTexts(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    server = InspectorServer(Catalogue(NAME, Record(tmp_path / NAME), texts), 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        opened.open(server.url)
+        opened.wait_for(INDEXES, len)
+        opened.press("j")
+        group_is(opened, group.index)
+        sizes = "[...document.querySelectorAll('#prompt img, .tokens img')].map((one) => one.naturalWidth)"
+        opened.wait_for(sizes, lambda found: found == [2, 2, 2])
+        before = "document.querySelector('.tokens img').nextSibling.facts.position"
+        assert opened.evaluate(before) == 1 and opened.errors == []
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

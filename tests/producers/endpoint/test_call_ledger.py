@@ -208,9 +208,9 @@ def test_a_rollout_that_is_full_takes_no_call_more() -> None:
     ledger = CallLedger(600)
     first = call(ledger, [1] * 10, [2] * 10)
     beside = call(ledger, [3] * 10, [2] * 20)
-    assert ledger.room(None, 10) > 20
+    assert ledger.room(None, 10, {}) > 20
     ledger.record(first, [USER], ANSWER)
-    for refused in (lambda: ledger.record(beside, [USER], ANSWER), lambda: ledger.room(None, 30)):
+    for refused in (lambda: ledger.record(beside, [USER], ANSWER), lambda: ledger.room(None, 30, {})):
         with pytest.raises(ApiError, match="396 of the 600 bytes") as caught:
             refused()
         assert (caught.value.status, caught.value.code) == (400, "rollout_too_large")

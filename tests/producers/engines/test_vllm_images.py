@@ -109,9 +109,18 @@ async def test_what_does_not_fit_the_images_is_refused_and_nothing_else_is_lost(
     moved = tuple(replace(place, digest=other) for place in images.places)
     for places, given, message in [
         (images.places, {}, f"no image of the digest {images.places[0].digest}"),
-        (moved, {other: picture(90, 20, 3)}, "the processor expands 2 images to other tokens than the"),
-        ((images.places[0].moved(1), images.places[1]), images.files, "expands 2 images to other tokens"),
+        (moved, {other: picture(90, 20, 3)}, "the processor expands image 1 of 2 to other tokens than the"),
+        ((images.places[0], images.places[1].moved(1)), images.files, "expands image 2 of 2 to other tokens"),
     ]:
         with pytest.raises(ValueError, match=message):
             await engine.generate(full, SamplingSettings(max_tokens=2), 1, message, images=PlacedImages(places, given))
     assert len(await engine.generate(full, SamplingSettings(max_tokens=2), 3, "next", images=images)) == 3
+
+
+async def test_a_sampled_placeholder_is_no_image(seeing):
+    engine, model, _ = seeing
+    ids = engine._llm.get_tokenizer().encode(f"1{IMAGE_TOKEN}2")
+    full, images = await engine.expand(ids, FILES[:1])
+    more = [*full, model.config.image_token_id, 5]
+    (one,) = await engine.generate(more, SamplingSettings(max_tokens=2), 1, "stray", images=images)
+    assert one.num_tokens == 2
