@@ -276,7 +276,7 @@ BUDGET = {
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 124
+MOST_IMPORTED_BY_THE_TRAINER = 126
 
 
 def test_the_house_keeps_its_budget():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.advantages import BatchRewards
+from penstock.consumers.learning.batch.images import RowImages
 from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare, make_layout
 from penstock.schemas.metrics import LAG_LABELS, lag_label
 
@@ -40,6 +41,7 @@ class MicroBatch:
     teacher_logprobs: [M] float32, from a teacher's server; None without one.
     routes: [N, layers, experts per token] int16, the experts that the engine chose, `UNKNOWN_EXPERT` where it is not
         known; None if some row has none.
+    images: those of the rows; None without any.
     older: by version in `versions`, the rows with its tokens, in the same order; its values stay on the host.
     share: if several ranks compute their micro-batches' tokens together, the tokens that this one computes.
     """
@@ -63,6 +65,7 @@ class MicroBatch:
     top: "TopTokens | None" = None
     teacher_logprobs: Tensor | None = None
     routes: Tensor | None = None
+    images: RowImages | None = None
     older: Mapping[int, "MicroBatch"] = field(default_factory=dict)
     share: TokenShare | None = None
 

@@ -26,6 +26,7 @@ class PackedLayout:
     key_tokens: [S] int64, packed indices, span after span.
     query_bounds, key_bounds: [spans + 1] int32, where spans begin and end in the packed tokens and in `key_tokens`.
     longest_query, longest_keys: the most tokens and the most keys of a span.
+    blocks: [N] int64, the image whose tokens see each other in both directions, -1 for none; None if no tokens do.
     """
 
     buckets: tuple[Tensor, ...]
@@ -35,6 +36,7 @@ class PackedLayout:
     key_bounds: Tensor
     longest_query: int
     longest_keys: int
+    blocks: Tensor | None = None
 
     @property
     def num_padding(self) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from penstock.consumers.learning.batch.batch import (
     TopTokens,
     idle_microbatch,
 )
+from penstock.consumers.learning.batch.images import PlacedImage, row_images
 from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
 from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, make_layout
 from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatches_of, shared_out, spread
@@ -28,6 +29,7 @@ from penstock.consumers.learning.batch.split import split_tokens
 from penstock.consumers.learning.batch.trainable import check_taught
 from penstock.consumers.learning.outcome import outcome
 from penstock.schemas.config import RunConfig
+from penstock.schemas.images import ImagePlace
 from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment
 from penstock.schemas.routes import UNKNOWN
@@ -46,6 +48,8 @@ class _Row:
     temperature: float
     rollout_tokens: int
     advantage: float = 0.0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """The images of its group by digest."""
 
     @property
     def prefix_length(self) -> int:
@@ -53,10 +57,11 @@ class _Row:
         return self.segment.loss_mask[0][0]
 
     @property
-    def prefix(self) -> tuple[int, bytes, bytes]:
-        """Group, bytes of the context, and those of its routes: rows with an equal prefix share it."""
+    def prefix(self) -> tuple[int, bytes, bytes, tuple[ImagePlace, ...]]:
+        """Group, bytes of the context, those of its routes, and its images: rows with an equal prefix share it."""
         routes = self.segment.routes.part(0, self.prefix_length).ids if self.segment.routes else b""
-        return self.place.group, self.segment.token_ids[: 4 * self.prefix_length], routes
+        images = tuple(image for image in self.segment.images or () if image.start < self.prefix_length)
+        return self.place.group, self.segment.token_ids[: 4 * self.prefix_length], routes, images
 
     @property
     def length(self) -> int:
@@ -149,7 +154,11 @@ def pack(
 
 
 def pack_segments(
-    segments: Sequence[tuple[int, Segment, float]], budget: int, *, in_rectangles: bool = False
+    segments: Sequence[tuple[int, Segment, float]],
+    budget: int,
+    *,
+    in_rectangles: bool = False,
+    files: Mapping[str, bytes] | None = None,
 ) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
     """Packs segments for forward passes without training: no advantage, no lag, nothing left out.
 
@@ -158,11 +167,12 @@ def pack_segments(
             temperature of each. Segments of one group that begin with the same context share it.
         budget: tokens of one forward pass, as `trainer.tokens_per_microbatch`.
         in_rectangles: rows are padded to one rectangle per pass; see `PackedModel.in_rectangles`.
+        files: the segments' images by digest.
 
     Yields:
         A micro-batch, and the places in `segments` of the segments in it, in the order of its tokens.
     """
-    rows = [_plain_row(number, *each) for number, each in enumerate(segments)]
+    rows = [replace(_plain_row(number, *each), files=files or {}) for number, each in enumerate(segments)]
     for part in _split(rows, budget, in_rectangles):
         yield _pack_rows(part, in_rectangles), tuple(row.rollout for row in part)
 
@@ -294,6 +304,7 @@ def _rows(
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
                 advantage=advantage,
+                files=group.images or {},
             )
 
 
@@ -377,7 +388,7 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
     lengths = np.array([row.length for row in rows])
     prefix_lengths = np.array([row.prefix_length for row in rows])
 
-    prefix_ids: dict[tuple[int, bytes, bytes], int] = {}
+    prefix_ids: dict[tuple[int, bytes, bytes, tuple[ImagePlace, ...]], int] = {}
     prefix_of = np.array([prefix_ids.setdefault(row.prefix, len(prefix_ids)) for row in rows])
     first_with = np.unique(prefix_of, return_index=True)[1]
     unique_lengths = prefix_lengths[first_with]
@@ -401,10 +412,12 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
     per_row = np.array([(row.advantage, row.temperature, row.rollout_tokens) for row in rows], dtype=np.float32)
     advantages, temperature, rollout_tokens = np.ascontiguousarray(per_row[row_ids].T)
     behavior = np.frombuffer(b"".join(row.segment.behavior_logprobs for row in rows), dtype=np.float32)
+    packed_ids = torch.from_numpy(token_ids[bases + positions].astype(np.int64))
+    layout = make_layout(prefix_starts, prefix_lengths, own_starts, lengths, len(positions), at_least)
     return MicroBatch(
-        token_ids=torch.from_numpy(token_ids[bases + positions].astype(np.int64)),
+        token_ids=packed_ids,
         position_ids=torch.from_numpy(positions),
-        layout=make_layout(prefix_starts, prefix_lengths, own_starts, lengths, len(positions), at_least),
+        layout=layout,
         predicting=torch.from_numpy(np.where(own < 0, prefix_starts[row_ids] + before, own_starts[row_ids] + own)),
         targets=torch.from_numpy(token_ids[offsets[row_ids] + sampled_at].astype(np.int64)),
         behavior_logprobs=torch.from_numpy(behavior.copy()),
@@ -421,7 +434,20 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
         top=_top([row.segment for row in rows]),
         teacher_logprobs=_teacher_logprobs([row.segment for row in rows]),
         routes=_routes([row.segment for row in rows], bases + positions),
+        images=row_images(dict(_placed_images(rows, prefix_starts, own_starts)), packed_ids, layout),
     )
+
+
+def _placed_images(
+    rows: list[_Row], prefix_starts: np.ndarray, own_starts: np.ndarray
+) -> Iterator[tuple[int, PlacedImage]]:
+    """Yields the images of rows, those of a shared prefix with each of its rows, by the packed index of their first
+    token."""
+    for row, prefix_start, own_start in zip(rows, prefix_starts.tolist(), own_starts.tolist(), strict=True):
+        for image in row.segment.images or ():
+            first = image.start + (prefix_start if image.start < row.prefix_length else own_start - row.prefix_length)
+            if image.start < row.length:
+                yield first, PlacedImage(image.digest, row.files[image.digest], image.end - image.start)
 
 
 def _teacher_logprobs(segments: list[Segment]) -> torch.Tensor | None:

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from penstock.consumers.learning.batch.images import Sees
+from penstock.schemas.images import ImageError
 from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
 from penstock.schemas.routes import UNKNOWN, Routes
 
@@ -15,6 +17,7 @@ def check_trainable(
     needs_teacher: bool = False,
     experts: tuple[int, int, int] | None = None,
     top_logprobs: int = 0,
+    sees: Sees | None = None,
 ) -> None:
     """Raises RecordError, naming the group, if the trainer cannot reproduce a decoded group's logprobs.
 
@@ -23,6 +26,7 @@ def check_trainable(
         needs_teacher: requires a teacher's logprobs, from its server.
         experts: requires routes for a model of so many layers, experts, and experts per token.
         top_logprobs: requires so many of the likeliest ids with each sampled token.
+        sees: the model, if it can be shown images.
     """
     sampling = group.sampling
     if not 0 <= sampling.temperature < math.inf:
@@ -39,6 +43,8 @@ def check_trainable(
         for segment in rollout.segments:
             if needs_teacher:
                 check_taught(group, segment)
+            if segment.images:
+                _check_images(group, segment, sees)
             if experts is not None and segment.loss_mask:
                 _check_routed(group, segment.routes or None, *experts)
             top = segment.top_logprobs or None
@@ -68,6 +74,23 @@ def check_trainable(
                 raise RecordError(
                     f"group {group.index}: loss_mask starts at token 0, which has no context to be sampled from"
                 )
+
+
+def _check_images(group: RolloutGroup, segment: Segment, sees: Sees | None) -> None:
+    if sees is None:
+        raise RecordError(f"group {group.index}: images, which the model at model.path cannot be shown")
+    token_ids, files = np.frombuffer(segment.token_ids, dtype=np.int32), group.images or {}
+    for digest, start, end in ((place.digest, place.start, place.end) for place in segment.images or ()):
+        where = f"group {group.index}: the image {digest[:12]} at tokens ({start}, {end})"
+        try:
+            expected = sees.num_tokens(digest, files[digest])
+        except ImageError as error:
+            raise RecordError(f"{where}: {error}") from error
+        if (found := int((token_ids[start:end] == sees.token).sum())) != expected:
+            raise RecordError(
+                f"{where} has {found} placeholders, expected the {expected} that the trainer's image processor makes "
+                "of it; the engine's may have other settings of its size"
+            )
 
 
 def check_taught(group: RolloutGroup, segment: Segment) -> None:

@@ -82,7 +82,7 @@ def packed_attention(
     if not isinstance(layout, PackedLayout):
         layer: Any = module.layer_idx
         packed = layout.attend(layer, flat, width, scores)
-    elif scores.is_plain and is_unpadded(query.device, query.dtype):
+    elif scores.is_plain and layout.blocks is None and is_unpadded(query.device, query.dtype):
         packed = unpadded(flat, layout, width, scores)
     else:
         packed = _in_rectangles(flat, layout, width, scores)
@@ -108,12 +108,18 @@ def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scor
         q, k, v = (rows_of(indices, states, head_dim).transpose(1, 2) for states in flat)
         if _wants_whole_heads(q):
             k, v = whole_heads(q, k, v)
-        band = None
+        seen = None
         window = scores.sliding_window
-        if window is not None and longest > window:
+        is_windowed = window is not None and longest > window
+        if is_windowed or layout.blocks is not None:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
-            band = ones.tril() & ~ones.tril(-window)
-        outputs.append(attend(q, k, v, band, scores).transpose(1, 2).flatten(2).flatten(0, 1))
+            seen = ones.tril()
+            if layout.blocks is not None:
+                blocks = layout.blocks[indices]
+                seen = seen | ((blocks[:, :, None] == blocks[:, None]) & (blocks >= 0)[:, None])[:, None]
+            if is_windowed:
+                seen = seen & ~ones.tril(-window)
+        outputs.append(attend(q, k, v, seen, scores).transpose(1, 2).flatten(2).flatten(0, 1))
     return F.embedding(layout.slots, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 

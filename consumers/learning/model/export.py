@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from penstock.consumers.learning.model.learner_state import MASTERS, check_masters
-from penstock.consumers.learning.model.loading import DTYPES, kept_in_float32, read_model, tensors_of
+from penstock.consumers.learning.model.loading import DTYPES, auto_class, kept_in_float32, read_model, tensors_of
 from penstock.consumers.learning.model.lora import FACTORS, published_name
 from penstock.consumers.learning.model.tensor_files import read_tensors, specs_in
 from penstock.consumers.learning.ranks import Ranks
@@ -40,7 +40,7 @@ def export_model(
     transformers_logging.disable_progress_bar()
     settings = AutoConfig.from_pretrained(config)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[dtype])
+        module = auto_class(settings).from_config(settings, dtype=DTYPES[dtype])
     specs = specs_in(tensors)
     check_masters(tensors_of(module), specs, tensors)
     masters = _read_masters(tensors, progress)

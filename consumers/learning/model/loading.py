@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -38,7 +38,7 @@ def load_model(path: str, named: str, max_model_len: int | None) -> Any:
         # transformers would continue with random values in their place.
         raise ConfigError(f"{named}: lacks the weights {sorted(loaded['missing_keys'])[:3]}")
     with torch.device("meta"):
-        declared: Any = AutoModelForCausalLM.from_config(module.config)
+        declared: Any = auto_class(module.config).from_config(module.config)
     for name, parameter in declared.named_parameters():
         module.get_parameter(name).requires_grad_(parameter.requires_grad)  # which loading forgets
     _check_tied(module, named)
@@ -50,16 +50,22 @@ def load_model(path: str, named: str, max_model_len: int | None) -> Any:
 def read_model(path: Path | str, dtype: torch.dtype | str, **how: Any) -> Any:
     """Returns what transformers' `from_pretrained` does, without the folder's generation_config.json: transformers
     refuses some of what that may hold, and nothing here generates by it."""
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, local_files_only=True, generation_config=GenerationConfig(), **how
-    )
+    kind = auto_class(AutoConfig.from_pretrained(path))
+    return kind.from_pretrained(path, dtype=dtype, local_files_only=True, generation_config=GenerationConfig(), **how)
+
+
+def auto_class(config: Any) -> Any:
+    """Returns transformers' class that opens a model of this configuration, with its vision tower if it has one."""
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def empty_model(path: str, dtype: torch.dtype, max_model_len: int | None) -> Any:
     """Returns the model of a transformers folder with uninitialized parameters, which take no memory yet; buffers are
     empty."""
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+        config = AutoConfig.from_pretrained(path)
+        module: Any = auto_class(config).from_config(config, dtype=dtype)
     module.tie_weights()
     kept = kept_in_float32(module)
     filled: dict[int, nn.Parameter] = {}
@@ -182,17 +188,29 @@ def softcap(config: Any) -> float | None:
 
 
 def body_of(module: Any) -> nn.Module:
-    """Returns the model without its head.
+    """Returns the model without its head: with its vision tower, if it has one.
 
     Raises:
         NotImplementedError: transformers does not separate them.
     """
-    body: Any = module.get_decoder()
+    body: Any = module.base_model if sees_images(module) else module.get_decoder()
     if body is module:  # architectures that are one part of another
         body = getattr(module, "model", None)
     if not isinstance(body, nn.Module):
         raise NotImplementedError("transformers does not separate its body from its head")
     return body
+
+
+def sees_images(module: Any) -> bool:
+    """Returns whether a model has a vision tower."""
+    return hasattr(module.base_model, "get_image_features")
+
+
+def set_attention(module: Any, name: str) -> None:
+    """Sets the attention of the language model; a vision tower keeps its own."""
+    config, text = module.config, module.config.get_text_config()
+    own = [key for key in config.sub_configs if getattr(config, key) is text]
+    module.set_attn_implementation({"": name} | dict.fromkeys(own, name))
 
 
 def even_length(module: Any) -> float:

@@ -9,6 +9,8 @@ that they share or padded to a rectangle. Three comparisons of logprobs follow:
 3. of the second row alone and transformers' own forward pass, which fails if anything else is not reproduced: a mask of
    another shape, a soft cap of the logits.
 
+The rows of a vision-language model have images of two sizes, one in the prefix and one in the longer row.
+
 Sliding windows, attention chunks and the context from which rotary frequencies change are narrowed for the check, so
 that the long row exceeds them. A 16-bit run must also be able to compute a row in its `dtype`. Where that uses another
 attention kernel than float32 does, the second comparison is repeated in `dtype`: there a leak has to exceed what
@@ -18,7 +20,7 @@ rounding to `dtype` changes.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,10 @@ from torch import Tensor, nn
 from penstock.consumers.learning.batch.batch import MicroBatch
 from penstock.consumers.learning.batch.packing import pack_segments
 from penstock.consumers.learning.model.head import OutputHead, selected_logprobs
+from penstock.consumers.learning.model.loading import set_attention
+from penstock.consumers.learning.model.vision import Vision, encoded
 from penstock.schemas.config import ConfigError
+from penstock.schemas.images import ImagePlace, digest_of
 from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
 
 ALLOWED = 1e-3
@@ -40,7 +45,31 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _LIMIT, _CONTEXT = "original_max_position_embeddings", 11
 """Between the lengths."""
 
+_FIRST_IMAGE, _SECOND_IMAGE = 2, 9
+"""Tokens before the image in the prefix, and before that of the longer row."""
+_IMAGE_SIZES = ((96, 64), (40, 112))
+"""Width and height in pixels."""
+
 Forward = Callable[[MicroBatch], tuple[Tensor, OutputHead]]
+
+
+class _Row(NamedTuple):
+    """A row of the check; with images, the first one is in its prefix."""
+
+    token_ids: list[int]
+    images: tuple[ImagePlace, ...] = ()
+
+    @property
+    def scored(self) -> list[tuple[int, int]]:
+        """The runs of tokens after the prefix that stand for no image."""
+        start, runs = _PREFIX, []
+        for number, place in enumerate(self.images):
+            if number == 0:
+                start += place.end - place.start
+            else:
+                runs.append((start, place.start))
+                start = place.end
+        return [*runs, (start, len(self.token_ids))]
 
 
 class ModelCheckError(ValueError):
@@ -55,11 +84,12 @@ def check_model(
     *,
     is_other_kernel: bool = False,
     in_rectangles: bool = False,
+    vision: Vision | None = None,
 ) -> None:
     """Compares the logprobs of `forward`, which returns hidden states [N, H] and a head, with `module`'s own.
 
     in_dtype: `forward` in the type of training, if that is not float32. is_other_kernel: attention takes another path
-    there. in_rectangles: see `pack_segments`.
+    there. in_rectangles: see `pack_segments`. vision: checks rows with images.
 
     Raises:
         ModelCheckError: a comparison failed, which the message names, or the model cannot be run in this way.
@@ -67,13 +97,16 @@ def check_model(
     head = module.get_output_embeddings().weight
     tokens = torch.randint(len(head), (2, max(_LENGTHS)), generator=torch.Generator().manual_seed(0))
     tokens[1, :_PREFIX] = tokens[0, :_PREFIX]
-    rows = [row[:length] for row, length in zip(tokens.tolist(), _LENGTHS, strict=True)]
+    rows = [_Row(row[:length]) for row, length in zip(tokens.tolist(), _LENGTHS, strict=True)]
+    files: dict[str, bytes] = {}
     leak = "of a row beside another differ from those of the row alone: rows leak"
 
-    def logprobs(rows: list[list[int]], forward: Forward) -> Tensor:
-        return _logprobs(rows, forward, head.device, in_rectangles)
+    def logprobs(rows: list[_Row], forward: Forward) -> Tensor:
+        return _logprobs(rows, forward, head.device, in_rectangles, files)
 
     try:
+        if vision is not None:
+            rows, files = _with_images(rows, vision)
         with _narrowed(module):
             packed, again = (logprobs(rows, forward) for _ in range(2))
             _compare(
@@ -81,7 +114,7 @@ def check_model(
             )
             alone = logprobs(rows[1:], forward)
             _compare(packed[-len(alone) :], alone, leak)
-            own = _own(torch.tensor(rows[1], device=head.device), module)
+            own = _own(rows[1], module, vision, files)
             _compare(alone, own, "differ from those of transformers' own forward pass")
             if in_dtype is not None:
                 rounded = logprobs(rows[1:], in_dtype)
@@ -100,7 +133,7 @@ def uncalled(layers: Mapping[str, nn.Module], forward: Forward, device: torch.de
     """Returns the names of the layers that a pass over a short row does not call. See `check_model`."""
     called: set[nn.Module] = set()
     hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for layer in layers.values()]
-    _logprobs([list(range(_PREFIX + 1))], forward, device, in_rectangles)
+    _logprobs([_Row(list(range(_PREFIX + 1)))], forward, device, in_rectangles)
     for hook in hooks:
         hook.remove()
     return [name for name, layer in layers.items() if layer not in called]
@@ -136,7 +169,7 @@ def check_range(module: Any, forward: Forward, named: str, *, in_rectangles: boo
 
     hooks = [each.register_forward_hook(noting(name)) for name, each in module.named_modules() if name]
     try:
-        logprobs = _logprobs(rows, forward, head.device, in_rectangles)
+        logprobs = _logprobs([_Row(row) for row in rows], forward, head.device, in_rectangles)
     finally:
         for hook in hooks:
             hook.remove()
@@ -161,10 +194,37 @@ def _compare(found: Tensor, expected: Tensor, what: str, allowed: float | None =
         )
 
 
-def _logprobs(rows: list[list[int]], forward: Forward, device: torch.device, in_rectangles: bool) -> Tensor:
-    """Returns the logprobs of the tokens after each row's prefix, those of the first row first."""
+def _with_images(rows: list[_Row], vision: Vision) -> tuple[list[_Row], dict[str, bytes]]:
+    """Returns the rows with the placeholders of images, and the images by digest."""
+    noise = torch.Generator().manual_seed(0)
+    images = [
+        encoded(torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=noise).numpy())
+        for width, height in _IMAGE_SIZES
+    ]
+    files = {digest_of(image): image for image in images}
+    found = []
+    for row, digests in zip(rows, (list(files), list(files)[:1]), strict=True):
+        token_ids, places = list(row.token_ids), []
+        for digest, before in zip(digests, (_FIRST_IMAGE, _SECOND_IMAGE), strict=False):
+            start = before + len(token_ids) - len(row.token_ids)
+            num_tokens = vision.num_tokens(digest, files[digest])
+            token_ids[start:start] = [vision.token] * num_tokens
+            places.append(ImagePlace(digest, start, start + num_tokens))
+        found.append(_Row(token_ids, tuple(places)))
+    return found, files
+
+
+def _logprobs(
+    rows: list[_Row],
+    forward: Forward,
+    device: torch.device,
+    in_rectangles: bool,
+    files: Mapping[str, bytes] | None = None,
+) -> Tensor:
+    """Returns the logprobs of the scored tokens, those of the first row first."""
     segments = [(0, _segment(row), 1.0) for row in rows]
-    ((microbatch, _),) = pack_segments(segments, len(rows) * max(map(len, rows)), in_rectangles=in_rectangles)
+    budget = len(rows) * max(len(row.token_ids) for row in rows)
+    ((microbatch, _),) = pack_segments(segments, budget, in_rectangles=in_rectangles, files=files)
     microbatch = microbatch.to(device)
     hidden, head = forward(microbatch)
     states = F.embedding(microbatch.predicting, hidden)
@@ -172,27 +232,31 @@ def _logprobs(rows: list[list[int]], forward: Forward, device: torch.device, in_
     return logprobs
 
 
-def _segment(token_ids: list[int]) -> Segment:
-    length = len(token_ids)
+def _segment(row: _Row) -> Segment:
+    scored = row.scored
     return Segment(
-        token_ids=pack_ids(token_ids),
-        behavior_logprobs=bytes(4 * (length - _PREFIX)),
-        loss_mask=((_PREFIX, length),),
-        version_spans=(VersionSpan(0, _PREFIX, length),),
+        token_ids=pack_ids(row.token_ids),
+        behavior_logprobs=bytes(4 * sum(end - start for start, end in scored)),
+        loss_mask=tuple(scored),
+        version_spans=tuple(VersionSpan(0, start, end) for start, end in scored),
+        images=row.images,
     )
 
 
-def _own(row: Tensor, module: Any) -> Tensor:
-    """Returns one row's logprobs by transformers: its eager attention, masks and head, in evaluation mode."""
+def _own(row: _Row, module: Any, vision: Vision | None, files: Mapping[str, bytes]) -> Tensor:
+    """Returns one row's logprobs by transformers: eager attention, its masks and head, in evaluation mode."""
     training, attention = [each for each in module.modules() if each.training], module.config._attn_implementation
-    module.eval().set_attn_implementation("eager")
+    token_ids = torch.tensor(row.token_ids, device=module.get_output_embeddings().weight.device)
+    of_images = vision.own_arguments(row.token_ids, [files[place.digest] for place in row.images]) if vision else {}
+    set_attention(module.eval(), "eager")
     try:
-        logits = module(input_ids=row[None], use_cache=False).logits[0, _PREFIX - 1 : -1]
+        logits = module(input_ids=token_ids[None], use_cache=False, **of_images).logits[0]
     finally:
-        module.set_attn_implementation(attention)
+        set_attention(module, attention)
         for each in training:
             each.training = True
-    return logits.log_softmax(-1).gather(1, row[_PREFIX:, None])[:, 0]
+    scored = torch.cat([torch.arange(start, end) for start, end in row.scored]).to(token_ids.device)
+    return logits[scored - 1].log_softmax(-1).gather(1, token_ids[scored, None])[:, 0]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.consumers.learning.batch.batch import MicroBatch, idle_microbatch
+from penstock.consumers.learning.batch.images import RowImages
 from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare
 from penstock.consumers.learning.batch.split import split_tokens
 from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention, is_unpadded
@@ -32,6 +33,8 @@ from penstock.consumers.learning.model.loading import (
     kept_in_float32,
     load_model,
     logit_scale,
+    sees_images,
+    set_attention,
     softcap,
     tensors_of,
 )
@@ -42,6 +45,7 @@ from penstock.consumers.learning.model.rounding import dither
 from penstock.consumers.learning.model.routing import RouteReplay
 from penstock.consumers.learning.model.shards import fill, gathered, held, shard
 from penstock.consumers.learning.model.split_attention import SplitAttention, WholeRows
+from penstock.consumers.learning.model.vision import Vision, open_vision
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, LoraConfig
 
@@ -128,7 +132,7 @@ class PackedModel:
                     replays_routes=replays_routes, per_pass=per_pass,
                 )  # fmt: skip
             module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype], max_model_len)
-        self._take(module, gradient_checkpointing)
+        self._take(module, path, gradient_checkpointing)
         self._whole_rows = WholeRows(
             blocks(module, self._named, "trainer.context_parallel = 1") if per_pass > 1 else ()
         )
@@ -153,7 +157,9 @@ class PackedModel:
         if self._ranks.mesh is not None:
             chosen = (self.attention, False) if whole is None else (whole.attention, whole.in_rectangles)
             attention, self.in_rectangles = self._ranks.gather(chosen)[0]
-            self.module.set_attn_implementation(attention)
+            if whole is not None and whole.vision is not None and self.vision is not None:
+                self.vision.tokens_per_frame = whole.vision.tokens_per_frame
+            set_attention(self.module, attention)
             self._shards = shard(
                 self.module, self._ranks.mesh, DTYPES[dtype], self._kept, self._named, by_expert=by_expert
             )
@@ -180,7 +186,7 @@ class PackedModel:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(self._published_dtype(name, parameter, dtype))
 
-    def _take(self, module: Any, gradient_checkpointing: bool) -> None:
+    def _take(self, module: Any, path: str, gradient_checkpointing: bool) -> None:
         # Without dropout: the trainer must reproduce the policy that sampled.
         self.module: Any = module.eval()
         if gradient_checkpointing:
@@ -192,6 +198,7 @@ class PackedModel:
         """Token ids are below this."""
         self._logit_scale: float = logit_scale(module.config.get_text_config())
         self._softcap: float | None = softcap(module.config.get_text_config())
+        self.vision: Vision | None = open_vision(module, path) if sees_images(module) else None
         self._kept: frozenset[str] = kept_in_float32(module)
         self._kept_ids: set[int] = {id(p) for name, p in module.named_parameters() if name in self._kept}
         self.even_length: float = even_length(module)
@@ -202,7 +209,7 @@ class PackedModel:
         reasons: list[str] = []
         for attention, self.in_rectangles in _PASSES:
             try:
-                self.module.set_attn_implementation(attention)
+                set_attention(self.module, attention)
                 self._check(dtype)
                 if self.in_rectangles:
                     log.warning(
@@ -249,6 +256,7 @@ class PackedModel:
             None if dtype == torch.float32 else self._in_dtype(dtype),
             is_other_kernel=is_unpadded(device, dtype) and not self.in_rectangles,
             in_rectangles=self.in_rectangles,
+            vision=self.vision,
         )
 
     def _checkpoint_layers(self) -> None:
@@ -291,7 +299,9 @@ class PackedModel:
     def forward(self, microbatch: MicroBatch) -> tuple[Tensor, OutputHead]:
         """Returns hidden states [N, H], `scaled`, and the head: published values, in `dtype`."""
         if microbatch.share is None:
-            hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout, microbatch.routes)
+            hidden, head = self.run(
+                microbatch.token_ids, microbatch.position_ids, microbatch.layout, microbatch.routes, microbatch.images
+            )
         else:
             hidden, head = self._run_split(microbatch, microbatch.share)
         return self.scaled(hidden), head
@@ -315,6 +325,7 @@ class PackedModel:
         position_ids: Tensor,
         layout: PackedLayout | OwnAttention | None,
         routes: Tensor | None = None,
+        images: RowImages | None = None,
     ) -> tuple[Tensor, OutputHead]:
         """Runs the body over [N] tokens; returns the hidden states before `scaled`, and the head.
 
@@ -330,13 +341,28 @@ class PackedModel:
                 routes = routes[layout.buckets[0]].flatten(0, 1)
             self.routing.take(routes)
         if layout is None or not self.in_rectangles:
-            hidden, head = self._run(input_ids=token_ids[None], position_ids=position_ids[None], layout=layout)
+            with self._seeing(images, token_ids.device, None) as of_images:
+                if images is not None and self.vision is not None and isinstance(layout, PackedLayout):
+                    layout = replace(layout, blocks=self.vision.blocks(images, token_ids.device))
+                arguments = {"input_ids": token_ids[None], "position_ids": position_ids[None], "layout": layout}
+                hidden, head = self._run(**arguments | of_images)
             return hidden[0], head
         if not isinstance(layout, PackedLayout):
             raise NotImplementedError(f"{type(self.module).__name__} has no packed pass")
         (rectangle,) = layout.buckets
-        hidden, head = self._run(input_ids=token_ids[rectangle])
+        with self._seeing(images, token_ids.device, rectangle) as of_images:
+            hidden, head = self._run(**{"input_ids": token_ids[rectangle]} | of_images)
         return F.embedding(layout.slots, hidden.flatten(0, 1)), head
+
+    def _seeing(
+        self, images: RowImages | None, device: torch.device, rectangle: Tensor | None
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Gives the model the images of the pass in the block; yields the arguments that they change."""
+        if images is None:
+            return nullcontext({})
+        if self.vision is None:
+            raise NotImplementedError(f"{self._named}: images in a row, which it cannot see")
+        return self.vision.seeing(images, device, rectangle is not None)
 
     def _run(self, **arguments: Any) -> tuple[Tensor, OutputHead]:
         """Runs the body; returns its last hidden states and the head."""

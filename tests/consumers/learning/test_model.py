@@ -170,7 +170,8 @@ def test_rotary_frequencies_are_the_engine_s_whatever_is_packed_together(tmp_pat
     tiny_model(tmp_path, head_dim=8, max_position_embeddings=positions, rope_parameters=rope)
     model = PackedModel(str(tmp_path), "float32", torch.device("cpu"), max_model_len=longest)
     generator = torch.Generator().manual_seed(0)
-    short, long = (torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (10, 40))
+    rows = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (10, 40)]
+    short, long = map(model_check._Row, rows)
     with torch.no_grad():
         alone, beside = (
             model_check._logprobs(rows, model.forward, torch.device("cpu"), False) for rows in ([short], [long, short])

@@ -1,0 +1,119 @@
+"""Rows with images, against transformers' own forward pass."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import AutoModelForImageTextToText
+
+from penstock.consumers.learning.batch.packing import pack_segments
+from penstock.consumers.learning.batch.trainable import check_trainable
+from penstock.consumers.learning.loss.scoring import head_logprobs
+from penstock.consumers.learning.model.loading import set_attention
+from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.schemas.images import ImagePlace, digest_of
+from penstock.schemas.rollout import RecordError, Segment, pack_ids
+from training_groups import group_of
+from vision_families import FILES, IMAGE, KINDS, VOCABULARY, save_model, segment
+
+CPU = torch.device("cpu")
+FIRST, SECOND, THIRD = FILES
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, path)
+    return path
+
+
+def rows(vision: Any) -> list[Segment]:
+    """Two siblings whose prompt has two images, one of whom is shown two more; a row with an image of its own; text."""
+    prompt = (3, FIRST, 2, SECOND, 3)
+    return [
+        segment((*prompt, 6), 6, vision, FILES, 0),
+        segment((*prompt, 4, THIRD, 2, FIRST, 1, 7), 7, vision, FILES, 0),
+        segment((5, SECOND, 8), 8, vision, FILES, 1),
+        segment((25,), 20, vision, FILES, 2),
+    ]
+
+
+def own_logprobs(module: Any, vision: Any, row: Segment) -> torch.Tensor:
+    token_ids = torch.frombuffer(bytearray(row.token_ids), dtype=torch.int32).long()
+    shown = vision.own_arguments(token_ids.tolist(), [FILES[p.digest] for p in row.images]) if row.images else {}
+    logits = module(input_ids=token_ids[None], use_cache=False, **shown).logits[0]
+    start, end = row.loss_mask[0]
+    return logits[start - 1 : end - 1].log_softmax(-1).gather(1, token_ids[start:end, None])[:, 0]
+
+
+def test_rows_with_images_agree_with_transformers_packed_and_in_rectangles(folder: Path) -> None:
+    model = PackedModel(str(folder), "float32", CPU)
+    assert not model.in_rectangles
+    found_rows = rows(model.vision)
+    reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    expected = [own_logprobs(reference, model.vision, row) for row in found_rows]
+    torch.cat(expected).sum().backward()
+    for attention, in_rectangles in (("penstock_packed", False), ("sdpa", True)):
+        set_attention(model.module, attention)
+        model.in_rectangles = in_rectangles
+        segments = [(max(0, number - 1), row, 1.0) for number, row in enumerate(found_rows)]
+        ((microbatch, places),) = pack_segments(segments, 10**6, in_rectangles=in_rectangles, files=FILES)
+        before = model.vision.num_runs
+        found, _ = head_logprobs(*model.forward(microbatch), microbatch)
+        assert model.vision.num_runs - before == 3  # each image once, though rows share them
+        torch.testing.assert_close(found, torch.cat([expected[place] for place in places]), rtol=0, atol=1e-5)
+        model.module.zero_grad()
+        found.sum().backward()
+        for (name, parameter), (_, own) in zip(
+            model.module.named_parameters(), reference.named_parameters(), strict=True
+        ):
+            grads = [torch.zeros(()) if each.grad is None else each.grad for each in (parameter, own)]
+            torch.testing.assert_close(*torch.broadcast_tensors(*grads), rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_a_placeholder_that_was_sampled_is_text(folder: Path) -> None:
+    model = PackedModel(str(folder), "float32", CPU)
+    row = segment((3, FIRST, 9), 6, model.vision, FILES, 0)
+    ids = torch.frombuffer(bytearray(row.token_ids), dtype=torch.int32).tolist()
+    logprobs = []
+    for sampled, in_rectangles in ((ids[-3], False), (IMAGE, False), (IMAGE, True)):
+        changed = replace(row, token_ids=pack_ids([*ids[:-3], sampled, *ids[-2:]]))
+        if in_rectangles:
+            set_attention(model.module, "sdpa")
+            model.in_rectangles = True
+        ((microbatch, _),) = pack_segments([(0, changed, 1.0)], 999, in_rectangles=in_rectangles, files=FILES)
+        logprobs.append(head_logprobs(*model.forward(microbatch), microbatch)[0])
+    torch.testing.assert_close(logprobs[1], logprobs[2], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logprobs[0][:3], logprobs[1][:3], rtol=0, atol=1e-5)  # the image is the same
+    assert (logprobs[0][4:] - logprobs[1][4:]).abs().min() > 1e-4  # what follows is not
+
+
+def test_groups_whose_images_the_trainer_cannot_reproduce_are_refused(tmp_path: Path) -> None:
+    save_model("smolvlm", tmp_path)
+    vision = PackedModel(str(tmp_path), "float32", CPU).vision
+    row = segment((3, FIRST, 9), 6, vision, FILES, 0)
+    (place,) = row.images
+    broken = b"no image"
+    for shown, sees, message in (
+        (place, vision, None),
+        (place, None, "images, which the model at model.path cannot be shown"),
+        (ImagePlace(FIRST, place.start + 1, place.end), vision, "19 placeholders, expected the 20 that the trainer's"),
+        (ImagePlace(digest_of(broken), place.start, place.end), vision, "8 bytes that cannot be decoded"),
+    ):
+        group = group_of(7, [[replace(row, images=(shown,))]], [1.0])
+        group = replace(group, images=FILES | {digest_of(broken): broken})
+        if message is None:
+            check_trainable(group, VOCABULARY, sees=sees)
+        else:
+            with pytest.raises(RecordError, match=f"^group 7: .*{re.escape(message)}"):
+                check_trainable(group, VOCABULARY, sees=sees)
+
+
+def test_a_model_without_image_processor_is_trained_on_text_alone(tmp_path: Path) -> None:
+    save_model("gemma3", tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    model = PackedModel(str(tmp_path), "float32", CPU)
+    assert model.vision is None and not model.in_rectangles
