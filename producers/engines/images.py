@@ -88,6 +88,8 @@ class ImagePrompts:
 
     def _count(self, ids: list[int]) -> int:
         size = len(self._placeholder)
+        if size == 1:
+            return ids.count(self._placeholder[0])
         return sum(ids[n : n + size] == self._placeholder for n in range(len(ids)))
 
     def _places(self, rendered: Any, digests: Sequence[str]) -> tuple[ImagePlace, ...]:

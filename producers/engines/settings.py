@@ -34,6 +34,8 @@ FIELDS = {
 """The run file's field for each of vLLM's settings, by vLLM's name."""
 OWN = ("weight_transfer_config", "worker_extension_cls")
 """Engine arguments that weight updates depend on."""
+PIXELS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Engine arguments that would make other pixels of an image than the trainer's."""
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
@@ -148,6 +150,11 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, num_gpus: int |
     for name in engine.args:
         if name in FIELDS:
             raise EngineError(f"engine.args.{name} = {engine.args[name]!r}: expected {FIELDS[name]} to be set instead")
+        if name in PIXELS:
+            raise EngineError(
+                f"engine.args.{name} = {engine.args[name]!r}: the trainer makes pixels by the model's own settings; "
+                "expected them in its preprocessor_config.json"
+            )
         if name in OWN:
             raise EngineError(f"engine.args.{name} = {engine.args[name]!r}: weight updates need their own; remove it")
     overrides = engine.args.get("hf_overrides", {})

@@ -126,8 +126,8 @@ class VllmEngine:
             if config.model.replay_routes and cpu:
                 await engine._answered(llm.engine_core.call_utility_async(CAPTURE_ROUTES))
             if _takes_images(llm):
-                text = get_model_cls(llm.vllm_config.model_config).get_placeholder_str("image", 1)
-                engine._images = await ImagePrompts.of(llm.renderer, text)
+                model: Any = get_model_cls(llm.vllm_config.model_config)
+                engine._images = await ImagePrompts.of(llm.renderer, model.get_placeholder_str("image", 1))
             await engine._warm_up(config)
         except BaseException:
             await shut_down(llm)

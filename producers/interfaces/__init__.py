@@ -138,8 +138,11 @@ class Engine(Protocol):
     fingerprint: EngineFingerprint
     max_model_len: int
     """Longest prompt plus completion, in tokens."""
-    takes_images: bool
-    """False for a model of text."""
+
+    @property
+    def takes_images(self) -> bool:
+        """False for a model of text."""
+        ...
 
     async def expand(self, prompt_token_ids: list[int], files: Sequence[bytes]) -> tuple[list[int], PlacedImages]:
         """Puts the tokens of images in the places of their placeholders, in order; a model of text has none.

@@ -59,13 +59,11 @@ def for_template(messages: Sequence[Json]) -> list[Json]:
 
 def _for_template(message: Json) -> Json:
     rendered = {name: value for name, value in message.items() if name not in TOKEN_FIELDS and value is not None}
-    content = message.get("content")
-    rendered["content"] = text_of(content)
+    rendered["content"] = text_of(message.get("content"))
     if images_of([message]):
-        texts = [{"type": "text", "text": text_of([part])} for part in content]
         rendered["content"] = [
-            {"type": "image"} if part.get("type") == "image" else text
-            for part, text in zip(content, texts, strict=True)
+            {"type": "image"} if part.get("type") == "image" else {"type": "text", "text": text_of([part])}
+            for part in message["content"]
         ]
     if message["role"] == "developer":
         rendered["role"] = "system"

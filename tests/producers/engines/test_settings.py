@@ -97,6 +97,7 @@ def test_what_would_break_updates_or_parity_is_refused_by_its_name(tmp_path):
           for name in ("logprobs_mode", "max_num_seqs", "enable_prefix_caching", "seed")),
         (args(weight_transfer_config={}), "weight_transfer_config"),
         (args(hf_overrides={"head_dtype": "float16"}), "hf_overrides"),
+        (args(mm_processor_kwargs={"size": 1}), "mm_processor_kwargs = .*expected them in its preprocessor"),
         (args(return_sampling_mask=True), "engine.args.return_sampling_mask = True: expected sampling.top_k"),
         (args(enable_lora=True), "engine.args.enable_lora = True: expected lora to be set instead"),
         (args(enable_chunked_prefill=True) | {"mode": "synchronous"},
