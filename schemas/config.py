@@ -190,6 +190,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     random place of its rounding interval, so that the policy makes the whole movement from the first update, on
     average over the weights; at the start it is the model's own, bit for bit. None is "dithered" for 16 bits without
     `[lora]`, whose adapters begin between the grid's points anyway."""
+    freeze: tuple[Literal["vision"], ...] = ()
+    """Parts that are not trained: "vision" is all that only images go through, the tower and its projection, which
+    keeps its weights and has no optimizer state. Its features of an image serve all updates
+    ([models.md](models.md#images))."""
     reference: str | None = None
     """Folder of the frozen reference model of a KL term, in the loss or in the reward; None takes `path`, the base
     model, of which an adapter's run needs no second copy. It is held in `dtype`."""
