@@ -71,7 +71,9 @@ async def test_the_page_says_how_far_the_engine_is(vllm_engine, tmp_path: Path, 
         assert_agrees(family.engine, *gaps)
 
 
-async def test_a_text_model_is_trained_in_a_checkpoint_with_a_tower_for_images(vllm_engine, tmp_path: Path) -> None:
+async def test_without_torchvision_the_text_of_a_model_with_a_tower_for_images_is_served(
+    vllm_engine, tmp_path: Path
+) -> None:
     text = small_model("qwen3_5_text").config.to_dict()
     tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
     config = Qwen3_5Config(text_config=text, vision_config=tower | {"num_position_embeddings": 16})
