@@ -15,6 +15,8 @@ ADAPTER = "adapter"
 _PREFIX = "base_model.model."
 _NAME = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
+_OF_IMAGES = re.compile(r"\.(visual|vision_tower|vision_model|multi_modal_projector|connector)\.")
+"""Adapters are of the language model alone."""
 _WEIGHT = ".weight"
 
 
@@ -36,7 +38,11 @@ def find_targets(lora: LoraConfig, linear: Iterable[str], path: str) -> list[str
         ConfigError: the model of `path` lacks a target.
     """
     # Experts are one tensor for all of them in the trainer.
-    within = [name for name in linear if _IN_A_BLOCK.search(f".{name}.") and ".experts." not in name]
+    within = [
+        name
+        for name in linear
+        if _IN_A_BLOCK.search(f".{name}.") and ".experts." not in name and not _OF_IMAGES.search(f".{name}.")
+    ]
     known = {name.rpartition(".")[2] for name in within}
     if missing := [target for target in lora.targets if target not in known]:
         raise ConfigError(

@@ -190,6 +190,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     random place of its rounding interval, so that the policy makes the whole movement from the first update, on
     average over the weights; at the start it is the model's own, bit for bit. None is "dithered" for 16 bits without
     `[lora]`, whose adapters begin between the grid's points anyway."""
+    freeze: tuple[Literal["vision"], ...] = ()
+    """Parts that are not trained: "vision" is all that only images go through, the tower and its projection, which
+    keeps its weights and has no optimizer state. Its features of an image serve all updates
+    ([models.md](models.md#images))."""
     reference: str | None = None
     """Folder of the frozen reference model of a KL term, in the loss or in the reward; None takes `path`, the base
     model, of which an adapter's run needs no second copy. It is held in `dtype`."""
@@ -487,17 +491,19 @@ class Rejection(Section, frozen=True):
 
 
 class CorrectionConfig(Section, frozen=True):
-    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. Formulas:
-    consumers/learning/loss/importance.py.
+    """What corrects for the gap between engine and trainer, unless the objective does: trust in behavior logprobs,
+    `f(exp(proximal - behavior))` per token. Formulas: consumers/learning/loss/importance.py.
 
     Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
     off; `rejection` and `off_policy_delta` mask as they do under any mode. Tokens older than twice the run's `max_lag`
     are masked before all of it.
     """
 
-    mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     """ms-swift's names and meaning. `sequence_*` go by the row's ratio; a row that `sequence_mask` keeps has its
-    tokens' own ratios as weights."""
+    tokens' own ratios as weights. None: the objective's clip, on current / behavior, is the correction, as with
+    `bypass`; for objectives without a clip, and with a `proximal` of "sampled_version", `token_truncate`; none for
+    objectives that read the behavior policy themselves."""
     threshold: Annotated[float, Meta(ge=1)] = 2.0
     """tau_0, the largest importance weight kept (truncate) or trusted (mask) at lag 0."""
     lower: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -527,7 +533,11 @@ class CorrectionConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.bypass and self.mode != "none":
+        if self.mode is None:
+            for name, default in zip(self.__struct_fields__[1:6], self.__struct_defaults__[1:6], strict=True):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(f"{name} = {value!r} without mode: expected one of weights, as 'token_truncate'")
+        if self.bypass and self.mode not in (None, "none"):
             raise ValueError(
                 f"bypass = True with mode = {self.mode!r}: the gap would count twice, expected mode = 'none'"
             )
@@ -535,16 +545,21 @@ class CorrectionConfig(Section, frozen=True):
             raise ValueError(
                 f"proximal = {self.proximal!r} with bypass = True, which reads no proximal policy: expected 'consumed'"
             )
-        if self.mode.startswith("token") and self.sequence_ratio != "geometric":
+        if (self.mode or "").startswith("token") and self.sequence_ratio != "geometric":
             raise ValueError(
                 f"sequence_ratio = {self.sequence_ratio!r} with mode = {self.mode!r}: expected a sequence_* mode"
             )
 
     @property
+    def is_sequence_level(self) -> bool:
+        """The row's ratio is compared with the threshold."""
+        return self.mode in ("sequence_truncate", "sequence_mask")
+
+    @property
     def is_token_level(self) -> bool:
         """A token's correction depends on that token alone, not on a statistic of its row."""
         return not (
-            self.mode.startswith("sequence")
+            self.is_sequence_level
             or self.off_policy_delta is not None
             or any(rejection.mode.startswith("seq") for rejection in self.rejection)
         )

@@ -23,7 +23,6 @@ from bench.study.cells import (
     Pace,
     StudyCell,
     StudyResult,
-    objectives_grid,
 )
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
@@ -40,7 +39,7 @@ Results = dict[StudyCell, StudyResult]
 
 
 def present(results: Results, page: Path = PAGE) -> None:
-    """Writes the tables of each study that is complete into the page, and the picture of the first one beside it.
+    """Writes the tables into the page, and the picture of the first study beside it.
 
     Raises:
         ConfigError: the page has no place for the tables.
@@ -57,11 +56,9 @@ def present(results: Results, page: Path = PAGE) -> None:
 
 
 def render(results: Results) -> str:
-    """Returns the tables of each study that is complete, and what the seeds of the first one agree on."""
+    """Returns the tables of the first study, what its seeds agree on, and the second one's as far as it has come."""
     tables = [_compared_table(results), _findings(results), *(_grid_table(results, pace) for pace in PACES)]
-    if results.keys() >= set(objectives_grid()):
-        tables.append(_objectives_table(results))
-    return "\n".join(tables)
+    return "\n".join([*tables, _objectives_table(results)])
 
 
 def draw(results: Results) -> Figure:
@@ -135,8 +132,13 @@ def _compared_table(results: Results) -> str:
 def _objectives_table(results: Results) -> str:
     rows = [["objective", *(f"lag {lag}" for lag in OBJECTIVE_LAGS), "ESS"]]
     for method in OBJECTIVES:
-        of_lag = [[results[_cell(COMPARED_PACE, lag, method.name, seed)] for seed in SEEDS] for lag in OBJECTIVE_LAGS]
-        rows.append([method.label, *map(_spread_of, of_lag), f"{fmean(each.mean_ess for each in of_lag[-1]):.3f}"])
+        of_lag = [
+            [results.get(_cell(COMPARED_PACE, lag, method.name, seed)) for seed in SEEDS] for lag in OBJECTIVE_LAGS
+        ]
+        finished = [[each for each in found if each is not None] for found in of_lag]
+        shown = [_spread_of(found) if len(found) == len(SEEDS) else "not finished" for found in finished]
+        last = finished[-1]
+        rows.append([method.label, *shown, f"{fmean(each.mean_ess for each in last):.3f}" if last else ""])
     return (
         f"**Objectives, {len(SEEDS)} seeds, ten times the demo's learning rate.** Mean accuracy, the mean of the "
         "seeds ± their standard deviation, in brackets that at the end; ESS at lag "

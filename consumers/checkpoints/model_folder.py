@@ -20,6 +20,7 @@ _MODEL_FILES = (
     "chat_template*",
     "vocab.*",
     "merges.txt",
+    "*processor_config.json",
 )
 
 Export = Callable[[Path, Path, Path, str], None]

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 from torch import Tensor
 
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
 from penstock.schemas.process.plugins import resolve
 
 
@@ -77,6 +78,8 @@ class Objective(Protocol):
         importance weight would count one gap twice, so the trainer refuses a correction with it.
     trains_every_row: True if the loss has terms that are not 0 where every advantage is 0, such as a KL to the
         reference or an entropy bonus: groups without reward variance are then trained on like the others.
+    clips_ratio: True if the loss bounds current / proximal by a clip: in a run that does not say otherwise that ratio
+        becomes current / behavior, and the clip the correction (`settled_correction`).
     full_rate_ess: the share of effective rows, above 0 and up to 1, below which a step has a lower learning rate (see
         `penstock.consumers.learning.loss.ess`); None: every step has the schedule's.
     """
@@ -84,10 +87,22 @@ class Objective(Protocol):
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
 
+def settled_correction(config: RunConfig, objective: Objective) -> CorrectionConfig:
+    """Returns the run's correction with a mode: what `correction.mode` None means for this objective."""
+    correction = config.correction
+    if correction.mode is not None:
+        return correction
+    if getattr(objective, "reads_behavior", False) or correction.bypass:
+        return msgspec.structs.replace(correction, mode="none")
+    if getattr(objective, "clips_ratio", False) and correction.proximal == "consumed":
+        return msgspec.structs.replace(correction, mode="none", bypass=True)
+    return msgspec.structs.replace(correction, mode="token_truncate")
+
+
 def check_objective(config: RunConfig, objective: Objective) -> None:
     """Raises ConfigError if objective and correction conflict, or if a reference model is set that nothing reads."""
     correction = config.correction
-    if getattr(objective, "reads_behavior", False) and (correction.mode != "none" or correction.bypass):
+    if getattr(objective, "reads_behavior", False) and (correction.mode not in (None, "none") or correction.bypass):
         setting = "correction.bypass = true" if correction.bypass else f"correction.mode = {correction.mode!r}"
         raise ConfigError(
             f"objective.path = {config.objective.path!r} with {setting}: this objective forms current / behavior "

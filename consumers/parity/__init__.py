@@ -7,7 +7,8 @@
    other assignment of weights to tokens too.
 3. Hypotheses recompute the tokens in other ways, each a `verdict.Candidate`: `semantics` (another convention, unit or
    place of the numbers, through `conventions`), `sampled_tokens` (other ids, another sampling distribution),
-   `versions` (other weights, moved labels, keys and values of other weights), `adapter` and `inference` (the head).
+   `versions` (other weights, moved labels, keys and values of other weights), `adapter`, `images` and `inference` (the
+   head).
 4. `verdict` measures the gap under each candidate, judges which of them explain the baseline's gap, and decides:
    `yardstick` measures what the model's own rounding allows (`tolerance`), `confidence` how much the sample shows.
 

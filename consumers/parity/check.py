@@ -18,6 +18,7 @@ from penstock.consumers.learning.loss.importance import Correction
 from penstock.consumers.learning.loss.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.adapter import AdapterHypotheses
 from penstock.consumers.parity.confidence import Evidence
+from penstock.consumers.parity.images import ImageHypotheses
 from penstock.consumers.parity.inference import equal_contexts
 from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
 from penstock.consumers.parity.report import GapPoint, Hypothesis, LagRow, ParityReport, cause_of
@@ -140,6 +141,8 @@ def _measure(
             yield candidate
         if replay.policies.lora is not None:
             yield from AdapterHypotheses(replay, baseline, replay.policies.lora).candidates()
+        if (vision := replay.policies.vision) is not None:
+            yield from ImageHypotheses(replay, baseline, vision).candidates()
         yield from VersionHypotheses(replay, baseline, block_size).candidates()
 
     def judged_of(candidates: Iterator[Candidate]) -> list[JudgedHypothesis]:

@@ -22,6 +22,7 @@ from penstock.consumers.learning.model.attention import Scores, attend
 from penstock.consumers.learning.model.head import OutputHead
 from penstock.consumers.learning.model.lora import adapter_share
 from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.consumers.learning.model.vision import Vision
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
 from penstock.consumers.parity.tolerance import TOLERANCES, Tolerance
@@ -90,6 +91,11 @@ class PolicyStore:
             self._read(model, path, version)
         self._held = path
         return model
+
+    @property
+    def vision(self) -> Vision | None:
+        """What shows images to the model in memory."""
+        return (self._loaded.model if self._loaded is not None else self._base()).vision
 
     @contextmanager
     def adapter_share(self, share: float) -> Iterator[None]:
@@ -240,7 +246,8 @@ class Replay:
     def _whole(self, plans: list[ReplayPlan], version: int) -> Iterator[ForwardPass]:
         model = self.policies.model(version)
         segments = [(plan.row.group, plan.row.segment, plan.row.sampling.temperature) for plan in plans]
-        for microbatch, places in pack_segments(segments, self._budget, in_rectangles=model.in_rectangles):
+        files = {digest: file for plan in plans for digest, file in plan.row.files.items()}
+        for microbatch, places in pack_segments(segments, self._budget, in_rectangles=model.in_rectangles, files=files):
             microbatch = microbatch.to(self._device)
             hidden, head = model.forward(microbatch)
             some = [plans[place] for place in places]

@@ -270,6 +270,24 @@ INFERENCE = {
         "at the fitted scale",
         "check that engine and trainer have one lora.rank and one lora.alpha, and scale the adapter once",
     ),
+    "image-order": Cause(
+        "with the images of each row in the reverse order",
+        "the engine has the images of a prompt in another order",
+        "turned round",
+        "hand the engine the images in the order of their placeholders",
+    ),
+    "image-positions": Cause(
+        "with the images' tokens at plain positions",
+        "the engine gives the tokens of images plain positions, the model's are in three dimensions",
+        "with plain ones",
+        "check the engine's rotary positions of this architecture (get_rope_index in transformers)",
+    ),
+    "image-size": Cause(
+        "with images resized by another filter",
+        "the engine resizes images otherwise",
+        "with the other filter",
+        "give engine and trainer one preprocessor_config.json and one image processor, without settings beside it",
+    ),
     "engine-head": Cause(
         "by a head that rounds logits to 16 bits",
         "the engine's head computes in 16 bits, the trainer's in float32",

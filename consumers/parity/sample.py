@@ -1,7 +1,7 @@
 """The sampled tokens of some groups as one table, by the requests that the engine served."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,6 +28,7 @@ class SampleRow:
     versions: [m] int64.
     first: the row's tokens are `first : first + m` of the sample.
     before: the number of sampled tokens in the rollout's earlier rows.
+    files: the group's images by digest.
     """
 
     group: int
@@ -38,6 +39,7 @@ class SampleRow:
     versions: np.ndarray
     first: int
     before: int
+    files: Mapping[str, bytes]
 
     @property
     def tokens(self) -> slice:
@@ -167,7 +169,7 @@ def _rows(g: int, group: RolloutGroup) -> Iterator[SampleRow]:
             for part in _requests(segment):
                 sampled = np.concatenate([np.arange(start, end) for start, end in part.loss_mask])
                 versions = np.repeat(*np.array([(s.version, s.end - s.start) for s in part.version_spans]).T)
-                yield SampleRow(g, sibling, part, group.sampling, sampled, versions, 0, before)
+                yield SampleRow(g, sibling, part, group.sampling, sampled, versions, 0, before, group.images or {})
                 before += len(sampled)
 
 
@@ -205,6 +207,7 @@ def _part_of(segment: Segment, runs: tuple[tuple[int, int], ...], first: int, la
         finish_reason=segment.finish_reason,
         sampling_mask=None if segment.sampling_mask is None else segment.sampling_mask[first:last],
         routes=segment.routes.part(0, end - 1) if segment.routes else UNSET,
+        images=tuple(image for image in segment.images or () if image.end <= end) or UNSET,
     )
 
 
@@ -215,6 +218,8 @@ def _reason_to_leave_out(row: SampleRow, missing: set[int]) -> str:
         return f"sampled by an unknown policy (version {UNKNOWN_VERSION})"
     if missing:
         return f"weights of version {_listed(missing)} are gone; a larger weights.keep_versions keeps them"
+    if row.segment.images and len(set(row.versions.tolist())) > 1:
+        return "with images, and sampled by several policies"
     return ""
 
 

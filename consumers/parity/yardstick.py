@@ -5,7 +5,7 @@ The gap of a sound engine depends on depth, width and dtype: 2e-7 nats for a mod
 packed pass against transformers' own eager and sdpa attention, row by row, with the weights in memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import MicroBatch
-from penstock.consumers.learning.batch.packing import pack_segments, segment_routes
+from penstock.consumers.learning.batch.packing import pack_segments, segment_images, segment_routes
 from penstock.consumers.learning.loss.scoring import head_logprobs
 from penstock.consumers.learning.model.head import OutputHead
+from penstock.consumers.learning.model.loading import set_attention
 from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.sample import Sample, evenly
 from penstock.consumers.parity.tolerance import Yardstick
@@ -48,12 +49,13 @@ def measure_yardstick(sample: Sample, model: PackedModel, budget: int) -> Yardst
         return None
     found: dict[str, list[Tensor]] = {name: [] for name in ("packed", *names)}
     triples = [(row.group, segment, row.sampling.temperature) for row, segment in zip(rows, segments, strict=True)]
-    for microbatch, places in pack_segments(triples, budget, in_rectangles=model.in_rectangles):
+    files = {digest: file for row in rows for digest, file in row.files.items()}
+    for microbatch, places in pack_segments(triples, budget, in_rectangles=model.in_rectangles, files=files):
         microbatch = microbatch.to(model.parameters()[0].device)
         found["packed"].append(head_logprobs(*model.forward(microbatch), microbatch)[0])
         for name in names:
             with _attention(model, name):
-                found[name].append(_row_by_row(model, microbatch, [segments[place] for place in places]))
+                found[name].append(_row_by_row(model, microbatch, [segments[place] for place in places], files))
     packed, *others = (torch.cat(logprobs).double() for logprobs in found.values())
     return Yardstick(
         transformers=_mean_gap(*others) if len(others) == 2 else float("nan"),
@@ -62,14 +64,17 @@ def measure_yardstick(sample: Sample, model: PackedModel, budget: int) -> Yardst
     )
 
 
-def _row_by_row(model: PackedModel, microbatch: MicroBatch, segments: Sequence[Segment]) -> Tensor:
+def _row_by_row(
+    model: PackedModel, microbatch: MicroBatch, segments: Sequence[Segment], files: Mapping[str, bytes]
+) -> Tensor:
     """Returns the logprobs of a micro-batch's tokens, [M], with each of its segments in a pass of its own."""
     parts, head, device = [], OutputHead(torch.empty(0)), microbatch.token_ids.device
     for segment in segments:
         token_ids = torch.tensor(list(unpack_ids(segment.token_ids)), device=device)
         routes = segment_routes(segment)
         forced = None if routes is None else torch.from_numpy(routes).to(device)
-        hidden, head = model.run(token_ids, torch.arange(len(token_ids), device=device), None, forced)
+        positions, images = torch.arange(len(token_ids), device=device), segment_images(segment, files)
+        hidden, head = model.run(token_ids, positions, None, forced, images)
         parts += [hidden[start - 1 : end - 1] for start, end in segment.loss_mask]
     hidden = model.scaled(torch.cat(parts))
     return head_logprobs(hidden, head, replace(microbatch, predicting=torch.arange(len(hidden), device=device)))[0]
@@ -107,7 +112,7 @@ def _attention(model: PackedModel, name: str) -> Iterator[None]:
     attention = model.attention
     try:
         with torch.compiler.set_stance("force_eager"):
-            model.module.set_attn_implementation(name)
+            set_attention(model.module, name)
             yield
     finally:
-        model.module.set_attn_implementation(attention)
+        set_attention(model.module, attention)

@@ -7,6 +7,7 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.producers.observe.metrics import ProducerMetrics
@@ -15,6 +16,7 @@ from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlig
 from penstock.producers.stream.spans import group_spans
 from penstock.schemas.keys import DEAD_ROLLOUTS_KEPT, PRODUCERS_GROUP, Field, Keys, Kind
 from penstock.schemas.process.tracing import Tracing
+from penstock.schemas.prompt import Message
 from penstock.schemas.rollout import RecordError, RolloutGroup, encode_group, one_line, shown_traceback
 
 log = logging.getLogger(__name__)
@@ -190,8 +192,13 @@ class Writer:
 
 
 def _encode_dead(group: RolloutGroup) -> bytes:
-    """Returns a dead group's encoding, without its rollouts if they do not fit a record; empty if nothing fits."""
-    for found in (group, replace(group, rollouts=())):
+    """Returns a dead group's encoding, without its rollouts and then without its images if they do not fit a record;
+    empty if nothing fits."""
+    bare = replace(group, rollouts=())
+    if group.images:
+        said = tuple(Message(role=message.role, content=message.text) for message in group.prompt.messages or ())
+        bare = replace(bare, images=UNSET, prompt=replace(group.prompt, messages=said or None))
+    for found in (group, replace(group, rollouts=()), bare):
         with contextlib.suppress(RecordError, UnicodeEncodeError):
             return encode_group(found, dead=True)
     return b""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from penstock.consumers.learning.batch.batch import Batch
 from penstock.consumers.learning.learner.learner import Learner
 from penstock.deploy.demo.char_tokenizer import build_tokenizer
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from penstock.schemas.config import CorrectionConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     Rollout,
@@ -49,12 +49,14 @@ def tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any
 
 
 def configuration(model_folder: Path | str, **changes: Any) -> RunConfig:
-    """Returns the configuration of a float32 run on CPU; keywords replace whole fields of the run file."""
+    """Returns the configuration of a float32 run on CPU, with importance weights; keywords replace whole fields of the
+    run file."""
     fields: dict[str, Any] = {
         "name": "test",
         "model": ModelConfig(path=str(model_folder)),
         "environment": EnvironmentConfig(path="none:None"),
         "trainer": TrainerConfig(device="cpu", learning_rate=1e-2),
+        "correction": CorrectionConfig("token_truncate"),
         "max_lag": 4,
     } | changes
     return RunConfig(**fields)

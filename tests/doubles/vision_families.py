@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from penstock.schemas.images import ImagePlace, digest_of
-from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
+from penstock.schemas.rollout import Segment, VersionSpan, pack_floats, pack_ids
 
 KINDS = ("gemma3", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl", "internvl")
 IMAGE, VIDEO = 2, 3
@@ -100,7 +100,7 @@ def segment(parts: Iterable[int | str], sampled: int, vision: Any, files: Mappin
     run = (len(token_ids) - sampled, len(token_ids))
     return Segment(
         token_ids=pack_ids(token_ids),
-        behavior_logprobs=bytes(4 * sampled),
+        behavior_logprobs=pack_floats([-4.0] * sampled),
         loss_mask=(run,),
         version_spans=(VersionSpan(0, *run),),
         images=tuple(places),

@@ -21,7 +21,7 @@ from penstock.consumers.learning.batch.batch import (
     TopTokens,
     idle_microbatch,
 )
-from penstock.consumers.learning.batch.images import PlacedImage, row_images
+from penstock.consumers.learning.batch.images import PlacedImage, RowImages, row_images
 from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
 from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, make_layout
 from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatches_of, shared_out, spread
@@ -31,7 +31,7 @@ from penstock.consumers.learning.outcome import outcome
 from penstock.schemas.config import RunConfig
 from penstock.schemas.images import ImagePlace
 from penstock.schemas.policy import UNKNOWN_VERSION
-from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment
+from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment, unpack_ids
 from penstock.schemas.routes import UNKNOWN
 
 
@@ -446,8 +446,16 @@ def _placed_images(
     for row, prefix_start, own_start in zip(rows, prefix_starts.tolist(), own_starts.tolist(), strict=True):
         for image in row.segment.images or ():
             first = image.start + (prefix_start if image.start < row.prefix_length else own_start - row.prefix_length)
-            if image.start < row.length:
+            if image.end <= row.length:
                 yield first, PlacedImage(image.digest, row.files[image.digest], image.end - image.start)
+
+
+def segment_images(segment: Segment, files: Mapping[str, bytes]) -> RowImages | None:
+    """Returns the images of one segment alone, all of whose tokens are computed. files: by digest."""
+    length = np.array([segment.num_tokens])
+    images = {i.start: PlacedImage(i.digest, files[i.digest], i.end - i.start) for i in segment.images or ()}
+    token_ids = torch.tensor(list(unpack_ids(segment.token_ids)))
+    return row_images(images, token_ids, make_layout(0 * length, 0 * length, 0 * length, length, len(token_ids)))
 
 
 def _teacher_logprobs(segments: list[Segment]) -> torch.Tensor | None:

@@ -296,7 +296,7 @@ def _mean_lag(histogram: Counter[int]) -> float:
 
 def _judged_level(correction: CorrectionConfig) -> Level:
     """Returns which ratio the correction compares with its threshold."""
-    return correction.sequence_ratio if correction.mode.startswith("sequence") else "token"
+    return correction.sequence_ratio if correction.is_sequence_level else "token"
 
 
 def _reason_to_skip(any_kept: bool, loss: float, grad_norm: float) -> str | None:

@@ -82,7 +82,7 @@ class Learner:
             gradient_checkpointing=trainer.gradient_checkpointing, compiled=trainer.compile, lora=config.lora,
             seed=config.seed, dithered=config.dithers, max_model_len=config.engine.max_model_len,
             replays_routes=config.model.replay_routes, by_expert=trainer.expert_parallel,
-            per_pass=trainer.context_parallel,
+            per_pass=trainer.context_parallel, freezes_vision="vision" in config.model.freeze,
         )  # fmt: skip
         if trainer.expert_parallel:
             check_experts(self.model.module, self.ranks.size, f"model.path = {config.model.path!r}")

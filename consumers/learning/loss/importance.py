@@ -116,6 +116,7 @@ def _weigh(log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig
     nothing = torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "none":
         return torch.ones_like(ratio), nothing, nothing
+    assert config.mode is not None  # `settled_correction`
     level, _, action = config.mode.partition("_")
     judged = ratio
     if level == "sequence":
@@ -137,7 +138,7 @@ def _bounds(lag: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
     lower = torch.zeros_like(upper)
     if config.lower is not None:
         lower = torch.full_like(upper, config.lower)
-        if config.mode.endswith("mask"):
+        if config.mode is not None and config.mode.endswith("mask"):
             tightened = upper < config.threshold
             exponent = torch.where(tightened, upper.log() / torch.full_like(upper, config.threshold).log(), 1.0)
             lower = torch.where(tightened, lower**exponent, lower)

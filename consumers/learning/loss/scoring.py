@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch, Support
-from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
+from penstock.consumers.learning.interfaces import (
+    LossInputs,
+    LossOutputs,
+    Objective,
+    check_objective,
+    settled_correction,
+)
 from penstock.consumers.learning.loss.importance import Correction, correct_packed
 from penstock.consumers.learning.loss.reward_kl import penalized
 from penstock.consumers.learning.loss.sampled_version import Recomputed, SampledVersions
@@ -89,7 +95,7 @@ class TokenScorer:
         self._model = model
         self._device = device
         self._steps_per_batch = config.steps_per_batch
-        self._correction = config.correction
+        self._correction = settled_correction(config, objective)
         self._advantage = config.advantage
         self._teaching = config.teacher
         self._reads_top = bool(getattr(objective, "needs_top_logprobs", False))

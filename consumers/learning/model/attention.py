@@ -110,14 +110,15 @@ def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scor
             k, v = whole_heads(q, k, v)
         seen = None
         window = scores.sliding_window
-        is_windowed = window is not None and longest > window
-        if is_windowed or layout.blocks is not None:
+        if window is not None and longest <= window:
+            window = None
+        if window is not None or layout.blocks is not None:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
             seen = ones.tril()
             if layout.blocks is not None:
                 blocks = layout.blocks[indices]
                 seen = seen | ((blocks[:, :, None] == blocks[:, None]) & (blocks >= 0)[:, None])[:, None]
-            if is_windowed:
+            if window is not None:
                 seen = seen & ~ones.tril(-window)
         outputs.append(attend(q, k, v, seen, scores).transpose(1, 2).flatten(2).flatten(0, 1))
     return F.embedding(layout.slots, outputs[0] if len(outputs) == 1 else torch.cat(outputs))

@@ -55,9 +55,13 @@ def read_model(path: Path | str, dtype: torch.dtype | str, **how: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Returns transformers' class that opens a model of this configuration, with its vision tower if it has one."""
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    """Returns transformers' class that opens a model of this configuration: with its vision tower, unless transformers
+    has a class for its text alone (Qwen3.5)."""
+    sees, reads = AutoModelForImageTextToText._model_mapping, AutoModelForCausalLM._model_mapping
+    kind = type(config)
+    if kind in sees and (kind not in reads or reads[kind] is sees[kind]):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def empty_model(path: str, dtype: torch.dtype, max_model_len: int | None) -> Any:
@@ -204,6 +208,11 @@ def body_of(module: Any) -> nn.Module:
 def sees_images(module: Any) -> bool:
     """Returns whether a model has a vision tower."""
     return hasattr(module.base_model, "get_image_features")
+
+
+def language_of(module: Any) -> Any:
+    """Returns the part of a model that text goes through: without a vision tower, all of it."""
+    return module.get_decoder() if sees_images(module) else module
 
 
 def set_attention(module: Any, name: str) -> None:

@@ -31,6 +31,7 @@ from penstock.consumers.learning.model.loading import (
     empty_model,
     even_length,
     kept_in_float32,
+    language_of,
     load_model,
     logit_scale,
     sees_images,
@@ -79,6 +80,7 @@ class PackedModel:
             frequencies (`fix_rope`).
         replays_routes: rows are computed by their routes, the experts that the engine chose.
         by_expert: each rank holds and computes whole experts (`expert_ranks`).
+        freezes_vision: a vision tower is not trained.
         per_pass: consecutive ranks that compute their micro-batches' tokens together.
 
     Raises:
@@ -105,6 +107,7 @@ class PackedModel:
         replays_routes: bool = False,
         by_expert: bool = False,
         per_pass: int = 1,
+        freezes_vision: bool = False,
     ) -> None:
         self._named = f"{field} = {path!r}"
         self._max_model_len = max_model_len
@@ -129,12 +132,19 @@ class PackedModel:
                 whole = PackedModel(
                     path, dtype, torch.device("cpu"), gradient_checkpointing=gradient_checkpointing, lora=lora,
                     seed=seed, dithered=dithered, field=field, max_model_len=max_model_len,
-                    replays_routes=replays_routes, per_pass=per_pass,
+                    replays_routes=replays_routes, per_pass=per_pass, freezes_vision=freezes_vision,
                 )  # fmt: skip
             module = empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype], max_model_len)
         self._take(module, path, gradient_checkpointing)
+        if self.vision is not None and per_pass > 1:
+            raise ConfigError(
+                f"trainer.context_parallel = {per_pass} with {self._named}: images of a row cannot be split; expected 1"
+            )
+        if self.vision is not None and freezes_vision:
+            for parameter in self.vision.parameters():
+                parameter.requires_grad_(False)
         self._whole_rows = WholeRows(
-            blocks(module, self._named, "trainer.context_parallel = 1") if per_pass > 1 else ()
+            blocks(language_of(module), self._named, "trainer.context_parallel = 1") if per_pass > 1 else ()
         )
         self.routing: RouteReplay | None = RouteReplay(self.module, self._named) if replays_routes else None
         if self._ranks.mesh is None:
@@ -153,7 +163,7 @@ class PackedModel:
         if lora is not None:
             adapt(self.module, lora, seed, path)
         if compiled:
-            compile_blocks(self.module, device)
+            compile_blocks(language_of(self.module), device)
         if self._ranks.mesh is not None:
             chosen = (self.attention, False) if whole is None else (whole.attention, whole.in_rectangles)
             attention, self.in_rectangles = self._ranks.gather(chosen)[0]
@@ -341,7 +351,7 @@ class PackedModel:
                 routes = routes[layout.buckets[0]].flatten(0, 1)
             self.routing.take(routes)
         if layout is None or not self.in_rectangles:
-            with self._seeing(images, token_ids.device, None) as of_images:
+            with self._seeing(images, token_ids.device, False, layout is None) as of_images:
                 if images is not None and self.vision is not None and isinstance(layout, PackedLayout):
                     layout = replace(layout, blocks=self.vision.blocks(images, token_ids.device))
                 arguments = {"input_ids": token_ids[None], "position_ids": position_ids[None], "layout": layout}
@@ -350,19 +360,19 @@ class PackedModel:
         if not isinstance(layout, PackedLayout):
             raise NotImplementedError(f"{type(self.module).__name__} has no packed pass")
         (rectangle,) = layout.buckets
-        with self._seeing(images, token_ids.device, rectangle) as of_images:
+        with self._seeing(images, token_ids.device, True, True) as of_images:
             hidden, head = self._run(**{"input_ids": token_ids[rectangle]} | of_images)
         return F.embedding(layout.slots, hidden.flatten(0, 1)), head
 
     def _seeing(
-        self, images: RowImages | None, device: torch.device, rectangle: Tensor | None
+        self, images: RowImages | None, device: torch.device, in_rectangle: bool, by_own_masks: bool
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Gives the model the images of the pass in the block; yields the arguments that they change."""
+        """Gives the model the images of a pass in the block; see `Vision.seeing`."""
         if images is None:
             return nullcontext({})
         if self.vision is None:
-            raise NotImplementedError(f"{self._named}: images in a row, which it cannot see")
-        return self.vision.seeing(images, device, rectangle is not None)
+            raise NotImplementedError(f"{self._named}: images in a row, which it cannot be shown")
+        return self.vision.seeing(images, device, in_rectangle, by_own_masks)
 
     def _run(self, **arguments: Any) -> tuple[Tensor, OutputHead]:
         """Runs the body; returns its last hidden states and the head."""

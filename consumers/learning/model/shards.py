@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.consumers.learning.model.blocks import blocks
 from penstock.consumers.learning.model.expert_ranks import spread_experts
-from penstock.consumers.learning.model.loading import body_of
+from penstock.consumers.learning.model.loading import body_of, language_of
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError
 
@@ -44,7 +44,8 @@ def shard(
     Raises:
         ConfigError: no blocks are found, or a module has kept and other parameters; `field` names the model.
     """
-    found = blocks(module, field, "trainer.num_processes = 1")
+    # A rank whose rows have no images does not run a vision tower, which is gathered with the root.
+    found = blocks(language_of(module), field, "trainer.num_processes = 1")
     # Inputs stay as they are, as without shards.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     kept_parameters = [(name, parameter) for name, parameter in module.named_parameters() if name in kept]

@@ -20,6 +20,7 @@ from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from penstock.consumers.learning.batch.images import RowImages
+from penstock.consumers.learning.model.loading import language_of
 from penstock.schemas.process.image_files import decoded
 
 _MOST_KEPT = 64
@@ -63,6 +64,7 @@ class Vision:
         self._pixels: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._features: OrderedDict[str, SimpleNamespace] = OrderedDict()
         """Of a frozen tower."""
+        self._has_plain_positions = False
         self._pass: _Pass | None = None
         """The one that runs."""
         self.num_runs = 0
@@ -72,13 +74,38 @@ class Vision:
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns those of the tower and its projection."""
-        language = {id(each) for each in self._body.get_decoder().parameters()}
+        language = {id(each) for each in language_of(self._body).parameters()}
         return [each for each in self._body.parameters() if id(each) not in language]
 
+    @property
+    def has_positions(self) -> bool:
+        """True if images give the tokens of a row positions in three dimensions."""
+        return hasattr(self._body, "get_rope_index")
+
     @contextmanager
-    def seeing(self, images: RowImages, device: torch.device, in_rectangle: bool) -> Iterator[dict[str, Any]]:
+    def otherwise(self, *, resample: int | None = None, plain_positions: bool = False) -> Iterator[None]:
+        """Shows images in the block as a faulty engine may: resized by another filter of Pillow's, or at plain
+        positions."""
+        before = self._settings
+        self._settings = before if resample is None else before | {"resample": resample}
+        self._has_plain_positions = plain_positions
+        self._forget()
+        try:
+            yield
+        finally:
+            self._settings, self._has_plain_positions = before, False
+            self._forget()
+
+    def _forget(self) -> None:
+        self._pixels.clear()
+        self._features.clear()
+
+    @contextmanager
+    def seeing(
+        self, images: RowImages, device: torch.device, in_rectangle: bool, by_own_masks: bool
+    ) -> Iterator[dict[str, Any]]:
         """Gives the model the images of a pass in the block, over the packed tokens or their one rectangle; yields the
-        arguments of the body that images change."""
+        arguments of the body that images change. by_own_masks: attention is transformers', with its masks."""
         index = images.buckets[0] if in_rectangle else torch.arange(len(images.token_ids))[None]
         token_ids, places = images.token_ids[index], images.places_in(index)
         is_image = (places >= 0) & (token_ids == self.token)
@@ -87,9 +114,9 @@ class Vision:
         other = 0 if self.token else 1
         marked = token_ids.masked_fill(token_ids == self.token, other).masked_fill(is_image, self.token)
         found: dict[str, Any] = {"input_ids": marked.to(device), "pixel_values": torch.empty(0)}
-        if hasattr(self._body, "get_rope_index"):
+        if self.has_positions and not self._has_plain_positions:
             found["position_ids"] = self._positions(images, in_rectangle).to(device)
-        if in_rectangle and self.is_bidirectional:
+        if by_own_masks and self.is_bidirectional:
             found["token_type_ids"] = is_image.long().to(device)
         self._pass = _Pass(images.files, images.order(places), token_ids.masked_fill(is_image, 0).to(device))
         try:

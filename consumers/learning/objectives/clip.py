@@ -13,6 +13,7 @@ which is the same for delta > 1 + clip_high.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,11 +25,13 @@ from penstock.consumers.learning.objectives.terms import PolicyObjective, number
 class ClippedObjective(PolicyObjective):
     """An objective with PPO's clip."""
 
+    clips_ratio: ClassVar[bool] = True
+
     clip_low: float = number(0.2, above=0, at_most=1)
     clip_high: float = number(0.2, above=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    dual_clip: float | None = number(None, above=1)
-    """Largest factor a negative advantage is multiplied with; None for no such bound."""
+    dual_clip: float | None = number(3.0, above=1, or_none=True)
+    """Largest factor a negative advantage is multiplied with, verl's; None for no such bound."""
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the gain of each token and the number of clipped ones.

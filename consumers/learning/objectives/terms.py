@@ -69,15 +69,21 @@ def _setting(default: Any, expected: str, accepts: Callable[[Any], bool]) -> Any
 
 
 def number(
-    default: float | None, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+    default: float | None,
+    *,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+    or_none: bool = False,
 ) -> Any:
-    """Declares an argument that must be a finite number within the bounds given, or None if that is the default."""
+    """Declares an argument that must be a finite number within the bounds given, or None if that is the default or
+    `or_none`."""
     bounds = {f"more than {above}": above, f"at least {at_least}": at_least, f"at most {at_most}": at_most}
     stated = [text for text, bound in bounds.items() if math.isfinite(bound)]
 
     def accepts(value: Any) -> bool:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return is_number and value > above and at_least <= value <= at_most
+        return (is_number and value > above and at_least <= value <= at_most) or (or_none and value is None)
 
     return _setting(default, " and ".join(["a finite number", *stated]), accepts)
 

@@ -64,7 +64,7 @@ def test_half_precision_is_widened_before_the_difference() -> None:
     behavior = torch.tensor([[-3.0]])
     mask, lag = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64)
     proximal = torch.tensor([[-2.9]], dtype=torch.bfloat16)
-    weights = correct(proximal, behavior, mask, lag, CorrectionConfig(threshold=9.0)).weights
+    weights = correct(proximal, behavior, mask, lag, CorrectionConfig("token_truncate", 9.0)).weights
     assert weights.dtype == torch.float32
     assert weights.item() == pytest.approx(math.exp(proximal.float().item() + 3.0), rel=1e-6)
 
@@ -205,8 +205,13 @@ REFUSED = (
     ({"lower": 0.0}, r"lower = 0.0: Expected `float` > 0"),
     ({"schedule": "power", "lag_power": -0.5}, r"lag_power = -0.5: Expected `float` >= 0"),
     ({"off_policy_delta": -0.1}, r"off_policy_delta = -0.1: Expected `float` >= 0"),
-    ({"bypass": True}, r"bypass = True with mode = 'token_truncate'.*expected mode = 'none'"),
-    ({"sequence_ratio": "product"}, r"sequence_ratio = 'product' with mode = 'token_truncate'"),
+    ({"threshold": 3.0}, r"threshold = 3.0 without mode: expected one of weights"),
+    ({"sequence_ratio": "product"}, r"sequence_ratio = 'product' without mode"),
+    ({"mode": "token_truncate", "bypass": True}, r"bypass = True with mode = 'token_truncate'.*expected mode = 'none'"),
+    (
+        {"mode": "token_truncate", "sequence_ratio": "product"},
+        r"'product' with mode = 'token_truncate'",
+    ),
     ({"rejection": ("token_k1",)}, r"rejection = \('token_k1',\): Expected `object`, got `str`"),
 )
 REFUSED_REJECTIONS = (

@@ -115,6 +115,7 @@ def test_the_gradient_of_a_later_step_keeps_the_two_ratios_apart(folder) -> None
             proximal, current = sampled_logprobs(before, part, 0.8).detach(), sampled_logprobs(after, part, 0.8)
             weight, ratio = (proximal - behavior).exp().clamp(max=2.0), (current - proximal).exp()
             gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            gain = gain if advantage > 0 else gain.maximum(3 * advantage)
             clipped += int((ratio * advantage > gain).sum())
             total = total - (weight * gain).sum()
             count += len(current)

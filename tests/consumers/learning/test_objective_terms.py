@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from objective_cases import OBJECTIVES, changed, gradients, packed_inputs
-from penstock.consumers.learning.interfaces import Objective
+from penstock.consumers.learning.interfaces import Objective, settled_correction
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
 from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
@@ -18,8 +18,9 @@ from penstock.consumers.learning.objectives.reinforce import Reinforce
 from penstock.consumers.learning.objectives.sapo import Sapo
 from penstock.consumers.learning.objectives.terms import reference_kl
 from penstock.consumers.learning.objectives.tvpo import Tvpo
-from penstock.schemas.config import Plug
+from penstock.schemas.config import CorrectionConfig, Plug
 from penstock.schemas.process.plugins import construct
+from training_groups import configuration
 
 SIDES = ("bound_low", "bound_high")
 EVERY_CLASS = [Grpo, Dapo, Gspo, Cispo, Reinforce, DecoupledPpo, Sapo, DppoTv, DppoKl, Tvpo]
@@ -220,3 +221,19 @@ def test_a_run_file_plugs_each_by_path() -> None:
         # A plain signature lets a wrong name be refused before anything runs.
         with pytest.raises(TypeError, match="clip_hi"):
             inspect.signature(kind).bind(clip_hi=0.3)
+
+
+def test_a_correction_without_a_mode_is_what_its_objective_can_do() -> None:
+    truncation, by_clip, none = ("token_truncate", False), ("none", True), ("none", False)
+    for objective, correction, expected in (
+        (Grpo(), CorrectionConfig(), by_clip),
+        (Gspo(), CorrectionConfig(), by_clip),
+        (Reinforce(), CorrectionConfig(), truncation),
+        (DppoTv(), CorrectionConfig(), none),
+        (Grpo(), CorrectionConfig(proximal="sampled_version"), truncation),
+        (Reinforce(), CorrectionConfig(bypass=True), by_clip),
+        (Grpo(), CorrectionConfig("none"), none),
+        (Grpo(), CorrectionConfig("sequence_mask"), ("sequence_mask", False)),
+    ):
+        found = settled_correction(configuration("model", correction=correction), objective)
+        assert (found.mode, found.bypass) == expected, (objective, correction)

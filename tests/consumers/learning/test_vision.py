@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from penstock.consumers.learning.batch.packing import pack_segments
@@ -14,9 +16,14 @@ from penstock.consumers.learning.batch.trainable import check_trainable
 from penstock.consumers.learning.loss.scoring import head_logprobs
 from penstock.consumers.learning.model.loading import set_attention
 from penstock.consumers.learning.model.packed_model import PackedModel
+from penstock.consumers.parity.sample import read_sample
+from penstock.consumers.parity.yardstick import measure_yardstick
+from penstock.schemas.config import LoraConfig, TrainerConfig
 from penstock.schemas.images import ImagePlace, digest_of
-from penstock.schemas.rollout import RecordError, Segment, pack_ids
-from training_groups import group_of
+from penstock.schemas.rollout import RecordError, RolloutGroup, Segment, pack_ids
+from rank_processes import on_ranks
+from rank_work import step_once
+from training_groups import configuration, group_of
 from vision_families import FILES, IMAGE, KINDS, VOCABULARY, save_model, segment
 
 CPU = torch.device("cpu")
@@ -117,3 +124,59 @@ def test_a_model_without_image_processor_is_trained_on_text_alone(tmp_path: Path
     (tmp_path / "preprocessor_config.json").unlink()
     model = PackedModel(str(tmp_path), "float32", CPU)
     assert model.vision is None and not model.in_rectangles
+
+
+def shown_groups(folder: Path) -> list[RolloutGroup]:
+    """A group whose siblings are shown images, and three of text."""
+    vision = PackedModel(str(folder), "float32", CPU).vision
+    seen = [[segment((3, FIRST, 2, SECOND, 3, 6), 6, vision, FILES, seed)] for seed in (0, 1)]
+    text = [[[segment((20,), 15, vision, FILES, seed)] for seed in pair] for pair in ((2, 3), (4, 5), (6, 7))]
+    first = replace(group_of(1, seen, [0.0, 1.0]), images=dict(list(FILES.items())[:2]))
+    return [first, *(group_of(number, rows, [0.0, 1.0]) for number, rows in enumerate(text, 2))]
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+def test_two_ranks_of_which_one_has_images_find_the_gradients_of_one_process(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path / kind)
+    trainer = TrainerConfig(device="cpu", max_grad_norm=1e9, tokens_per_microbatch=60, gradient_checkpointing=True)
+    configs = {kind: configuration(tmp_path / kind, trainer=trainer)}
+    groups = shown_groups(tmp_path / kind)
+    (one, expected), (two, found) = (
+        on_ranks(size, step_once, configs, groups, folder=tmp_path / str(size))[0][kind] for size in (1, 2)
+    )
+    assert one.keys() == two.keys() and any("vision" in name or "visual" in name for name in one)
+    for name, gradient in one.items():
+        assert (gradient - two[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+    for place, findings in expected.items():
+        logprobs, others = (np.frombuffer(each.proximal_logprobs, np.float32) for each in (findings, found[place]))
+        np.testing.assert_allclose(others, logprobs, rtol=0, atol=1e-5)
+
+
+def test_the_tower_is_published_by_the_names_of_the_files_and_read_again(folder: Path) -> None:
+    model = PackedModel(str(folder), "float32", CPU)
+    weights = model.published_weights()
+    assert weights.keys() == load_file(folder / "model.safetensors").keys()
+    assert {part.name for part in model.published_parts()()} == weights.keys()
+
+
+@pytest.mark.parametrize("how", ["frozen", "adapter"])
+def test_a_tower_that_is_not_trained_encodes_an_image_once_for_all_passes(how: str, folder: Path) -> None:
+    lora = LoraConfig(rank=2, targets=("q_proj", "v_proj")) if how == "adapter" else None
+    model = PackedModel(str(folder), "bfloat16", CPU, lora=lora, freezes_vision=how == "frozen")
+    tower = {id(each) for each in model.vision.parameters()}
+    assert model.parameters() and not any(id(each) in tower for each in model.parameters())
+    segments = [(0, row, 1.0) for row in rows(model.vision)[:2]]
+    before = model.vision.num_runs
+    for _ in range(2):
+        ((microbatch, _),) = pack_segments(segments, 10**6, files=FILES)
+        head_logprobs(*model.forward(microbatch), microbatch)[0].sum().backward()
+    assert model.vision.num_runs - before == 3
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad and each.ndim > 1)
+
+
+def test_the_yardstick_of_parity_sees_the_images(folder: Path) -> None:
+    model = PackedModel(str(folder), "float32", CPU)
+    sample = read_sample(shown_groups(folder), VOCABULARY, lambda _: True)
+    yardstick = measure_yardstick(sample, model, 200)
+    assert yardstick.packed < 1e-5 and yardstick.transformers < 1e-5

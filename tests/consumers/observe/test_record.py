@@ -71,7 +71,7 @@ def test_every_token_is_recorded_with_the_trainers_own_numbers(folder, budget, m
 
 
 def test_a_group_in_short_says_what_its_tokens_say(folder):
-    config = configuration(folder, max_lag=3, correction=CorrectionConfig(threshold=1.2))
+    config = configuration(folder, max_lag=3, correction=CorrectionConfig("token_truncate", 1.2))
     groups = [random_group(n, 9) for n in range(1, 5)]
     head, recorded = records_of(taken_of(groups, config), config)
     for group, entry, found in zip(groups, head.groups, recorded, strict=True):

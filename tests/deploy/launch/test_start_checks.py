@@ -275,7 +275,8 @@ def test_an_objective_must_exist_and_not_form_the_correction_beside_one(configur
     kwargs = {"proximal": "loglinear", "total_weight_cap": 5.0}
     objective = {"path": "penstock.consumers.learning.objectives.decoupled_ppo:DecoupledPpo", "kwargs": kwargs}
     with pytest.raises(ConfigError, match="counted twice"):
-        check_objective(configured(objective=objective))
+        check_objective(configured("correction.mode=token_truncate", objective=objective))
+    check_objective(configured(objective=objective))
     check_objective(configured("correction.mode=none", objective=objective))
 
 

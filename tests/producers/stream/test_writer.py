@@ -1,14 +1,17 @@
 """Appends on a real server: the group arrives and its prompt leaves in one step, or neither does."""
 
 import math
+import re
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.producers.stream.in_flight import Dead, DeadRollout
 from penstock.producers.stream.writer import MAX_APPEND_GROUPS
+from penstock.schemas.images import digest_of
 from penstock.schemas.keys import Field, Kind
-from penstock.schemas.prompt import Reward
+from penstock.schemas.prompt import ImagePart, Message, Prompt, Reward, TextPart
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
@@ -45,6 +48,19 @@ async def test_a_dead_claim_arrives_with_its_reason_and_its_prompt_leaves(one: P
     ]
     assert one.num_open() == (0, 0) and len(one.table) == 0
     assert "group 1 is dead: prompt: too long" in caplog.text
+
+
+async def test_a_group_whose_images_do_not_fit_is_dead_and_says_how_many_bytes_they_have(one: ProducerDesk) -> None:
+    (claim,) = await one.claimed(1)
+    file = bytes(MAX_ENTRY_BYTES)
+    content = (TextPart(text="see "), ImagePart(digest=digest_of(file)))
+    prompt = Prompt(messages=(Message(role="user", content=content),))
+    assert not one.writer.put(claim, replace(a_group(1), prompt=prompt, images={digest_of(file): file}))
+    await one.written()
+    (fields,) = rollouts(one)
+    assert re.search(rb"record: group 1: .* bytes encoded, .*; its images have 4,194,304 of them", fields[Field.REASON])
+    found = decode_group(fields[Field.PAYLOAD], dead=True)
+    assert found.prompt.messages == (Message(role="user", content="see [image]"),) and found.images is UNSET
 
 
 async def test_a_group_that_died_of_an_error_arrives_with_its_traceback_and_as_far_as_it_came(
