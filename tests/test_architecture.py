@@ -269,7 +269,7 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 BUDGET = {
     "schemas": 6_900,
     "producers": 17_900,
-    "consumers": 20_410,
+    "consumers": 20_500,
     "deploy": 15_600,
     "bench": 6_940,
     "tests": 59_250,

@@ -15,6 +15,8 @@ from penstock.producers.rollout.episode import load_tokenizer, tokenize
 from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.schemas.config import ConfigError, RunConfig, named_figures
+from penstock.schemas.images import ImageError
+from penstock.schemas.process.image_files import decoded
 from penstock.schemas.process.plugins import definition, place_in
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import one_line
@@ -57,6 +59,11 @@ def _check_prompt(config: RunConfig, task: PosedTask, tokenizer: Any, room: int)
             f"{task.asked} has messages, and the tokenizer of model.path = {path!r} has no chat template; expected a "
             "prompt with `text`, or a model with a chat template"
         )
+    for n, image in enumerate(prompt.images, 1):
+        try:
+            decoded(image.data or b"")
+        except ImageError as error:
+            raise ConfigError(f"{task.asked}: image {n} of {len(prompt.images)}: {error}") from error
     try:
         num_tokens = len(tokenize(tokenizer, prompt))
     except Exception as error:  # the chat template is the model's own and may raise anything

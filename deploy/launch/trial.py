@@ -87,7 +87,9 @@ class _Trial:
         for name, value in prompt.metadata.items():
             _say("metadata", f"{name} = {value}")
         await self._show_gold(prompt, len(token_ids))
-        sampled = list(self._sampled(token_ids))
+        if prompt.images and self._tokenizer:
+            _say("note", "nothing is sampled: a prompt with images needs the run's engine")
+        sampled = [] if prompt.images else list(self._sampled(token_ids))
         texts, facts = [text for text, _ in sampled], [each for _, each in sampled]
         rewards = [] if self.converses or not sampled else await self._score(prompt, texts, facts)
         for text, reward in zip_longest(texts, rewards):

@@ -11,6 +11,7 @@ from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.rollout.episode import load_tokenizer, tokenize
 from penstock.schemas.config import ConfigError
 from penstock.schemas.prompt import Message, Prompt, Reward
+from wire_examples import PNG
 
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -41,6 +42,12 @@ class SumsInRoles(Arithmetic):
 class SumsWithoutParts(SumsInRoles):
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         return Reward(value=1.0)
+
+
+class SumsInPictures(SumsInRoles):
+    def prompt(self, index: int) -> Prompt:
+        parts = [{"type": "image", "image": file} for file in (PNG, PNG[:50])]
+        return Prompt(messages=(Message(role="user", content=parts),), answer="2")
 
 
 class SumsByHash(SumsInRoles):
@@ -84,6 +91,8 @@ REFUSED = (
     (PARTS, None, {"checkpoint.best": "reward/x"}, r"no such part; expected reward$"),
     ({"kwargs": {"roles": ["user"]}}, THINKS, {"checkpoint.best": "reward/exakt", "endpoint.port": 0},
      r"best = 'reward/exakt': the reward .*; expected reward or reward/digits or"),
+    ({"path": f"{__name__}:SumsInPictures"}, NO_SYSTEM, {},
+     r"prompt\(1\): image 2 of 2: 50 bytes that cannot be decoded"),
     ({"path": f"{__name__}:SumsByHash"}, None, {},
      r"SumsByHash': prompt\(1\) differs between processes, .*=, or in its .* \(.*checks.py:\d+\)$"),
     ({"path": f"{__name__}:SumsOfOneProcess", "kwargs": {"first": os.getpid()}}, None, {},
