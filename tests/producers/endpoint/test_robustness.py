@@ -82,6 +82,6 @@ async def test_conversations_with_agents_that_hang_up_and_die_leave_nothing_behi
     del groups, rollouts
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer.table, 300.0)
     await until(lambda: num_alive() <= before, 300.0)
-    assert one.engine.num_active == 0 and one.engine.cancelled
+    assert one.engine.num_active == 0
     assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
     assert one.count("penstock_agent_rollouts_total", outcome="dead") == finished.count(False)
