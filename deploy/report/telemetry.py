@@ -220,20 +220,24 @@ def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Updat
     left out; of two evaluations of one update, the later line counts.
     """
     made_by: dict[int, int] = {}
+    first: Update | None = None
     for line in updates:
+        first = first or line
         made_by.setdefault(make_version(_epoch(line), 0), line.update - 1)
         made_by.setdefault(line.policy_version, line.update)
-    if not made_by:
+    if first is None:
         return sorted(points, key=lambda point: point.update)
     placed: dict[int, EvaluationPoint] = {}
     for point in points:
         update = made_by.get(point.policy_version)
+        if first.update == 1 and _epoch(point) == _epoch(first) and point.policy_version < first.policy_version:
+            update = 0  # the model as it is, or as a warm start has made it
         if update is not None:
             placed[update] = msgspec.structs.replace(point, update=update)
     return [placed[update] for update in sorted(placed)]
 
 
-def _epoch(line: Update) -> int:
+def _epoch(line: Update | EvaluationPoint) -> int:
     return split_version(line.policy_version)[0]
 
 

@@ -205,6 +205,14 @@ def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> No
     assert [(point.update, point.metrics["reward/exact"]) for point in points] == [(0, 0.4), (2, 0.52), (3, 0.6)]
 
 
+def test_the_policy_that_a_warm_start_made_is_where_a_run_begins(run_folder: Path) -> None:
+    write_lines(run_folder / "updates.jsonl", *(update_line(n, policy_version=200 + n) for n in (1, 2)))
+    points = [evaluation_line(200, 0.3, 1001.0, update=0), evaluation_line(202, 0.7, 1030.0, update=2)]
+    write_lines(run_folder / "evaluations.jsonl", *points)
+    found = summary_of(run_folder)["held_out"]["reward/exact"]
+    assert (found["initial"], found["final"]) == (0.3, 0.7)
+
+
 def test_a_missing_file_is_named_and_its_figures_are_null(run_folder: Path) -> None:
     for name, figure in (
         ("producers/*.jsonl", "producer_tokens_per_s"),
