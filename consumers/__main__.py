@@ -262,7 +262,7 @@ def _assemble(
         needs_teacher=config.teacher_url is not None,
         experts=learner.experts,
         top_logprobs=config.sampling.top_logprobs,
-        sees=learner.model.vision,
+        sees=learner.sees,
     )
     shard = open_shard(config, learner.ranks, connection.call, learner)
     recomputes = config.correction.proximal == "sampled_version"

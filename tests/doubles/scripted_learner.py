@@ -37,6 +37,7 @@ class ScriptedLearner:
 
     vocabulary = 100
     experts: tuple[int, int, int] | None = None
+    sees = None
     trains_every_row = False
 
     def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:

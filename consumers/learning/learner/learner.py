@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.consumers.learning.advantages import check_advantage, check_siblings, make_advantage
 from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch
+from penstock.consumers.learning.batch.images import Sees
 from penstock.consumers.learning.batch.lag import Lags
 from penstock.consumers.learning.batch.packing import pack, pack_demonstrations
 from penstock.consumers.learning.batch.sharing import Sharing
@@ -319,6 +320,11 @@ class Learner:
         """Layers, experts and experts per token of the routes that rollouts must have; None if they need none."""
         routing = self.model.routing
         return None if routing is None else (routing.num_layers, routing.num_experts, routing.per_token)
+
+    @property
+    def sees(self) -> Sees | None:
+        """What images in rows must be for the model; None if it sees none."""
+        return self.model.vision
 
     def _train(
         self,
