@@ -267,12 +267,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_900,
-    "producers": 17_900,
-    "consumers": 20_500,
-    "deploy": 15_600,
-    "bench": 6_940,
-    "tests": 59_250,
+    "schemas": 6_810,
+    "producers": 17_670,
+    "consumers": 20_450,
+    "deploy": 15_170,
+    "bench": 6_750,
+    "tests": 58_980,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
