@@ -534,8 +534,9 @@ class CorrectionConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.mode is None:
-            for name, default in zip(self.__struct_fields__[1:6], self.__struct_defaults__[1:6], strict=True):
-                if (value := getattr(self, name)) != default:
+            defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
+            for name in ("threshold", "lower", "schedule", "lag_power", "sequence_ratio"):
+                if (value := getattr(self, name)) != defaults[name]:
                     raise ValueError(f"{name} = {value!r} without mode: expected one of weights, as 'token_truncate'")
         if self.bypass and self.mode not in (None, "none"):
             raise ValueError(

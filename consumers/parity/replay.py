@@ -68,7 +68,7 @@ class PolicyStore:
 
     @property
     def vocabulary(self) -> int:
-        return (self._loaded.model if self._loaded is not None else self._base()).vocabulary
+        return self._in_memory.vocabulary
 
     def model(self, version: int) -> PackedModel:
         """Returns the model with the weights of `version`, valid until the next call.
@@ -95,7 +95,12 @@ class PolicyStore:
     @property
     def vision(self) -> Vision | None:
         """What shows images to the model in memory."""
-        return (self._loaded.model if self._loaded is not None else self._base()).vision
+        return self._in_memory.vision
+
+    @property
+    def _in_memory(self) -> PackedModel:
+        """A model of any version."""
+        return self._loaded.model if self._loaded is not None else self._base()
 
     @contextmanager
     def adapter_share(self, share: float) -> Iterator[None]:
