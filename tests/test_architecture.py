@@ -267,12 +267,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_810,
-    "producers": 17_670,
-    "consumers": 20_450,
-    "deploy": 15_170,
-    "bench": 6_750,
-    "tests": 58_980,
+    "schemas": 7_000,
+    "producers": 18_160,
+    "consumers": 21_030,
+    "deploy": 15_600,
+    "bench": 6_930,
+    "tests": 60_600,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
