@@ -22,6 +22,7 @@ from penstock.consumers.observe.record import RolloutRecorder, RunRecord
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.observe.traces import GroupTraces
+from penstock.consumers.observe.tracing import Tracing, check_tracing
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.loaded import LoadedChecks
 from penstock.consumers.parity.producers import ProducerGaps
@@ -54,7 +55,6 @@ from penstock.schemas.policy import make_version
 from penstock.schemas.process import clock, logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
-from penstock.schemas.process.tracing import Tracing, check_tracing
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
 from penstock.schemas.rollout import shown_error
 from penstock.schemas.weights.reading import WeightReader
@@ -275,8 +275,8 @@ def _assemble(
         recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of, learner.ranks.size)
 
     record = RunRecord(recorder, intake, progress, keeps_batches=config.record)
-    traces = GroupTraces(Tracing(config, "trainer") if config.metrics.traces else None, scripts.run_id)
-    intake.on_ended = traces.ended
+    traces = GroupTraces(Tracing(config) if config.metrics.traces else None, scripts.run_id)
+    intake.on_ended, intake.reader.on_spans = traces.ended, traces.sampled
     run_log = RunLog(config, folder, metrics, ledger, progress, _clock_ahead_s(connection), traces)
     best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, keys), epoch)
     publisher = Publisher(

@@ -34,7 +34,6 @@ from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.ports import authority
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.process.stopping import stop_signals
-from penstock.schemas.process.tracing import Tracing
 from penstock.schemas.rollout import shown_error
 
 log = logging.getLogger(__name__)
@@ -118,10 +117,6 @@ async def _build(
     await check_id_is_free(connection, Keys(config.name), producer_id)
     port = metrics.registry.serve(config.metrics, config.folder(runs), producer_id)
     closing.callback(metrics.registry.close)
-    tracing = None
-    if config.metrics.traces:
-        tracing = Tracing(config, producer_id)
-        closing.callback(tracing.close)
     parser = answer_parser(config, tokenizer)
     teacher = None
     if config.teacher is not None and config.teacher_url is not None:
@@ -141,7 +136,6 @@ async def _build(
         metrics=metrics,
         metrics_port=port,
         teacher=teacher,
-        tracing=tracing,
     )
     producer = Producer(context, engine, environments, tokenizer, answer_parser=parser, stop=stop)
     await producer.open()

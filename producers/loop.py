@@ -122,7 +122,7 @@ class Producer:
             teacher=context.teacher,
         )
         names = context.producer_id, context.instance
-        self.writer = Writer(connection, keys, self.table, context.metrics, *names, context.tracing)
+        self.writer = Writer(connection, keys, self.table, context.metrics, *names, config.metrics.traces)
         self._store = ProgressStore(connection, keys, self.table, context.metrics, config.producers)
         self.progress = RolloutProgress(self._store, context.instance)
         self.heartbeat = HeartbeatSender(

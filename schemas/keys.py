@@ -99,6 +99,8 @@ class Field:
     REASON = b"reason"
     TRACEBACK = b"traceback"
     """Of the exception in a user's code for which a group or a rollout died; empty without one."""
+    SPANS = b"spans"
+    """Of the producer, see `penstock.schemas.spans.ProducerSpans`; absent in a run without traces."""
     VERSION = b"version"
     RUN_ID = b"run_id"
     """Of the run that released the prompt, see `Commit.RUN_ID`; absent from entries that were written by hand."""

@@ -34,7 +34,7 @@ VLLM_FILES = {
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 BESIDE_IT = {
-    "process": {"PIL", "opentelemetry", "prometheus_client", "redis"},
+    "process": {"PIL", "prometheus_client", "redis"},
     "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"},
 }
 """What wings of the contract import in addition."""
@@ -267,7 +267,7 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 7_000,
+    "schemas": 6_850,
     "producers": 18_160,
     "consumers": 21_030,
     "deploy": 15_600,
@@ -276,7 +276,7 @@ BUDGET = {
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
-MOST_IMPORTED_BY_THE_TRAINER = 126
+MOST_IMPORTED_BY_THE_TRAINER = 127
 
 
 def test_the_house_keeps_its_budget():

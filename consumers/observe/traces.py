@@ -5,6 +5,7 @@ on several hosts' clocks, and none is before the one that precedes it. The train
 batch. Its root leaves when the group is committed: until then a rollback may undo what became of it.
 """
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +15,18 @@ from typing import Any
 from msgspec import UNSET
 
 from penstock.consumers.learning.learner.step_report import StepReport
+from penstock.consumers.observe.tracing import Tracing, trace_id
 from penstock.schemas.process import clock
-from penstock.schemas.process.tracing import BATCH, ROOT, STREAM, SYNC, TRAIN, Span, Tracing, Value, trace_id
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout import RecordError, RolloutGroup
+from penstock.schemas.spans import BATCH, ROOT, STREAM, SYNC, TRAIN, Span, Value, decode_spans
+
+log = logging.getLogger(__name__)
 
 PHASES = ("queue", "sample", "reward", "stream", "batch", "step")
 """Until it is claimed, sampled, scored, read by the trainer, taken into a batch, trained. `publish` follows, until its
 policy is announced."""
 NUM_SLOWEST = 3
 """Groups that a line of updates.jsonl names."""
-ROOTS = 2_000
-"""Of a checkpoint that are handed to the collector at once: fewer than may wait for it."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,17 @@ class GroupTraces:
         version: dict[str, Value] = {} if made is None else {"penstock.policy_version": made}
         return _Root(group.index, each.times[0], each.times[-1], about | version, is_open=made is not None)
 
+    def sampled(self, index: int, data: bytes) -> None:
+        """Takes the spans that came with a group, see `penstock.schemas.spans.ProducerSpans`."""
+        if self.tracing is None:
+            return
+        try:
+            sampled = decode_spans(data)
+        except RecordError as error:
+            log.warning("traces: group %d has none of its producer's: %s", index, error)
+        else:
+            self.tracing.export(self.run_id, index, sampled.spans, sampled.producer_id)
+
     def ended(self, outcome: str, index: int, group: RolloutGroup | None, received_s: float, error: str = "") -> None:
         """Takes a group that no batch trains. outcome: "skipped" or "dead", or why it is sampled again.
 
@@ -187,10 +200,8 @@ class GroupTraces:
             return
         with self._changed:
             self._changed.wait_for(lambda: self.is_complete, wait_s)
-            for number, root in enumerate(self._in_snapshot, 1):
+            for root in self._in_snapshot:
                 self._export(root.index, Span(ROOT, root.start_s, root.end_s, root.about, error=root.error))
-                if number % ROOTS == 0:
-                    self.tracing.flush()
             self._in_snapshot = []
         self.tracing.flush()
 

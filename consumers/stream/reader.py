@@ -98,6 +98,8 @@ class Reader:
         self._count = FIRST_READ_ENTRIES
         self.ready: dict[int, ReadyGroup] = {}
         """By index, in order of arrival."""
+        self.on_spans: Callable[[int, bytes], None] = lambda index, spans: None
+        """Called with what came with a group for its trace; see `GroupTraces.sampled`."""
         self._refused: list[Refused] = []
         self._refused_indexes: set[int] = set()
         self._refused_entries: set[bytes] = set()
@@ -178,6 +180,8 @@ class Reader:
         if not 1 <= index <= self._ledger.num_released:
             self.refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
             return
+        if spans := fields.get(Field.SPANS):
+            self.on_spans(index, spans)
         if fields.get(Field.KIND) == Kind.DEAD:
             names = {Field.REASON: b"unknown", Field.PRODUCER: b"", Field.TRACEBACK: b""}
             reason, producer, trace = (fields.get(*each).decode(errors="replace") for each in names.items())

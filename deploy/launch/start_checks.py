@@ -10,6 +10,7 @@ import msgspec
 import redis
 
 from penstock.consumers.observe.sinks.feeding import check_sinks
+from penstock.consumers.observe.tracing import check_tracing
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.deploy.launch.context_length import check_context
@@ -29,7 +30,6 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.process.outage import on_another_node
 from penstock.schemas.process.plugins import construct, definition, is_whole, read_attribute, shown_value
 from penstock.schemas.process.redis_url import configured_url, place_of
-from penstock.schemas.process.tracing import check_tracing
 from penstock.schemas.rollout import MAX_ENTRY_BYTES
 from penstock.schemas.routes import row_bytes, shape_in
 

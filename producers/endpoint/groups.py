@@ -30,7 +30,6 @@ from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.journals import Journal
 from penstock.schemas.keys import number_in
 from penstock.schemas.process import clock
-from penstock.schemas.process.tracing import Value
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     ABANDONED,
@@ -45,6 +44,7 @@ from penstock.schemas.rollout import (
     pack_ids,
 )
 from penstock.schemas.segments import CallError, segments
+from penstock.schemas.spans import Value
 
 log = logging.getLogger(__name__)
 

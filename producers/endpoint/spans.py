@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.stream.spans import chat_span
-from penstock.schemas.process.tracing import Span, Value
 from penstock.schemas.rollout import EngineFingerprint
+from penstock.schemas.spans import Span, Value
 
 
 def rollout_spans(

@@ -28,7 +28,6 @@ from penstock.schemas.images import ImagePlace
 from penstock.schemas.policy import steps_behind
 from penstock.schemas.process import clock
 from penstock.schemas.process.plugins import ends_caller
-from penstock.schemas.process.tracing import Span
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     NOT_FINISHED,
@@ -44,6 +43,7 @@ from penstock.schemas.rollout import (
     shown_error,
     unpack_ids,
 )
+from penstock.schemas.spans import Span
 
 log = logging.getLogger(__name__)
 

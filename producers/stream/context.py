@@ -10,7 +10,6 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
-from penstock.schemas.process.tracing import Tracing
 from penstock.schemas.rollout import RolloutGroup
 
 Teacher = Callable[[RolloutGroup], Awaitable[RolloutGroup]]
@@ -24,7 +23,6 @@ class ProducerContext:
     runs: the folder of all runs' folders; this run's may be missing on this host.
     metrics_port: of this process; 0 if nothing serves its metrics.
     teacher: None in a run without a teacher's server.
-    tracing: None in a run without traces.
     instance: of this start of the producer, see `penstock.schemas.heartbeat.Heartbeat`.
     run_id: of the run that this producer has joined, see `penstock.schemas.keys.Commit`; empty before that.
     """
@@ -36,7 +34,6 @@ class ProducerContext:
     metrics: ProducerMetrics
     metrics_port: int = 0
     teacher: Teacher | None = None
-    tracing: Tracing | None = None
     instance: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     run_id: str = ""
 

@@ -10,8 +10,8 @@ from msgspec import UNSET
 
 from penstock.schemas.keys import entry_key
 from penstock.schemas.process import clock
-from penstock.schemas.process.tracing import Span
 from penstock.schemas.rollout import RolloutGroup, Timings, shown_error
+from penstock.schemas.spans import Span
 
 SHARE = 4
 """A read claims at most one in `SHARE` of the free groups, so that several idle producers share the prompts."""

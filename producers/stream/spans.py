@@ -1,19 +1,21 @@
-"""Spans of a claimed prompt, from its release to its group; names as in `penstock.schemas.process.tracing`."""
+"""Spans of a claimed prompt, from its release to its group; names as in `penstock.schemas.spans`."""
 
 from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from penstock.producers.interfaces import Completion
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.process import clock
-from penstock.schemas.process.tracing import QUEUE, REWARD, SAMPLE, Span, Value
-from penstock.schemas.rollout import EngineFingerprint, RolloutGroup
+from penstock.schemas.rollout import MAX_ITEMS, EngineFingerprint, RolloutGroup
+from penstock.schemas.spans import QUEUE, REWARD, SAMPLE, ProducerSpans, Span, Value
 
 WEIGHTS = "penstock.weights"
 """The wait for weights that are fresh enough, or for its turn alone."""
 
 
-def group_spans(claim: Claim, outcome: RolloutGroup | Dead, producer_id: str) -> list[Span]:
-    """Returns the spans of a claim with its outcome, which is known now."""
+def group_spans(claim: Claim, outcome: RolloutGroup | Dead, producer_id: str) -> ProducerSpans:
+    """Returns the spans of a claim with its outcome, which is known now: the first `MAX_ITEMS`."""
     group, error = (outcome, "") if isinstance(outcome, RolloutGroup) else (outcome.group, outcome.reason)
     now = clock.steady_s()
     generated_s, scored_s = (
@@ -35,7 +37,9 @@ def group_spans(claim: Claim, outcome: RolloutGroup | Dead, producer_id: str) ->
     if not error:
         score = sum(rollout.reward.value for rollout in rollouts) / max(1, len(rollouts))
         spans.append(Span(REWARD, generated_s, scored_s, about | {"rl.reward.score": score}))
-    return spans + [span._replace(parent=span.parent or sampling) for span in claim.spans]
+    spans += [replace(span, parent=span.parent or sampling) for span in claim.spans]
+    named = (span if span.id else replace(span, id=f"{sampling}:{n}") for n, span in enumerate(spans[:MAX_ITEMS]))
+    return ProducerSpans(producer_id, tuple(named))
 
 
 def chat_span(

@@ -15,9 +15,9 @@ from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.spans import group_spans
 from penstock.schemas.keys import DEAD_ROLLOUTS_KEPT, PRODUCERS_GROUP, Field, Keys, Kind
-from penstock.schemas.process.tracing import Tracing
 from penstock.schemas.prompt import Message
 from penstock.schemas.rollout import RecordError, RolloutGroup, encode_group, one_line, shown_traceback
+from penstock.schemas.spans import encode_spans
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Writer:
         metrics: ProducerMetrics,
         producer_id: str,
         instance: str,
-        tracing: Tracing | None = None,
+        traces: bool = False,
     ) -> None:
         self._connection = connection
         self._keys = keys
@@ -61,7 +61,7 @@ class Writer:
         self._metrics = metrics
         self._producer_id = producer_id
         self._instance = instance
-        self._tracing = tracing
+        self._traces = traces
         self._waiting: dict[int, _Entry] = {}
         """Everything that Redis does not have yet, numbered in order of arrival."""
         self._unsent: deque[int] = deque()
@@ -78,24 +78,23 @@ class Writer:
         if isinstance(outcome, RolloutGroup):
             try:
                 encoded = encode_group(outcome.finished_by(self._instance))
-                self._export(claim, outcome)
-                self._put(_Entry(claim, Kind.GROUP, (Field.PAYLOAD, encoded)))
+                self._put(_Entry(claim, Kind.GROUP, (Field.PAYLOAD, encoded, *self._spans(claim, outcome))))
                 return True
             except (RecordError, UnicodeEncodeError) as error:
                 outcome = Dead(f"record: {error}", group=outcome)
         log.error("%s is dead: %s", claim, one_line(outcome.reason), exc_info=outcome.error)
-        self._export(claim, outcome)
         sampled = () if outcome.group is None else (Field.PAYLOAD, _encode_dead(outcome.group))
-        self._put(_Entry(claim, Kind.DEAD, (*sampled, *self._why(outcome))))
+        self._put(_Entry(claim, Kind.DEAD, (*sampled, *self._why(outcome), *self._spans(claim, outcome))))
         return False
 
     def put_letter(self, claim: Claim, rollout: DeadRollout) -> None:
         """Takes an agent's rollout that is missing from its group."""
         self._put(_Entry(claim, Kind.DEAD, (Field.ROLLOUT, rollout.id.encode(), *self._why(rollout)), is_letter=True))
 
-    def _export(self, claim: Claim, outcome: RolloutGroup | Dead) -> None:
-        if self._tracing is not None and claim.evaluation_id is None:
-            self._tracing.export(claim.run_id, claim.index, group_spans(claim, outcome, self._producer_id))
+    def _spans(self, claim: Claim, outcome: RolloutGroup | Dead) -> tuple[bytes, ...]:
+        if not self._traces or claim.evaluation_id is not None:
+            return ()
+        return Field.SPANS, encode_spans(group_spans(claim, outcome, self._producer_id))
 
     def _why(self, dead: Dead | DeadRollout) -> tuple[bytes, ...]:
         # Reason and traceback may quote an environment's error, of any length and with any characters.
@@ -131,8 +130,6 @@ class Writer:
             numbers = self._next_batch()
             batch = [self._waiting[number] for number in numbers]
             num_bytes = sum(entry.num_bytes for entry in batch)
-            if self._tracing is not None:
-                await self._tracing.flushed()  # first: a kill after the append must not lose the trace of a group
             await self._connection.retrying(partial(self._append, batch), num_bytes=num_bytes)
             for number in numbers:
                 entry = self._waiting.pop(number)

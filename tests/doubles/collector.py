@@ -71,13 +71,13 @@ class Collector:
                 self.spans += _spans(request)
 
     def traces(self) -> dict[int, list[KeptSpan]]:
-        """Returns the spans by group index, and checks that each group has one trace."""
+        """Returns the spans by group index, one of each id, and checks that each group has one trace."""
         with self._lock:
-            found: dict[int, list[KeptSpan]] = {}
+            found: dict[int, dict[str, KeptSpan]] = {}
             for span in self.spans:
-                found.setdefault(span.index, []).append(span)
-        assert all(len({span.trace for span in spans}) == 1 for spans in found.values())
-        return found
+                found.setdefault(span.index, {})[span.id] = span
+        assert all(len({span.trace for span in spans.values()}) == 1 for spans in found.values())
+        return {index: list(spans.values()) for index, spans in found.items()}
 
     def close(self) -> None:
         self._server.shutdown()

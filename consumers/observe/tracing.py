@@ -1,61 +1,31 @@
-"""OpenTelemetry: one trace per prompt group, to which every process exports its own spans. Off, nothing of it is
-imported here.
+"""OpenTelemetry: one trace per prompt group, exported by its trainer: its own spans, and those of the producers, which
+travel with the group. Off, nothing of it is imported here.
 
-A trace's id and its root's are functions of run and index, so no context travels: a producer, the one that takes its
-prompt over and a resumed trainer make one trace without knowing of each other. `OTEL_*` variables say where spans go
-(OTLP over HTTP), how they are batched and which share of the traces is kept.
-
-Names, as of November 2026. The proposal for reinforcement learning (open-telemetry/semantic-conventions-genai, issue
-88, a draft) has `rl.loop` as root, `rl.sample`, `rl.reward`, `rl.train` and `rl.sync` in it, and `rl.run.id`,
-`rl.system`, `rl.algorithm`, `rl.model.name`, `rl.environment.name`, `rl.loop.iteration`, `rl.*.batch_size`,
-`rl.sync.bytes`; its loop is one iteration of a synchronous trainer, here it is one group's way through the pipeline.
-A second proposal (alibaba/loongsuite-semantic-conventions-genai, issue 27) adds `rl.sample.turns`,
-`rl.sample.output_tokens` and `rl.reward.score`. Calls and tools are the GenAI conventions' `chat`, `execute_tool` and
-`invoke_agent` (in development). What neither has, waits above all, is `penstock.*`.
+A trace's id and its root's are functions of run and index, so that a resumed trainer goes on with the same trace.
+`OTEL_*` variables say where spans go (OTLP over HTTP), how they are batched and which share of the traces is kept.
 """
 
-import asyncio
+import functools
 import hashlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.spans import ROOT, Span, Value
 
 log = logging.getLogger(__name__)
 
-ROOT, QUEUE, SAMPLE, REWARD = "rl.loop", "penstock.queue", "rl.sample", "rl.reward"
-STREAM, BATCH, TRAIN, SYNC = "penstock.stream", "penstock.batch", "rl.train", "rl.sync"
 FLUSH_S = 1.0
-"""How long a collector may keep a group from being appended or committed. One that is slower counts as away, and
-nothing waits for it until it has taken spans again."""
+"""How long a collector may keep the trainer. One that is slower counts as away, and nothing waits for it until it has
+taken spans again."""
 
 MOST_WAITING = 16_384
-"""Spans that may wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; more are lost. OpenTelemetry's own
-2,048 are fewer than those of one batch of 1,000 groups."""
-
-Value = str | int | float | Sequence[str] | Sequence[int]
-
-
-class Span(NamedTuple):
-    """A span of a group's trace.
-
-    start_s, end_s: seconds since the epoch.
-    id: by which others name it as their `parent`, within the group; random if empty. The parent "" is the root.
-    """
-
-    name: str
-    start_s: float
-    end_s: float
-    attributes: Mapping[str, Value] = {}
-    id: str = ""
-    parent: str = ""
-    error: str = ""
+"""Spans that may wait to be sent, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise; more are lost."""
 
 
 def trace_id(run_id: str, index: int) -> str:
@@ -86,23 +56,20 @@ def _packages() -> tuple[Any, Any, Any]:
 class Tracing:
     """Exports spans in a thread. A collector that is away costs their loss, and one logged line.
 
-    instance: of this process, such as the producer's id.
-
     Raises:
         ConfigError: OpenTelemetry is not installed.
     """
 
-    def __init__(self, config: RunConfig, instance: str) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._trace, sdk, trace_exporter = _packages()
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         logging.getLogger(trace_exporter.__name__).setLevel(logging.CRITICAL)  # `_Exporter` says it, once
-        self._resource = Resource.create(
+        about = Resource.create(
             {
                 "service.name": os.environ.get("OTEL_SERVICE_NAME", "penstock"),
-                "service.instance.id": instance,
                 "rl.system": "penstock",
                 "rl.system.version": version("penstock"),
                 "rl.algorithm": config.objective.path.rpartition(":")[2],
@@ -110,17 +77,21 @@ class Tracing:
                 "penstock.run.name": config.name,
             }
         )
+        self._resource_of = functools.cache(lambda name: about.merge(Resource({"service.instance.id": name})))
         self._scope = InstrumentationScope("penstock", version("penstock"))
         self._sampler = sdk.TracerProvider(shutdown_on_exit=False).sampler  # as OTEL_TRACES_SAMPLER says
         self._make: Any = sdk.ReadableSpan
         self._exporter = _Exporter(trace_exporter.OTLPSpanExporter())
-        size = None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else MOST_WAITING
+        size = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", MOST_WAITING))
         self._processor: Any = BatchSpanProcessor(self._exporter, max_queue_size=size)  # type: ignore[arg-type]
+        self._num_before_flush = size // 4
+        self._num_since_flush = 0
         # Of spans that are dropped while the collector is away, one line is enough.
         logging.getLogger("opentelemetry.sdk._shared_internal").addFilter(lambda record: not self._exporter.is_away)
 
-    def export(self, run_id: str, index: int, spans: Iterable[Span]) -> None:
-        """Exports spans of a group's trace, some time later. May be called in any thread."""
+    def export(self, run_id: str, index: int, spans: Iterable[Span], instance: str = "trainer") -> None:
+        """Exports spans of a group's trace, some time later: waits for the collector (`flush`) if many wait for it. May
+        be called in any thread. instance: the process that they are of, such as a producer's id."""
         trace, api = trace_id(run_id, index), self._trace
         number = int(trace, 16)
         if not self._sampler.should_sample(None, number, ROOT).decision.is_sampled():
@@ -137,7 +108,7 @@ class Tracing:
                 each.name,
                 context=context("" if is_root else each.id or os.urandom(8).hex()),
                 parent=None if is_root else context(each.parent),
-                resource=self._resource,
+                resource=self._resource_of(instance),
                 attributes=own | dict(each.attributes) | ({"error.type": each.error} if each.error else {}),
                 kind=api.SpanKind.CLIENT if is_call else api.SpanKind.INTERNAL,
                 status=api.Status(api.StatusCode.ERROR, each.error) if each.error else api.Status(),
@@ -146,33 +117,20 @@ class Tracing:
                 instrumentation_scope=self._scope,
             )
             self._processor.on_end(span)
+            self._num_since_flush += 1
+        if self._num_since_flush >= self._num_before_flush:
+            self.flush()
 
     def flush(self) -> None:
         """Returns once the collector has all spans so far: after `FLUSH_S` at most, at once if it is away."""
-        if (flushed := self._flush()) is not None:
-            try:
-                flushed.result(FLUSH_S)
-            except TimeoutError:
-                self._exporter.told(f"it takes longer than {FLUSH_S:g} s")
-
-    async def flushed(self) -> None:
-        """Does the same as `flush` in an event loop."""
-        if (flushed := self._flush()) is not None:
-            done, _ = await asyncio.wait({asyncio.wrap_future(flushed)}, timeout=FLUSH_S)
-            if not done:
-                self._exporter.told(f"it takes longer than {FLUSH_S:g} s")
-
-    def _flush(self) -> "Future[None] | None":
+        self._num_since_flush = 0
         if self._exporter.is_away:
-            return None
-        flushed: Future[None] = Future()
-
-        def flush() -> None:
-            self._processor.force_flush()
-            flushed.set_result(None)
-
-        threading.Thread(target=flush, daemon=True).start()  # one that hangs must not keep the process
-        return flushed
+            return
+        flushing = threading.Thread(target=self._processor.force_flush, daemon=True)  # it may hang as long as it likes
+        flushing.start()
+        flushing.join(FLUSH_S)
+        if flushing.is_alive():
+            self._exporter.told(f"it takes longer than {FLUSH_S:g} s")
 
     def close(self) -> None:
         """Exports what is left, for `FLUSH_S` at most."""

@@ -7,8 +7,9 @@ import sys
 import pytest
 from msgspec.structs import replace
 
+from penstock.consumers.observe.tracing import Tracing, check_tracing, trace_id
 from penstock.schemas.config import ConfigError, EnvironmentConfig, MetricsConfig, ModelConfig, RunConfig
-from penstock.schemas.process.tracing import ROOT, STREAM, Span, Tracing, check_tracing, trace_id
+from penstock.schemas.spans import ROOT, STREAM, Span
 
 CONFIG = RunConfig(
     name="test",
@@ -25,8 +26,8 @@ def warnings(caplog) -> list[str]:
 
 def test_spans_of_several_processes_make_one_trace(collector):
     for instance, span in zip(("producer-0", "trainer"), reversed(SPANS), strict=True):
-        tracing = Tracing(CONFIG, instance)
-        tracing.export("run", 7, [span])
+        tracing = Tracing(CONFIG)
+        tracing.export("run", 7, [span], instance)
         tracing.close()
     child, root = collector.traces()[7]
     assert root.trace == trace_id("run", 7) and (root.parent, child.parent) == ("", root.id)
@@ -38,7 +39,7 @@ def test_spans_of_several_processes_make_one_trace(collector):
 def test_a_collector_that_is_away_is_told_once_and_not_waited_for(collector, caplog):
     caplog.set_level(logging.INFO)
     collector.status = 400
-    tracing = Tracing(CONFIG, "trainer")
+    tracing = Tracing(CONFIG)
     for _ in range(3):
         tracing.export("run", 7, SPANS)
         tracing.flush()
@@ -57,23 +58,23 @@ def test_a_collector_that_is_away_is_told_once_and_not_waited_for(collector, cap
     assert len(warnings(caplog)) == 2, "an outage after that is told again"
 
 
-def test_a_batch_of_a_thousand_groups_waits_for_the_collector_whole(collector, caplog):
-    tracing = Tracing(CONFIG, "trainer")
+def test_thousands_of_spans_wait_for_the_collector(collector, caplog):
+    tracing = Tracing(CONFIG)
     with collector.holding():
-        for index in range(1_500):
+        for index in range(900):
             tracing.export("run", index, [*SPANS, *SPANS])
     tracing._processor.force_flush()
-    assert len(collector.spans) == 6_000 and warnings(caplog) == []
+    assert len(collector.spans) == 3_600 and warnings(caplog) == []
     tracing.close()
 
 
-async def test_a_slow_collector_counts_as_away(collector, caplog, monkeypatch):
-    monkeypatch.setattr("penstock.schemas.process.tracing.FLUSH_S", 0.05)
-    tracing = Tracing(CONFIG, "producer-0")
+def test_a_slow_collector_counts_as_away(collector, caplog, monkeypatch):
+    monkeypatch.setattr("penstock.consumers.observe.tracing.FLUSH_S", 0.05)
+    tracing = Tracing(CONFIG)
     with collector.holding():
         tracing.export("run", 7, SPANS)
-        await tracing.flushed()
-        await tracing.flushed()
+        tracing.flush()
+        tracing.flush()
     (warning,) = warnings(caplog)
     assert "takes no spans (it takes longer than 0.05 s)" in warning
     tracing.close()
@@ -82,10 +83,10 @@ async def test_a_slow_collector_counts_as_away(collector, caplog, monkeypatch):
 def test_a_share_of_the_traces_is_kept_whole(collector, monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
-    for instance in ("producer-0", "trainer"):
-        tracing = Tracing(CONFIG, instance)
+    for _ in ("before", "resumed"):
+        tracing = Tracing(CONFIG)
         for index in range(400):
-            tracing.export("run", index, SPANS[:1])
+            tracing.export("run", index, SPANS[1:])
         tracing.close()
     traces = collector.traces()
     assert 60 < len(traces) < 140 and {len(spans) for spans in traces.values()} == {2}
