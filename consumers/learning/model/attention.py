@@ -1,6 +1,6 @@
 """Attention over packed rows: one sequence without padding outside, causal rows that never see each other inside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple, Protocol
@@ -9,12 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.consumers.learning.batch.layout import PackedLayout
 
 IMPLEMENTATION = "penstock_packed"
 """The name under which models find `packed_attention`: `attn_implementation=IMPLEMENTATION`."""
+
+
+_MOST_WEIGHTS = 1 << 26
+"""Of queries and keys in memory at once, where no kernel computes them: 256 MiB in float32."""
 
 
 class Scores(NamedTuple):
@@ -66,7 +71,7 @@ def packed_attention(
         query, key: [1, num_heads or num_key_value_heads, N, head_dim]; value: [1, num_key_value_heads, N, value_dim],
             of another width in latent attention.
         layout: passed through the model's keyword arguments.
-        softcap, s_aux: see `Scores`; no kernel takes them, so that weights of all pairs of a row are in memory.
+        softcap, s_aux: see `Scores`; no kernel takes them, see `_by_blocks`.
 
     Returns:
         ([1, N, num_heads, value_dim], None)
@@ -112,7 +117,7 @@ def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scor
         window = scores.sliding_window
         if window is not None and longest <= window:
             window = None
-        if window is not None or layout.blocks is not None:
+        if (window is not None and scores.is_plain) or layout.blocks is not None:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
             seen = ones.tril()
             if layout.blocks is not None:
@@ -127,7 +132,8 @@ def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scor
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scores: Scores) -> Tensor:
     """Returns scaled dot-product attention, [B, num_heads, T, head_dim], of keys and values [B, heads, S, head_dim].
 
-    seen: bool, broadcast to [B, num_heads, T, S], the keys of each query; None for those up to its own.
+    seen: bool, broadcast to [B, num_heads, T, S], the keys of each query; None for those up to its own, of T = S, and
+        within the sliding window if no kernel computes the scores.
     """
     if scores.is_plain:
         return F.scaled_dot_product_attention(
@@ -135,11 +141,38 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, score
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
     key, value = whole_heads(query, key, value)
+    return torch.cat(list(_by_blocks(query, key, value, seen, scores)), dim=2)
+
+
+def _by_blocks(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scores: Scores) -> Iterator[Tensor]:
+    """Yields the attention of consecutive queries. The weights of a block are computed again for its gradient, unless
+    it is the only one, so that memory grows with the length of a row and not with its square."""
+    num_rows, num_heads, length, _ = query.shape
+    num_keys, window = key.shape[2], scores.sliding_window
+    size = max(1, _MOST_WEIGHTS // (num_rows * num_heads * num_keys))
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        keys = slice(0, num_keys)
+        if seen is not None:
+            own = seen[..., first:last, :]
+        else:
+            keys = slice(0 if window is None else max(0, first + 1 - window), last)
+            behind = torch.arange(first, last, device=query.device)[:, None]
+            behind = behind - torch.arange(keys.start, last, device=query.device)
+            own = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        block = query[:, :, first:last], key[:, :, keys], value[:, :, keys], own, scores
+        if size >= length:
+            yield _weighted(*block)
+        else:
+            found: Tensor = checkpoint(_weighted, *block, use_reentrant=False, preserve_rng_state=False)
+            yield found
+
+
+def _weighted(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """Returns attention by its definition, see `attend`; keys and values have the queries' heads."""
     products = (query @ key.transpose(2, 3)).float() * scores.scaling
     if scores.softcap is not None:
         products = scores.softcap * torch.tanh(products / scores.softcap)
-    if seen is None:
-        seen = torch.ones(products.shape[2:], dtype=torch.bool, device=query.device).tril()
     products = products.masked_fill(~seen, -torch.inf)
     normalizer = products.logsumexp(3, keepdim=True)
     if scores.sinks is not None:

@@ -191,16 +191,21 @@ def test_flash_attention_on_a_gpu_equals_rectangles(window) -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_caps_sinks_and_wide_values_are_those_of_the_definition(width, softcap, sinks, window) -> None:
+@pytest.mark.parametrize("most_weights", [attention._MOST_WEIGHTS, 4 * 2 * 6 * 2], ids=["whole", "two queries a block"])
+def test_caps_sinks_and_wide_values_are_those_of_the_definition(
+    width, softcap, sinks, window, most_weights, monkeypatch
+) -> None:
+    monkeypatch.setattr(attention, "_MOST_WEIGHTS", most_weights)
     rows, generator = _random_rows([6, 4]), torch.Generator().manual_seed(0)
     *_, layout, places = _pack(rows)
     query, key, value = (
-        torch.randn(1, heads, 10, columns, dtype=torch.float64, generator=generator)
+        torch.randn(1, heads, 10, columns, dtype=torch.float64, generator=generator).requires_grad_()
         for heads, columns in ((4, 3), (2, 3), (2, width))
     )
-    of_sinks = torch.randn(4, dtype=torch.float64, generator=generator) if sinks else None
+    of_sinks = torch.randn(4, dtype=torch.float64, generator=generator).requires_grad_() if sinks else None
     settings = {"softcap": softcap, "s_aux": of_sinks, "sliding_window": window}
     found, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=layout, **settings)
+    expected = torch.zeros_like(found)
     for place in places:
         q, k, v = (states[0, :, place] for states in (query, *(s.repeat_interleave(2, 1) for s in (key, value))))
         products = q @ k.transpose(1, 2) * 3**-0.5
@@ -210,8 +215,11 @@ def test_caps_sinks_and_wide_values_are_those_of_the_definition(width, softcap, 
         products = products.masked_fill(~seen, -torch.inf)
         if of_sinks is not None:
             products = torch.cat([products, of_sinks[:, None, None].expand(-1, len(place), 1)], dim=2)
-        expected = (products.softmax(2)[..., : len(place)] @ v).transpose(0, 1)
-        torch.testing.assert_close(found[0, place], expected, rtol=1e-6, atol=1e-6)
+        expected[0, place] = (products.softmax(2)[..., : len(place)] @ v).transpose(0, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    inputs = [query, key, value] + ([of_sinks] if sinks else [])
+    gradients = (torch.autograd.grad(each.square().sum(), inputs) for each in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_passes_no_layout_is_not_packed() -> None:
