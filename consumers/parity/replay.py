@@ -252,7 +252,7 @@ class Replay:
         model = self.policies.model(version)
         segments = [(plan.row.group, plan.row.segment, plan.row.sampling.temperature) for plan in plans]
         files = {digest: file for plan in plans for digest, file in plan.row.files.items()}
-        for microbatch, places in pack_segments(segments, self._budget, in_rectangles=model.in_rectangles, files=files):
+        for microbatch, places in pack_segments(segments, self._budget, arrangement=model.arrangement, files=files):
             microbatch = microbatch.to(self._device)
             hidden, head = model.forward(microbatch)
             some = [plans[place] for place in places]
@@ -285,7 +285,7 @@ class Replay:
         cache.begin(self._tensor([np.full(end - start, line) for _, line, start, end in parts]), positions)
         ids = self._tensor([plan.row.token_ids[start:end] for plan, _, start, end in parts])
         model = self.policies.model(version)
-        if model.in_rectangles:
+        if model.arrangement != "packed":
             raise ParityError(
                 "rows sampled by several policies cannot be replayed: no packed pass is exact for "
                 f"{type(model.module).__name__}, whose keys and values could be kept; expected rows of one version"

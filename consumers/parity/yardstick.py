@@ -28,7 +28,7 @@ MAX_TOKENS = 1024
 MIN_SAMPLED = 128
 """If the rows have fewer sampled tokens, those of their contexts are measured too."""
 RECURRENT = 6e-6
-"""The least, in nats, of a model whose rows run in rectangles. Most have recurrences, which transformers computes in
+"""The least, in nats, of a model whose rows are not packed. Most have recurrences, which transformers computes in
 one way, by chunks, and an engine by steps too: small Mamba-2 hybrids in float32 differ by 3e-6 to 1.7e-5."""
 EAGER_TOKENS = 1024
 """The longest row that eager attention computes: its memory grows with the square."""
@@ -50,16 +50,17 @@ def measure_yardstick(sample: Sample, model: PackedModel, budget: int) -> Yardst
     found: dict[str, list[Tensor]] = {name: [] for name in ("packed", *names)}
     triples = [(row.group, segment, row.sampling.temperature) for row, segment in zip(rows, segments, strict=True)]
     files = {digest: file for row in rows for digest, file in row.files.items()}
-    for microbatch, places in pack_segments(triples, budget, in_rectangles=model.in_rectangles, files=files):
+    for microbatch, places in pack_segments(triples, budget, arrangement=model.arrangement, files=files):
         microbatch = microbatch.to(model.parameters()[0].device)
         found["packed"].append(head_logprobs(*model.forward(microbatch), microbatch)[0])
         for name in names:
             with _attention(model, name):
                 found[name].append(_row_by_row(model, microbatch, [segments[place] for place in places], files))
     packed, *others = (torch.cat(logprobs).double() for logprobs in found.values())
+    least = 0.0 if model.arrangement == "packed" else RECURRENT
     return Yardstick(
         transformers=_mean_gap(*others) if len(others) == 2 else float("nan"),
-        packed=max(*(_mean_gap(packed, other) for other in others), RECURRENT if model.in_rectangles else 0.0),
+        packed=max(*(_mean_gap(packed, other) for other in others), least),
         num_tokens=len(packed),
     )
 

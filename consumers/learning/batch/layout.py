@@ -1,11 +1,15 @@
 """Where each row's tokens are among the packed ones."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Arrangement = Literal["packed", "whole", "rectangles"]
+"""How the rows of a pass are arranged: one after another, a prompt that siblings share once; one after another, each
+with its own prompt; padded to one rectangle."""
 MIN_BUCKET_TOKENS = 4096
 """Rows of different lengths are padded to one rectangle up to this size: below it another kernel call costs more."""
 _MAX_PADDING = 0.25
@@ -42,6 +46,19 @@ class PackedLayout:
     def num_padding(self) -> int:
         """Tokens of the buckets past their row's end."""
         return sum(int((bucket[:, 1:] == bucket[:, :1]).sum()) for bucket in self.buckets)
+
+    @property
+    def boundaries(self) -> dict[str, Tensor | int]:
+        """Where whole rows begin, as transformers' layers and their kernels take it (`FlashAttentionKwargs`)."""
+        bounds, longest = self.query_bounds, self.longest_query
+        rows = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
+        return {
+            "seq_idx": rows.repeat_interleave(bounds.diff(), output_size=len(self.slots))[None],
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "PackedLayout":
         names = ("slots", "key_tokens", "query_bounds", "key_bounds")

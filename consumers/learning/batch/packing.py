@@ -23,7 +23,7 @@ from penstock.consumers.learning.batch.batch import (
 )
 from penstock.consumers.learning.batch.images import PlacedImage, RowImages, row_images
 from penstock.consumers.learning.batch.lag import KnownLags, Lags, known_lags, span_lags
-from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, make_layout
+from penstock.consumers.learning.batch.layout import MIN_BUCKET_TOKENS, Arrangement, make_layout
 from penstock.consumers.learning.batch.sharing import ALONE, Sharing, minibatches_of, shared_out, spread
 from penstock.consumers.learning.batch.split import split_tokens
 from penstock.consumers.learning.batch.trainable import check_taught
@@ -157,7 +157,7 @@ def pack_segments(
     segments: Sequence[tuple[int, Segment, float]],
     budget: int,
     *,
-    in_rectangles: bool = False,
+    arrangement: Arrangement = "packed",
     files: Mapping[str, bytes] | None = None,
 ) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
     """Packs segments for forward passes without training: no advantage, no lag, nothing left out.
@@ -166,15 +166,15 @@ def pack_segments(
         segments: the number of the group, the segment (at least one sampled token, and context before it), and the
             temperature of each. Segments of one group that begin with the same context share it.
         budget: tokens of one forward pass, as `trainer.tokens_per_microbatch`.
-        in_rectangles: rows are padded to one rectangle per pass; see `PackedModel.in_rectangles`.
+        arrangement: of the rows; see `PackedModel.arrangement`.
         files: the segments' images by digest.
 
     Yields:
         A micro-batch, and the places in `segments` of the segments in it, in the order of its tokens.
     """
     rows = [replace(_plain_row(number, *each), files=files or {}) for number, each in enumerate(segments)]
-    for part in _split(rows, budget, in_rectangles):
-        yield _pack_rows(part, in_rectangles), tuple(row.rollout for row in part)
+    for part in _split(rows, budget, arrangement):
+        yield _pack_rows(part, arrangement), tuple(row.rollout for row in part)
 
 
 def pack_demonstrations(segments: Sequence[Segment], budget: int, sharing: Sharing) -> MiniBatch:
@@ -259,7 +259,7 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
 
 
 def _pack_passes(passes: list[list[_Row]], sharing: Sharing) -> tuple[MicroBatch, ...]:
-    found, size = [_pack_rows(rows, sharing.in_rectangles) for rows in passes], sharing.per_pass
+    found, size = [_pack_rows(rows, sharing.arrangement) for rows in passes], sharing.per_pass
     if size > 1:
         found = [each for n in range(0, len(found), size) for each in split_tokens(found[n : n + size])]
     return tuple(found)
@@ -316,7 +316,7 @@ def _spans(segment: Segment, lag: KnownLags, config: RunConfig, *, is_left_out: 
         yield _Span(span.end - span.start, d, is_trained, span.version if is_older else UNKNOWN_VERSION)
 
 
-def _split(rows: list[_Row], budget: int, in_rectangles: bool) -> Iterator[list[_Row]]:
+def _split(rows: list[_Row], budget: int, arrangement: Arrangement) -> Iterator[list[_Row]]:
     """Splits rows into parts of at most `budget` tokens, each with its longest row first; a longer row is a part of its
     own.
 
@@ -325,6 +325,7 @@ def _split(rows: list[_Row], budget: int, in_rectangles: bool) -> Iterator[list[
     """
     part: list[_Row] = []
     used = 0
+    in_rectangles = arrangement == "rectangles"
     if in_rectangles:
         rows = _longest_first(rows)
     for row in rows:
@@ -345,12 +346,12 @@ def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]
     compute their tokens together have one pass of `budget` tokens for each of them, and share its rows.
     """
     if sharing.num_ranks == 1:
-        return list(_split(rows, budget, sharing.in_rectangles))
+        return list(_split(rows, budget, sharing.arrangement))
     size = sharing.per_pass
     shares = shared_out(_by_group(rows), lambda row: sharing.cost(row.length), sharing.num_ranks // size)
-    splits = [list(_split(share, budget * size, sharing.in_rectangles)) for share in shares]
+    splits = [list(_split(share, budget * size, sharing.arrangement)) for share in shares]
     num_passes = max(map(len, splits))
-    if sharing.in_rectangles:
+    if sharing.arrangement == "rectangles":
         spread_out = [[*split, *([] for _ in range(num_passes - len(split)))] for split in splits]
     else:
         spread_out = [spread(share, lambda row: row.length, num_passes) for share in shares]
@@ -371,22 +372,22 @@ def _longest_first(rows: list[_Row]) -> list[_Row]:
     return sorted(rows, key=lambda row: -row.length)
 
 
-def _pack_rows(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
+def _pack_rows(rows: list[_Row], arrangement: Arrangement) -> MicroBatch:
     """Packs the rows of one forward pass, and again those of each older policy under which tokens are recomputed."""
     older = sorted({span.older for row in rows for span in row.spans} - {UNKNOWN_VERSION})
     of_version = {version: [row for row in rows if version in {span.older for span in row.spans}] for version in older}
-    of_older = {version: _packed(some, in_rectangles) for version, some in of_version.items()}
-    return replace(_packed(rows, in_rectangles), older=of_older)
+    of_older = {version: _packed(some, arrangement) for version, some in of_version.items()}
+    return replace(_packed(rows, arrangement), older=of_older)
 
 
-def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
+def _packed(rows: list[_Row], arrangement: Arrangement) -> MicroBatch:
     if not rows:
         return idle_microbatch()
     token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
     sizes = np.array([row.segment.num_tokens for row in rows])
     offsets = np.cumsum(sizes) - sizes
     lengths = np.array([row.length for row in rows])
-    prefix_lengths = np.array([row.prefix_length for row in rows])
+    prefix_lengths = np.array([row.prefix_length if arrangement == "packed" else 0 for row in rows])
 
     prefix_ids: dict[tuple[int, bytes, bytes, tuple[ImagePlace, ...]], int] = {}
     prefix_of = np.array([prefix_ids.setdefault(row.prefix, len(prefix_ids)) for row in rows])
@@ -399,7 +400,7 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
     positions = np.concatenate(
         [_ranges(np.zeros_like(unique_lengths), unique_lengths), _ranges(prefix_lengths, own_lengths)]
     )
-    at_least = math.inf if in_rectangles else MIN_BUCKET_TOKENS
+    at_least = math.inf if arrangement == "rectangles" else MIN_BUCKET_TOKENS
     bases = np.concatenate([offsets[first_with].repeat(unique_lengths), offsets.repeat(own_lengths)])
 
     runs = [(r, start, end - start) for r, row in enumerate(rows) for start, end in row.segment.loss_mask]
@@ -434,18 +435,19 @@ def _packed(rows: list[_Row], in_rectangles: bool) -> MicroBatch:
         top=_top([row.segment for row in rows]),
         teacher_logprobs=_teacher_logprobs([row.segment for row in rows]),
         routes=_routes([row.segment for row in rows], bases + positions),
-        images=row_images(dict(_placed_images(rows, prefix_starts, own_starts)), packed_ids, layout),
+        images=row_images(dict(_placed_images(rows, prefix_starts, prefix_lengths, own_starts)), packed_ids, layout),
     )
 
 
 def _placed_images(
-    rows: list[_Row], prefix_starts: np.ndarray, own_starts: np.ndarray
+    rows: list[_Row], prefix_starts: np.ndarray, prefix_lengths: np.ndarray, own_starts: np.ndarray
 ) -> Iterator[tuple[int, PlacedImage]]:
     """Yields the images of rows, those of a shared prefix with each of its rows, by the packed index of their first
     token."""
-    for row, prefix_start, own_start in zip(rows, prefix_starts.tolist(), own_starts.tolist(), strict=True):
+    places = (each.tolist() for each in (prefix_starts, prefix_lengths, own_starts))
+    for row, prefix_start, prefix_length, own_start in zip(rows, *places, strict=True):
         for image in row.segment.images or ():
-            first = image.start + (prefix_start if image.start < row.prefix_length else own_start - row.prefix_length)
+            first = image.start + (prefix_start if image.start < prefix_length else own_start - prefix_length)
             if image.end <= row.length:
                 yield first, PlacedImage(image.digest, row.files[image.digest], image.end - image.start)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TypeVar
 
+from penstock.consumers.learning.batch.layout import Arrangement
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RolloutGroup
 
@@ -19,12 +20,12 @@ Row = TypeVar("Row")
 @dataclass(frozen=True)
 class Sharing:
     """num_ranks: the ranks that share a batch. even_length: tokens of a row above which attention's products cost more
-    than those of the weights. in_rectangles: the rows of a forward pass are padded to one rectangle. per_pass:
+    than those of the weights. arrangement: of the rows of a forward pass. per_pass:
     consecutive ranks that compute their micro-batches' tokens together."""
 
     num_ranks: int = 1
     even_length: float = math.inf
-    in_rectangles: bool = False
+    arrangement: Arrangement = "packed"
     per_pass: int = 1
 
     def cost(self, num_tokens: int) -> float:

@@ -296,7 +296,7 @@ class Learner:
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
         """Packs the groups of one update for `step`; see `packing.pack`."""
         batch = pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=self._sharing)
-        if self._sharing.in_rectangles and not self._said_padding:
+        if self._sharing.arrangement == "rectangles" and not self._said_padding:
             self._said_padding = True
             log.warning("padding is %.0f%% of the first batch's rectangles", 100 * batch.padding)
         return batch
@@ -308,7 +308,7 @@ class Learner:
     @property
     def _sharing(self) -> Sharing:
         model, split = self.model, self.config.trainer.context_parallel
-        return Sharing(self.ranks.size, model.even_length, self.scorer.in_rectangles, split)
+        return Sharing(self.ranks.size, model.even_length, self.scorer.arrangement, split)
 
     @property
     def vocabulary(self) -> int:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch, Support
+from penstock.consumers.learning.batch.layout import Arrangement
 from penstock.consumers.learning.interfaces import (
     LossInputs,
     LossOutputs,
@@ -141,10 +142,11 @@ class TokenScorer:
         ]
 
     @property
-    def in_rectangles(self) -> bool:
-        """True if the trained model, or another of a batch's rows, needs them padded to a rectangle."""
+    def arrangement(self) -> Arrangement:
+        """The arrangement of rows that the trained model and the others of a batch can run."""
         models = (self._model, self.reference, self._teacher)
-        return any(isinstance(model, PackedModel) and model.in_rectangles for model in models)
+        found = {model.arrangement for model in models if isinstance(model, PackedModel)}
+        return max(found, key=get_args(Arrangement).index)
 
     @torch.no_grad()
     def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:

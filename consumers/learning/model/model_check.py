@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.consumers.learning.batch.batch import MicroBatch
+from penstock.consumers.learning.batch.layout import Arrangement
 from penstock.consumers.learning.batch.packing import pack_segments
 from penstock.consumers.learning.model.head import OutputHead, selected_logprobs
 from penstock.consumers.learning.model.loading import set_attention
@@ -44,6 +45,8 @@ _WINDOW = 4
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _LIMIT, _CONTEXT = "original_max_position_embeddings", 11
 """Between the lengths."""
+
+_WAYS = {"packed": "over packed rows", "whole": "over whole rows", "rectangles": "in rectangles"}
 
 _FIRST_IMAGE, _SECOND_IMAGE = 2, 9
 """Tokens before the image in the prefix, and before that of the longer row."""
@@ -83,13 +86,13 @@ def check_model(
     in_dtype: Forward | None = None,
     *,
     is_other_kernel: bool = False,
-    in_rectangles: bool = False,
+    arrangement: Arrangement = "packed",
     vision: Vision | None = None,
 ) -> None:
     """Compares the logprobs of `forward`, which returns hidden states [N, H] and a head, with `module`'s own.
 
     in_dtype: `forward` in the type of training, if that is not float32. is_other_kernel: attention takes another path
-    there. in_rectangles: see `pack_segments`. vision: checks rows with images.
+    there. arrangement: of the rows. vision: checks rows with images.
 
     Raises:
         ModelCheckError: a comparison failed, which the message names, or the model cannot be run in this way.
@@ -102,7 +105,7 @@ def check_model(
     leak = "of a row beside another differ from those of the row alone: rows leak"
 
     def logprobs(rows: list[_Row], forward: Forward) -> Tensor:
-        return _logprobs(rows, forward, head.device, in_rectangles, files)
+        return _logprobs(rows, forward, head.device, arrangement, files)
 
     try:
         if vision is not None:
@@ -124,23 +127,24 @@ def check_model(
     except (ModelCheckError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # an untried architecture may raise anything: it cannot be trained
-        way = "in rectangles" if in_rectangles else "over packed rows"
-        raise ModelCheckError(f"cannot be run {way}: {str(error) or type(error).__name__}") from error
+        raise ModelCheckError(f"cannot be run {_WAYS[arrangement]}: {str(error) or type(error).__name__}") from error
 
 
 @torch.no_grad()
-def uncalled(layers: Mapping[str, nn.Module], forward: Forward, device: torch.device, in_rectangles: bool) -> list[str]:
+def uncalled(
+    layers: Mapping[str, nn.Module], forward: Forward, device: torch.device, arrangement: Arrangement
+) -> list[str]:
     """Returns the names of the layers that a pass over a short row does not call. See `check_model`."""
     called: set[nn.Module] = set()
     hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for layer in layers.values()]
-    _logprobs([_Row(list(range(_PREFIX + 1)))], forward, device, in_rectangles)
+    _logprobs([_Row(list(range(_PREFIX + 1)))], forward, device, arrangement)
     for hook in hooks:
         hook.remove()
     return [name for name, layer in layers.items() if layer not in called]
 
 
 @torch.no_grad()
-def check_range(module: Any, forward: Forward, named: str, *, in_rectangles: bool) -> None:
+def check_range(module: Any, forward: Forward, named: str, *, arrangement: Arrangement) -> None:
     """Checks that a model's weights, and its activations on the check's rows, are finite in float16.
 
     forward: in float16. named: the run file's field and value, for messages.
@@ -169,7 +173,7 @@ def check_range(module: Any, forward: Forward, named: str, *, in_rectangles: boo
 
     hooks = [each.register_forward_hook(noting(name)) for name, each in module.named_modules() if name]
     try:
-        logprobs = _logprobs([_Row(row) for row in rows], forward, head.device, in_rectangles)
+        logprobs = _logprobs([_Row(row) for row in rows], forward, head.device, arrangement)
     finally:
         for hook in hooks:
             hook.remove()
@@ -218,13 +222,13 @@ def _logprobs(
     rows: list[_Row],
     forward: Forward,
     device: torch.device,
-    in_rectangles: bool,
+    arrangement: Arrangement,
     files: Mapping[str, bytes] | None = None,
 ) -> Tensor:
     """Returns the logprobs of the scored tokens, those of the first row first."""
     segments = [(0, _segment(row), 1.0) for row in rows]
     budget = len(rows) * max(len(row.token_ids) for row in rows)
-    ((microbatch, _),) = pack_segments(segments, budget, in_rectangles=in_rectangles, files=files)
+    ((microbatch, _),) = pack_segments(segments, budget, arrangement=arrangement, files=files)
     microbatch = microbatch.to(device)
     hidden, head = forward(microbatch)
     states = F.embedding(microbatch.predicting, hidden)

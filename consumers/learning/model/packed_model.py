@@ -19,7 +19,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.consumers.learning.batch.batch import MicroBatch, idle_microbatch
 from penstock.consumers.learning.batch.images import RowImages
-from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare
+from penstock.consumers.learning.batch.layout import Arrangement, PackedLayout, TokenShare
 from penstock.consumers.learning.batch.split import split_tokens
 from penstock.consumers.learning.model.attention import IMPLEMENTATION, OwnAttention, is_unpadded
 from penstock.consumers.learning.model.blocks import blocks, compile_blocks
@@ -52,8 +52,13 @@ from penstock.schemas.config import ConfigError, LoraConfig
 
 log = logging.getLogger(__name__)
 
-_PASSES = ((IMPLEMENTATION, False), ("sdpa", True), ("eager", True))
-"""Attention, and whether rows run in a rectangle; the fastest first."""
+_PASSES: tuple[tuple[str, Arrangement], ...] = (
+    (IMPLEMENTATION, "packed"),
+    (IMPLEMENTATION, "whole"),
+    ("sdpa", "rectangles"),
+    ("eager", "rectangles"),
+)
+"""Attention and arrangement of rows, the fastest first."""
 
 
 class PackedModel:
@@ -62,9 +67,10 @@ class PackedModel:
     The forward pass runs on the masters rounded to `dtype`, what the engines serve; gradients pass straight through the
     rounding. The language-model head is not part of it: `forward` returns it instead.
 
-    Rows run packed, by the packed attention; if that is not exact for the architecture, in a rectangle, padded on the
-    right, by the model's own attention, recurrences and convolutions. No position of a causal model reads a later one,
-    so that padding needs no mask.
+    Rows run packed, by the packed attention. If that is not exact for the architecture, they run whole, and recurrences
+    and convolutions are told where each begins, which some kernels for GPUs heed; otherwise in a rectangle, padded on
+    the right, by the model's own attention, recurrences and convolutions. No position of a causal model reads a later
+    one, so that padding needs no mask.
 
     Args:
         path: folder of a transformers model.
@@ -122,8 +128,8 @@ class PackedModel:
         """By the published tensor's name, once `_published_names` is known."""
         self._shards: Any = None
         """Runs the body of a model that several ranks share; None in a world of one."""
-        self.in_rectangles: bool = False
-        """Rows are padded to a rectangle: `layout`s must have one bucket."""
+        self.arrangement: Arrangement = "packed"
+        """That of the rows that it runs, or one after it in `Arrangement`'s order."""
         whole = None
         if self._ranks.mesh is None:
             module = load_model(path, self._named, max_model_len).to(device)
@@ -148,14 +154,14 @@ class PackedModel:
         )
         self.routing: RouteReplay | None = RouteReplay(self.module, self._named) if replays_routes else None
         if self._ranks.mesh is None:
-            self._choose_pass(DTYPES[dtype])
-            if per_pass > 1 and self.in_rectangles:
+            self._choose_pass(DTYPES[dtype], per_pass)
+            if per_pass > 1 and self.arrangement != "packed":
                 self._check_split(f"trainer.context_parallel = {per_pass}")
             if self.routing is not None:
                 idle = idle_microbatch().to(device)
                 self.routing.check(lambda routes: self.forward(replace(idle, routes=routes.to(device))))
             if dtype == "float16":
-                check_range(self.module, self._in_dtype(torch.float16), self._named, in_rectangles=self.in_rectangles)
+                check_range(self.module, self._in_dtype(torch.float16), self._named, arrangement=self.arrangement)
             if dithered:
                 dither(self.module, DTYPES[dtype], seed, self._kept)
         if lora is not None or frozen:
@@ -165,8 +171,8 @@ class PackedModel:
         if compiled:
             compile_blocks(language_of(self.module), device)
         if self._ranks.mesh is not None:
-            chosen = (self.attention, False) if whole is None else (whole.attention, whole.in_rectangles)
-            attention, self.in_rectangles = self._ranks.gather(chosen)[0]
+            chosen = self if whole is None else whole
+            attention, self.arrangement = self._ranks.gather((chosen.attention, chosen.arrangement))[0]
             if whole is not None and whole.vision is not None and self.vision is not None:
                 self.vision.tokens_per_frame = whole.vision.tokens_per_frame
             set_attention(self.module, attention)
@@ -183,7 +189,7 @@ class PackedModel:
     def _check_adapters(self, lora: LoraConfig) -> None:
         layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, LoraLinear)}
         device = self.module.get_output_embeddings().weight.device
-        if names := uncalled(layers, self.forward, device, self.in_rectangles):
+        if names := uncalled(layers, self.forward, device, self.arrangement):
             raise ConfigError(
                 f"lora.targets = {list(lora.targets)!r}: {type(self.module).__name__} reads the weight of {names[0]} "
                 "without calling the layer, and would ignore its adapter; expected targets without "
@@ -214,17 +220,20 @@ class PackedModel:
         self.even_length: float = even_length(module)
         """Tokens of a row above which attention's products cost more than those of the weights."""
 
-    def _choose_pass(self, dtype: torch.dtype) -> None:
+    def _choose_pass(self, dtype: torch.dtype, per_pass: int) -> None:
         """Sets attention and arrangement of rows to the first that the check finds exact."""
         reasons: list[str] = []
-        for attention, self.in_rectangles in _PASSES:
+        for attention, self.arrangement in _PASSES:
+            if self.arrangement == "whole" and per_pass > 1:
+                continue  # a part of the tokens may begin within a row
             try:
                 set_attention(self.module, attention)
                 self._check(dtype)
-                if self.in_rectangles:
+                if self.arrangement != "packed":
+                    how = "padded to a rectangle" if self.arrangement == "rectangles" else "whole"
                     log.warning(
-                        "the rows of a pass are padded to a rectangle, which is slower than packing them: %s %s",
-                        type(self.module).__name__, reasons[0],
+                        "the rows of a pass are %s, which is slower than packing them: %s %s",
+                        how, type(self.module).__name__, reasons[0],
                     )  # fmt: skip
                 return
             except (ModelCheckError, ValueError) as error:  # transformers lacks this attention for the architecture
@@ -240,7 +249,7 @@ class PackedModel:
             return found
 
         try:
-            check_model(self.module, shared, in_rectangles=True)
+            check_model(self.module, shared, arrangement="rectangles")
         except ModelCheckError as error:
             raise ConfigError(
                 f"{setting} with {self._named}: {type(self.module).__name__} {error}; expected 1"
@@ -264,8 +273,8 @@ class PackedModel:
             self.module,
             self.forward,
             None if dtype == torch.float32 else self._in_dtype(dtype),
-            is_other_kernel=is_unpadded(device, dtype) and not self.in_rectangles,
-            in_rectangles=self.in_rectangles,
+            is_other_kernel=is_unpadded(device, dtype) and self.attention == IMPLEMENTATION,
+            arrangement=self.arrangement,
             vision=self.vision,
         )
 
@@ -319,7 +328,7 @@ class PackedModel:
     def _run_split(self, microbatch: MicroBatch, share: TokenShare) -> tuple[Tensor, OutputHead]:
         """Runs the body over this rank's share of the tokens; returns as `run` does, for the rank's own micro-batch."""
         group = self._ranks.neighbours(len(share.sent)) if len(share.sent) > 1 else None
-        if not self.in_rectangles:
+        if self.arrangement == "packed":
             assert group is not None  # a rank alone has nothing to split
             hidden, head = self.run(share.token_ids, share.position_ids, SplitAttention(share, group), share.routes)
             return to_owners(hidden, share, group), head
@@ -346,15 +355,18 @@ class PackedModel:
             NotImplementedError: an `OwnAttention`, of a model that runs in rectangles.
         """
         self._whole_rows.current = None
+        in_rectangles = self.arrangement == "rectangles"
         if self.routing is not None:
-            if routes is not None and isinstance(layout, PackedLayout) and self.in_rectangles:
+            if routes is not None and isinstance(layout, PackedLayout) and in_rectangles:
                 routes = routes[layout.buckets[0]].flatten(0, 1)
             self.routing.take(routes)
-        if layout is None or not self.in_rectangles:
+        if layout is None or not in_rectangles:
             with self._seeing(images, token_ids.device, False, layout is None) as of_images:
                 if images is not None and self.vision is not None and isinstance(layout, PackedLayout):
                     layout = replace(layout, blocks=self.vision.blocks(images, token_ids.device))
                 arguments = {"input_ids": token_ids[None], "position_ids": position_ids[None], "layout": layout}
+                if self.arrangement == "whole" and isinstance(layout, PackedLayout):
+                    arguments |= layout.boundaries
                 hidden, head = self._run(**arguments | of_images)
             return hidden[0], head
         if not isinstance(layout, PackedLayout):

@@ -47,7 +47,7 @@ def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, fami
             return next(
                 (f"refused: {said}" for said, message in REFUSALS.items() if re.search(message, str(error))), str(error)
             )
-        return "in rectangles" if packed.in_rectangles else "packed"
+        return {"rectangles": "in rectangles"}.get(packed.arrangement, packed.arrangement)
 
     found = verdict_of()
     assert_agrees(family.trainer, gaps[-1])

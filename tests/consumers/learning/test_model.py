@@ -209,8 +209,8 @@ def test_the_check_runs_the_attention_that_training_runs(folder, monkeypatch, ca
     monkeypatch.setattr(attention, "unpadded", attention._in_rectangles)
     PackedModel(str(folder), "bfloat16", torch.device("cpu"))
     monkeypatch.setattr(attention, "unpadded", leaking)
-    assert not PackedModel(str(folder), "float32", torch.device("cpu")).in_rectangles
-    assert PackedModel(str(folder), "bfloat16", torch.device("cpu")).in_rectangles
+    assert PackedModel(str(folder), "float32", torch.device("cpu")).arrangement == "packed"
+    assert PackedModel(str(folder), "bfloat16", torch.device("cpu")).arrangement == "rectangles"
     assert "rows leak" in caplog.text
 
 

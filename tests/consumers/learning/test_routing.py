@@ -57,7 +57,7 @@ def _segment(token_ids: list[int], routes: np.ndarray | None) -> Segment:
 def _logprobs(model: PackedModel, rows: list[list[int]], routes: list[np.ndarray] | None) -> Tensor:
     """Returns the logprobs of the rows' tokens after their context, the rows in the order of `pack_segments`."""
     segments = [(n, _segment(row, None if routes is None else routes[n]), 1.0) for n, row in enumerate(rows)]
-    ((microbatch, places),) = pack_segments(segments, 4096, in_rectangles=model.in_rectangles)
+    ((microbatch, places),) = pack_segments(segments, 4096, arrangement=model.arrangement)
     assert places == tuple(range(len(rows)))
     return head_logprobs(*model.forward(microbatch), microbatch)[0]
 

@@ -58,16 +58,16 @@ def own_logprobs(module: Any, vision: Any, row: Segment) -> torch.Tensor:
 
 def test_rows_with_images_agree_with_transformers_packed_and_in_rectangles(folder: Path) -> None:
     model = PackedModel(str(folder), "float32", CPU)
-    assert not model.in_rectangles
+    assert model.arrangement == "packed"
     found_rows = rows(model.vision)
     reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     expected = [own_logprobs(reference, model.vision, row) for row in found_rows]
     torch.cat(expected).sum().backward()
-    for attention, in_rectangles in (("penstock_packed", False), ("sdpa", True)):
+    for attention, arrangement in (("penstock_packed", "packed"), ("sdpa", "rectangles")):
         set_attention(model.module, attention)
-        model.in_rectangles = in_rectangles
+        model.arrangement = arrangement
         segments = [(max(0, number - 1), row, 1.0) for number, row in enumerate(found_rows)]
-        ((microbatch, places),) = pack_segments(segments, 10**6, in_rectangles=in_rectangles, files=FILES)
+        ((microbatch, places),) = pack_segments(segments, 10**6, arrangement=arrangement, files=FILES)
         before = model.vision.num_runs
         found, _ = head_logprobs(*model.forward(microbatch), microbatch)
         assert model.vision.num_runs - before == 3  # each image once, though rows share them
@@ -86,12 +86,12 @@ def test_a_placeholder_that_was_sampled_is_text(folder: Path) -> None:
     row = segment((3, FIRST, 9), 6, model.vision, FILES, 0)
     ids = torch.frombuffer(bytearray(row.token_ids), dtype=torch.int32).tolist()
     logprobs = []
-    for sampled, in_rectangles in ((ids[-3], False), (IMAGE, False), (IMAGE, True)):
+    for sampled, arrangement in ((ids[-3], "packed"), (IMAGE, "packed"), (IMAGE, "rectangles")):
         changed = replace(row, token_ids=pack_ids([*ids[:-3], sampled, *ids[-2:]]))
-        if in_rectangles:
+        if arrangement == "rectangles":
             set_attention(model.module, "sdpa")
-            model.in_rectangles = True
-        ((microbatch, _),) = pack_segments([(0, changed, 1.0)], 999, in_rectangles=in_rectangles, files=FILES)
+            model.arrangement = arrangement
+        ((microbatch, _),) = pack_segments([(0, changed, 1.0)], 999, arrangement=arrangement, files=FILES)
         logprobs.append(head_logprobs(*model.forward(microbatch), microbatch)[0])
     torch.testing.assert_close(logprobs[1], logprobs[2], rtol=0, atol=1e-5)
     torch.testing.assert_close(logprobs[0][:3], logprobs[1][:3], rtol=0, atol=1e-5)  # the image is the same
@@ -123,7 +123,7 @@ def test_a_model_without_image_processor_is_trained_on_text_alone(tmp_path: Path
     save_model("gemma3", tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     model = PackedModel(str(tmp_path), "float32", CPU)
-    assert model.vision is None and not model.in_rectangles
+    assert model.vision is None and model.arrangement == "packed"
 
 
 def shown_groups(folder: Path) -> list[RolloutGroup]:

@@ -159,7 +159,7 @@ def _mean(differences: Tensor) -> float:
 def _differences(trainer: PackedModel, completions: Sequence[Completion]) -> Tensor:
     """Returns the trainer's logprobs of the sampled tokens minus the engine's, by one pass."""
     segments = [(0, _segment(one), 1.0) for one in completions]
-    ((microbatch, _),) = pack_segments(segments, 8 * 128, in_rectangles=trainer.in_rectangles)
+    ((microbatch, _),) = pack_segments(segments, 8 * 128, arrangement=trainer.arrangement)
     return head_logprobs(*trainer.forward(microbatch), microbatch)[0] - microbatch.behavior_logprobs
 
 
