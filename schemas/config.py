@@ -501,9 +501,8 @@ class CorrectionConfig(Section, frozen=True):
 
     mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     """ms-swift's names and meaning. `sequence_*` go by the row's ratio; a row that `sequence_mask` keeps has its
-    tokens' own ratios as weights. None: the objective's clip, on current / behavior, is the correction, as with
-    `bypass`; for objectives without a clip, and with a `proximal` of "sampled_version", `token_truncate`; none for
-    objectives that read the behavior policy themselves."""
+    tokens' own ratios as weights. None: `token_truncate`; for GSPO `bypass` with its clip as the correction, and
+    nothing for objectives that read the behavior policy themselves."""
     threshold: Annotated[float, Meta(ge=1)] = 2.0
     """tau_0, the largest importance weight kept (truncate) or trusted (mask) at lag 0."""
     lower: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -78,8 +78,8 @@ class Objective(Protocol):
         importance weight would count one gap twice, so the trainer refuses a correction with it.
     trains_every_row: True if the loss has terms that are not 0 where every advantage is 0, such as a KL to the
         reference or an entropy bonus: groups without reward variance are then trained on like the others.
-    clips_ratio: True if the loss bounds current / proximal by a clip: in a run that does not say otherwise that ratio
-        becomes current / behavior, and the clip the correction (`settled_correction`).
+    bypasses: True if current / proximal becomes current / behavior in a run that does not say otherwise, and the
+        objective's clip the correction (`settled_correction`).
     full_rate_ess: the share of effective rows, above 0 and up to 1, below which a step has a lower learning rate (see
         `penstock.consumers.learning.loss.ess`); None: every step has the schedule's.
     """
@@ -94,7 +94,7 @@ def settled_correction(config: RunConfig, objective: Objective) -> CorrectionCon
         return correction
     if getattr(objective, "reads_behavior", False) or correction.bypass:
         return msgspec.structs.replace(correction, mode="none")
-    if getattr(objective, "clips_ratio", False) and correction.proximal == "consumed":
+    if getattr(objective, "bypasses", False) and correction.proximal == "consumed":
         return msgspec.structs.replace(correction, mode="none", bypass=True)
     return msgspec.structs.replace(correction, mode="token_truncate")
 

@@ -13,7 +13,6 @@ which is the same for delta > 1 + clip_high.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ from penstock.consumers.learning.objectives.terms import PolicyObjective, number
 @dataclass(frozen=True, kw_only=True)
 class ClippedObjective(PolicyObjective):
     """An objective with PPO's clip."""
-
-    clips_ratio: ClassVar[bool] = True
 
     clip_low: float = number(0.2, above=0, at_most=1)
     clip_high: float = number(0.2, above=0)

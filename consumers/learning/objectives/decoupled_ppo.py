@@ -30,7 +30,6 @@ acts on the mismatch of engine and trainer.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +49,6 @@ class DecoupledPpo(ClippedObjective):
     Raises:
         ValueError: on construction, an argument out of range or missing; when called, an interpolation without lags.
     """
-
-    clips_ratio: ClassVar[bool] = False  # its proximal policy is not the behavior policy
 
     proximal: str = choice("recomputed", ("recomputed", "loglinear", "linear"))
     """"recomputed", "loglinear" or "linear"."""

@@ -41,6 +41,7 @@ class Gspo(ClippedObjective):
     """
 
     token_level: ClassVar[bool] = False
+    bypasses: ClassVar[bool] = True
 
     clip_low: float = number(3e-4, above=0, at_most=1)
     clip_high: float = number(4e-4, above=0)

@@ -226,7 +226,7 @@ def test_a_run_file_plugs_each_by_path() -> None:
 def test_a_correction_without_a_mode_is_what_its_objective_can_do() -> None:
     truncation, by_clip, none = ("token_truncate", False), ("none", True), ("none", False)
     for objective, correction, expected in (
-        (Grpo(), CorrectionConfig(), by_clip),
+        (Grpo(), CorrectionConfig(), truncation),
         (Gspo(), CorrectionConfig(), by_clip),
         (Reinforce(), CorrectionConfig(), truncation),
         (DppoTv(), CorrectionConfig(), none),
