@@ -1,6 +1,9 @@
 """Task folders of Harbor, with real commands and tests."""
 
+import asyncio
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,15 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path, made: bool, message: 
         folder.mkdir()
     with pytest.raises(ValueError, match=message):
         HarborTasks(seed=0, training=str(folder))
+
+
+async def test_the_task_of_the_page_is_solved_by_what_it_asks_for(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text("utf-8")
+    (script,) = re.findall(r"^```\n(mkdir -p tasks/.*?)^```", page, re.M | re.S)
+    await asyncio.to_thread(subprocess.run, ["bash", "-ec", script], cwd=tmp_path, check=True)
+    for command, value in (("echo hello > word.txt", 1.0), ("echo bye > word.txt", 0.0), ("true", 0.0)):
+        reward, _ = await played(tmp_path / "tasks" / "train", calls(command), "Done.")
+        assert reward.value == value
 
 
 def test_tasks_of_a_folder_are_posed_in_another_order_each_epoch(tmp_path: Path) -> None:

@@ -65,3 +65,12 @@ def test_what_cannot_be_begun_is_an_error_of_the_run_file(tmp_path: Path, change
     plug = EnvironmentConfig(path="penstock.producers.environments.skyrl:SkyRLEnvironment", kwargs=kwargs)
     with pytest.raises(ValueError, match=re.escape(message)):
         construct(plug, "environment", Environment, seed=0)
+
+
+async def test_the_row_of_the_page_is_worth_its_answer(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text("utf-8")
+    (row,) = re.findall(r'^\{"prompt": .*"env_class".*\}$', page, re.M)
+    (tmp_path / "train.jsonl").write_text(row)
+    environment = SkyRLEnvironment(seed=0, training=str(tmp_path / "train.jsonl"), max_turns=3)
+    rewards = [await environment.reward(environment.prompt(1), text) for text in ("It is #### 5", "It is #### 6")]
+    assert [reward.value for reward in rewards] == [1.0, 0.0]
