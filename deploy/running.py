@@ -250,14 +250,14 @@ def run(
                 f"run {asked.name} is complete, with {ledger.num_updates} updates; --set num_updates=N trains on to N"
             )
             return report(asked.folder(runs))
-    (checked, *_), placement = _checked(asked, runs, resume=resume)
+    (checked, _, _, tasks), placement = _checked(asked, runs, resume=resume)
     from penstock.deploy.launch.launcher import Launcher
     from penstock.deploy.launch.live_view import open_view
     from penstock.deploy.launch.producer_pool import PartDied
-    from penstock.deploy.launch.start_checks import check_redis
+    from penstock.deploy.launch.start_checks import check_redis, image_bytes
     from penstock.deploy.parity.command import raise_gate_refusal
 
-    check_redis(checked, resume=resume)
+    check_redis(checked, resume=resume, num_image_bytes=image_bytes(tasks))
     with RunFolder(checked, runs, resume=resume) as folder:
         for difference in folder.save(checked):
             print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)

@@ -14,8 +14,10 @@ MAX_IMAGE_BYTES = 16 * 1024 * 1024
 """The largest image file."""
 MAX_IMAGE_PIXELS = 32 * 1024 * 1024
 """The most pixels of an image: 96 MiB as RGB."""
-MAX_IMAGES = 64
+MAX_IMAGES = 1024
 """The most images of a group."""
+MAX_IMAGES_BYTES = 64 * 1024 * 1024
+"""The most bytes of a group's image files."""
 
 
 class ImageError(ValueError):
@@ -63,11 +65,13 @@ def problem_of_places(
 
 
 def problem_of_images(images: Mapping[str, bytes]) -> str | None:
-    """Returns why these are not image files by digest; None if they are."""
+    """Returns why these are not image files by digest, or empty for one that is kept elsewhere; None if they are."""
     if len(images) > MAX_IMAGES:
-        return f"{len(images):,} images, expected at most {MAX_IMAGES}"
+        return f"{len(images):,} images, expected at most {MAX_IMAGES:,}"
+    if (num_bytes := sum(map(len, images.values()))) > MAX_IMAGES_BYTES:
+        return f"{num_bytes:,} bytes in {len(images):,} files, expected at most {MAX_IMAGES_BYTES:,}"
     for digest, data in images.items():
-        if (found := digest_of(data)) != digest:
+        if data and (found := digest_of(data)) != digest:
             return f"{len(data):,} bytes of the digest {found}, expected {digest[:64]!a}"
     return None
 

@@ -41,8 +41,11 @@ class Keys:
         self.tasks = f"{tag}:tasks"
         """Hash: index to `<number> <environment>` of its task, of indexes released since the last checkpoints."""
         self.rollouts = f"{tag}:rollouts"
-        """Stream: one entry per group (`index`, `kind`, `payload`, `run_id`); a dead group's also has `producer`,
-        `reason` and `traceback`, and its payload may be incomplete."""
+        """Stream: one entry per group (`index`, `kind`, `payload`, `run_id`), and `images` if these are apart; a dead
+        group's also has `producer`, `reason` and `traceback`, and its payload may be incomplete."""
+        self.images = f"{tag}:images"
+        """Hash: `<name>/<digest>` to an image file that an entry of `rollouts` had no room for. It is added and removed
+        with its entry, which has `<name> <digest> <digest>...` in its field `images`."""
         self.evaluations = f"{tag}:evaluations"
         """Stream: evaluation prompts (`environment`, `task`, `run_id`), entry id `<version>-<n>`."""
         self.evaluation_results = f"{tag}:evaluation_results"
@@ -96,6 +99,8 @@ class Field:
     INDEX = b"index"
     KIND = b"kind"
     PAYLOAD = b"payload"
+    IMAGES = b"images"
+    """Of a group whose image files are in `Keys.images`."""
     REASON = b"reason"
     TRACEBACK = b"traceback"
     """Of the exception in a user's code for which a group or a rollout died; empty without one."""
@@ -151,6 +156,12 @@ def number_in(field: bytes | None) -> int | None:
     thousands of digits, and return numbers that no record can hold.
     """
     return int(field) if field is not None and len(field) <= _MAX_DIGITS and field.isdigit() else None
+
+
+def stored_images(field: bytes | None) -> dict[str, bytes]:
+    """Returns the fields of `Keys.images` that belong to an entry with this field `images`, by digest."""
+    name, *digests = (field or b"").split() or [b""]
+    return {digest.decode(errors="replace"): name + b"/" + digest for digest in digests}
 
 
 def is_of_run(fields: Mapping[bytes, bytes], run_id: str) -> bool:

@@ -5,19 +5,19 @@ import struct
 import sys
 import traceback
 from array import array
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Literal
 
 import msgspec
 
-from penstock.schemas.images import ImagePlace, problem_of_images, problem_of_places
+from penstock.schemas.images import MAX_IMAGES_BYTES, ImagePlace, problem_of_images, problem_of_places
 from penstock.schemas.metrics import MAX_PART_CHARACTERS, MAX_PARTS
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.routes import Routes
 
 SCHEMA_VERSION = 1
 MAX_ENTRY_BYTES = 4 * 1024 * 1024
-"""The largest encoded group a stream entry may hold."""
+"""The largest encoded group a stream entry may hold, and the largest group but for its images."""
 MAX_ITEMS = 4096
 """Most entries of each table or list in a record, apart from the packed numbers."""
 MAX_REWARD = 1e9
@@ -280,7 +280,8 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The producer instances (`Heartbeat.instance`) that sampled parts of it, in order: the last one finished it. Empty
     in records of earlier releases."""
     images: dict[str, bytes] | msgspec.UnsetType = msgspec.UNSET
-    """The image files of the prompt and of all segments, by digest; unset without images."""
+    """The image files of the prompt and of all segments, by digest; unset without images. A file that the entry had no
+    room for is empty here: its bytes are in the run's `Keys.images`, those of a group that was given up nowhere."""
 
     @property
     def samplers(self) -> tuple[str, ...]:
@@ -350,17 +351,23 @@ def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
     dead: accepts a group that was given up: without rollouts, or with rewards of any value.
 
     Raises:
-        RecordError: lengths that disagree, or more than `MAX_ENTRY_BYTES`.
+        RecordError: lengths that disagree, images that are no group's, or more than `MAX_ENTRY_BYTES` without them.
     """
     _check_structure(group, dead)
     payload = _encoder.encode(group)
     if len(payload) > MAX_ENTRY_BYTES:
-        of_images = sum(map(len, (group.images or {}).values()))
-        less = f"its images have {of_images:,} of them" if of_images else "lower group_size or sampling.max_tokens"
-        raise RecordError(
-            f"group {group.index}: {len(payload):,} bytes encoded, at most {MAX_ENTRY_BYTES:,} {NO_ROOM}; {less}"
-        )
+        _check_size(payload, group)
     return payload
+
+
+def encode_entry(group: RolloutGroup, *, dead: bool = False) -> tuple[bytes, dict[str, bytes]]:
+    """Returns what a stream entry holds of a group, at most `MAX_ENTRY_BYTES`, and the image files that it does not, by
+    digest: none, or all if they do not fit. Raises RecordError as `encode_group`."""
+    payload = encode_group(group, dead=dead)
+    if len(payload) <= MAX_ENTRY_BYTES:
+        return payload, {}
+    files = {digest: data for digest, data in (group.images or {}).items() if data}
+    return _encoder.encode(msgspec.structs.replace(group, images=dict.fromkeys(group.images or {}, b""))), files
 
 
 def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
@@ -373,20 +380,76 @@ def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
         RecordError: not msgpack of this schema, a newer schema version, lengths that disagree, or numbers that are not
             valid ids and logprobs.
     """
-    if len(payload) > MAX_ENTRY_BYTES:
-        raise RecordError(f"payload: {len(payload):,} bytes, expected at most {MAX_ENTRY_BYTES:,}")
+    if len(payload) > MAX_ENTRY_BYTES + MAX_IMAGES_BYTES:
+        raise RecordError(f"payload: {len(payload):,} bytes, expected at most {MAX_ENTRY_BYTES + MAX_IMAGES_BYTES:,}")
     try:
         group = _decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RecordError(f"payload: not a rollout group: {error}") from error
+    if len(payload) > MAX_ENTRY_BYTES:
+        _check_size(payload, group)
     _check_structure(group, dead)
     _check_context(group, dead)
-    if problem := problem_of_images(group.images or {}):
-        raise RecordError(f"group {group.index}: images: {problem}")
+    _check_images(group)
     for r, rollout in enumerate(group.rollouts):
         for s, segment in enumerate(rollout.segments):
             _check_values(segment, f"group {group.index}: rollouts[{r}].segments[{s}]")
     return group
+
+
+def decode_entry(
+    payload: bytes, *, dead: bool = False, image: Callable[[str], bytes | None] | None = None
+) -> RolloutGroup:
+    """Decodes what a stream entry holds of a group, as `decode_group` does.
+
+    image: returns the file of a digest that the entry does not hold; None if its bytes are gone. Without it such files
+        stay empty.
+
+    Raises:
+        RecordError: see `decode_group`, more than `MAX_ENTRY_BYTES`, or an image whose bytes are gone.
+    """
+    if len(payload) > MAX_ENTRY_BYTES:
+        raise RecordError(f"payload: {len(payload):,} bytes, expected at most {MAX_ENTRY_BYTES:,}")
+    group = decode_group(payload, dead=dead)
+    if image is None or not group.images or all(group.images.values()):
+        return group
+    files = dict(group.images)
+    for digest in (each for each, data in group.images.items() if not data):
+        if not (data := image(digest)):
+            raise RecordError(f"{_place_of(digest, group)}: the bytes of the image {digest[:64]!a} are gone")
+        files[digest] = data
+    group = msgspec.structs.replace(group, images=files)
+    _check_images(group)
+    return group
+
+
+def _place_of(digest: str, group: RolloutGroup) -> str:
+    """Returns where a group has an image."""
+    where = f"group {group.index}: "
+    if any(part.digest == digest for part in group.prompt.images):
+        return where + "prompt"
+    for r, rollout in enumerate(group.rollouts):
+        for s, segment in enumerate(rollout.segments):
+            for place in segment.images or ():
+                if place.digest == digest:
+                    return where + f"rollouts[{r}].segments[{s}].images ({place.start}, {place.end})"
+    return where + "images"
+
+
+def _check_images(group: RolloutGroup) -> None:
+    if problem := problem_of_images(group.images or {}):
+        raise RecordError(f"group {group.index}: images: {problem}")
+
+
+def _check_size(payload: bytes, group: RolloutGroup) -> None:
+    """Checks the size of a group that is larger than an entry."""
+    _check_images(group)
+    num_bytes = len(payload) - sum(map(len, (group.images or {}).values()))
+    if num_bytes > MAX_ENTRY_BYTES:
+        raise RecordError(
+            f"group {group.index}: {num_bytes:,} bytes encoded, at most {MAX_ENTRY_BYTES:,} {NO_ROOM}; lower "
+            "group_size or sampling.max_tokens"
+        )
 
 
 def origin_in(payload: bytes) -> GroupOrigin | None:

@@ -137,7 +137,8 @@ class Commits:
         keep_rollouts = min(snapshot.keep_rollouts, reader.first_unsettled(), key=entry_key)
         # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the
         # successor may continue from it. If it does not, its next commit deletes the checkpoint.
-        trimmed = leadership.scripts.commit(name, keep_rollouts, self._num_released)
+        images = reader.images_before(keep_rollouts)
+        trimmed = leadership.scripts.commit(name, keep_rollouts, self._num_released, images)
         self._num_released = snapshot.num_released
         leadership.checkpoints.committed(name)
         reader.forget_trimmed(keep_rollouts)

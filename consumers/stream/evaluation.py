@@ -12,7 +12,7 @@ from penstock.consumers.stream.reader import ENTRIES_PER_READ, LARGEST_CLOCK, ST
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.config import HeldOut
 from penstock.schemas.keys import Field, Kind, entry_key, is_of_run, number_in
-from penstock.schemas.rollout import RecordError, decode_group
+from penstock.schemas.rollout import RecordError, decode_entry
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Evaluator:
         found = HeldOutAnswers(self._held_out[n - 1].environment)
         if fields.get(Field.KIND) == Kind.GROUP:
             try:
-                group = decode_group(fields.get(Field.PAYLOAD, b""))
+                group = decode_entry(fields.get(Field.PAYLOAD, b""))
                 if group.environment not in self._sets:  # records of earlier releases name none
                     group = msgspec.structs.replace(group, environment=found.environment)
                 samplers, found = group.samplers, HeldOutAnswers.of(group)

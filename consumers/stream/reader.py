@@ -1,7 +1,7 @@
 """Reads the rollout stream by cursor: a released index becomes ready once, however often its group is appended."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from msgspec import structs
 
 from penstock.consumers.stream.connection import BLOCK_S, TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
-from penstock.schemas.keys import Field, Keys, Kind, entry_key, is_of_run, number_in
+from penstock.schemas.keys import Field, Keys, Kind, entry_key, is_of_run, number_in, stored_images
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.process import clock
 from penstock.schemas.rollout import (
@@ -18,6 +18,7 @@ from penstock.schemas.rollout import (
     MAX_TRACEBACK_CHARACTERS,
     RecordError,
     RolloutGroup,
+    decode_entry,
     decode_group,
     one_line,
     origin_in,
@@ -90,7 +91,7 @@ class Reader:
         self._connection = connection
         self._renew, self._run_id = renew, run_id
         self._has_dropped = False
-        self._stream = keys.rollouts
+        self._stream, self._image_store = keys.rollouts, keys.images
         self._ledger = ledger
         self._group_size = group_size
         self._check = check
@@ -104,6 +105,8 @@ class Reader:
         self._refused_indexes: set[int] = set()
         self._refused_entries: set[bytes] = set()
         """Refused entries that name no released index, while they are on the stream."""
+        self._stored: dict[bytes, dict[str, bytes]] = {}
+        """The fields of `Keys.images` that belong to each entry on the stream, by digest."""
         self.num_received = 0
         """Good groups read so far."""
 
@@ -151,16 +154,24 @@ class Reader:
         ]
         return min(ids, key=entry_key)
 
+    def images_before(self, first: bytes) -> list[bytes]:
+        """Returns the image files that go with the entries before `first`, as fields of `Keys.images`."""
+        kept = entry_key(first)
+        return [file for entry, files in self._stored.items() if entry_key(entry) < kept for file in files.values()]
+
     def forget_trimmed(self, first: bytes) -> None:
         """Forgets refused entries that will not be read again, after the stream was trimmed up to `first`.
 
         Ids past the cursor are forgotten too: they date from before a server whose clock is behind was emptied.
         """
         kept, last = entry_key(first), entry_key(self.cursor)
+        self._stored = {entry: files for entry, files in self._stored.items() if kept <= entry_key(entry)}
         self._refused_entries = {entry for entry in self._refused_entries if kept <= entry_key(entry) <= last}
 
     def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
         payload = fields.get(Field.PAYLOAD, b"")
+        if stored := stored_images(fields.get(Field.IMAGES)):
+            self._stored[entry_id] = stored
         index = number_in(fields.get(Field.INDEX))
         if not is_of_run(fields, self._run_id):
             self._drop_of_another_run(entry_id)
@@ -189,7 +200,7 @@ class Reader:
             self.refuse(Refused(index, reason, payload, entry_id, producer=one_line(producer), traceback=trace))
             return
         try:
-            group = self._decode(payload, index, lag_of)
+            group = self._decode(payload, index, lag_of, stored)
         except RecordError as error:
             self.refuse(_for_its_rows(index, error, payload, entry_id))
             return
@@ -237,8 +248,12 @@ class Reader:
         reason, payload = _letter(record.reason, record.payload)
         self._refused.append(replace(record, reason=reason, payload=payload, num_received=self.num_received))
 
-    def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
-        group = decode_group(payload)
+    def _decode(self, payload: bytes, index: int, lag_of: LagOf, stored: Mapping[str, bytes]) -> RolloutGroup:
+        def image(digest: str) -> bytes | None:
+            field = stored.get(digest, "")
+            return self._connection.call(lambda client: client.hget(self._image_store, field))
+
+        group = decode_entry(payload, image=image)
         if group.index != index:
             raise RecordError(f"index: the entry says {index}, its payload {group.index}")
         if len(group.rollouts) > self._group_size:

@@ -205,27 +205,31 @@ return 1
     "drop_evaluations": "for i = 2, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end",
     # ARGV: epoch, first entry to keep
     "trim_results": "return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])",
-    # ARGV: epoch, then the largest first number of an entry id for each key after the first. Deletes streams that hold,
-    # or held, larger ones: nothing, or nothing with the ids it needs, can be added to them. Returns their names.
+    # KEYS: the images of the rollouts, streams, the rollouts' first. ARGV: epoch, then the largest first number of an
+    # entry id for each stream. Deletes streams that hold, or held, larger ones: nothing, or nothing with the ids it
+    # needs, can be added to them. Returns their names.
     "renew": """
 local renewed = {}
-for i = 2, #KEYS do
+for i = 3, #KEYS do
   local flat = redis.call('EXISTS', KEYS[i]) == 1 and redis.call('XINFO', 'STREAM', KEYS[i]) or {}
   for j = 1, #flat, 2 do
-    if flat[j] == 'last-generated-id' and tonumber(string.match(flat[j + 1], '%d+')) > tonumber(ARGV[i]) then
+    if flat[j] == 'last-generated-id' and tonumber(string.match(flat[j + 1], '%d+')) > tonumber(ARGV[i - 1]) then
       redis.call('DEL', KEYS[i])
+      if i == 3 then redis.call('DEL', KEYS[2]) end
       renewed[#renewed + 1] = KEYS[i]
     end
   end
 end
 return renewed
 """,
-    # ARGV: epoch, checkpoint, first rollout entry to keep, index up to which the checkpoints hold every task
+    # ARGV: epoch, checkpoint, first rollout entry to keep, index up to which the checkpoints hold every task, then the
+    # images of the entries before
     "commit": """
 redis.call('HSET', KEYS[1], 'checkpoint', ARGV[2])
 for _, index in ipairs(redis.call('HKEYS', KEYS[3])) do
   if tonumber(index) <= tonumber(ARGV[4]) then redis.call('HDEL', KEYS[3], index) end
 end
+for i = 5, #ARGV do redis.call('HDEL', KEYS[4], ARGV[i]) end
 return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[3])
 """,
     "finish": """
@@ -406,14 +410,14 @@ class Scripts:
         """
         keys = self.keys
         by_clock = [
-            keys.prompts, keys.rollouts, keys.evaluation_results, keys.dead, keys.dead_rollouts,
+            keys.rollouts, keys.prompts, keys.evaluation_results, keys.dead, keys.dead_rollouts,
         ]  # fmt: skip
         limits = [
             *((key, LARGEST_CLOCK) for key in by_clock),
             (keys.evaluations, self._version),
             (keys.policy, self._version),
         ]
-        renewed = self._run("renew", [key for key, _ in limits], *(limit for _, limit in limits))
+        renewed = self._run("renew", [keys.images, *(key for key, _ in limits)], *(limit for _, limit in limits))
         for name in renewed:
             log.warning(
                 "%s: its entry ids are used up; it is made anew, and what it held is released again", name.decode()
@@ -432,10 +436,11 @@ class Scripts:
         keys = [self.keys.dead, self.keys.dead_index]
         self._run("dead_letter", keys, index, refused.reason, refused.payload, *origin)
 
-    def commit(self, checkpoint: str, keep_rollouts: bytes, forget_tasks: int = 0) -> int:
-        """Points the run at `checkpoint`, trims the rollouts up to it, and forgets the tasks of indexes up to
+    def commit(self, checkpoint: str, keep_rollouts: bytes, forget_tasks: int = 0, images: Sequence[bytes] = ()) -> int:
+        """Points the run at `checkpoint`, trims the rollouts up to it, their images, and the tasks of indexes up to
         `forget_tasks`; returns the number of rollout entries trimmed."""
-        return self._run("commit", [self.keys.rollouts, self.keys.tasks], checkpoint, keep_rollouts, forget_tasks)
+        keys = [self.keys.rollouts, self.keys.tasks, self.keys.images]
+        return self._run("commit", keys, checkpoint, keep_rollouts, forget_tasks, *images)
 
     def finish(self) -> int:
         """Marks the run finished; returns the number of prompts still open."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from penstock.consumers.learning.learner.step_report import StepReport
 from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.reader import ReadyGroup, Refused
-from penstock.schemas.rollout import ABANDONED, RolloutGroup, encode_group
+from penstock.schemas.rollout import ABANDONED, RolloutGroup, encode_entry
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Settlement:
         for reason in sorted(set(reasons.values())):
             log.error("%s: groups %s are dead", reason, [index for index in groups if reasons[index] == reason])
         for index, ready in groups.items():
-            self._send_letter(Refused(index, reasons[index], encode_group(ready.group), ready.entry_id))
+            self._send_letter(Refused(index, reasons[index], encode_entry(ready.group)[0], ready.entry_id))
             self._ledger.settle(index, "dead", reasons[index])
 
     def count_step(self, failure: str | None) -> None:

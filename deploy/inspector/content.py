@@ -74,7 +74,7 @@ def group_fields(inspected: InspectedGroup, texts: TokenTexts | None) -> dict[st
     advantages = row.entry.advantages
     return fields | {
         "prompt": {"text": group.prompt.text, "messages": msgspec.to_builtins(group.prompt.messages)},
-        "images": {digest: data_url(data) for digest, data in (group.images or {}).items()},
+        "images": {digest: data_url(data) for digest, data in (group.images or {}).items() if data},
         "answer": group.prompt.answer,
         "metadata": group.prompt.metadata,
         "producer_id": group.producer_id,

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from penstock.producers.interfaces import EngineError
 from penstock.producers.rollout.run_environments import RunEnvironments, open_environments
 from penstock.schemas.adapter import adapter_shapes
 from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, EnvironmentConfig, RunConfig, environment_fields
+from penstock.schemas.images import MAX_IMAGES_BYTES
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.outage import on_another_node
 from penstock.schemas.process.plugins import construct, definition, is_whole, read_attribute, shown_value
@@ -71,7 +72,7 @@ def check(config: RunConfig) -> Checked:
         raise ConfigError(
             f"checkpoint.best = {config.checkpoint.best!r}: no environment has held-out prompts; expected some"
         )
-    return Checked(config, [*warnings, *_check_memory(config)], environments, tasks)
+    return Checked(config, [*warnings, *_check_memory(config, image_bytes(tasks))], environments, tasks)
 
 
 def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
@@ -212,7 +213,7 @@ def _check_routes(config: RunConfig) -> None:
         )
 
 
-def _check_memory(config: RunConfig) -> Iterator[str]:
+def _check_memory(config: RunConfig, num_image_bytes: int) -> Iterator[str]:
     group_bytes = estimated_group_bytes(config)
     if group_bytes > MAX_ENTRY_BYTES:
         yield (
@@ -220,11 +221,13 @@ def _check_memory(config: RunConfig) -> Iterator[str]:
             f"takes {group_bytes / 1e6:.1f} MB, an entry {MAX_ENTRY_BYTES / 1e6:.1f} MB at most; such groups fail"
         )
     if configured_url(config) is None:  # the run's own server; `check_server` checks any other
-        _check_limit(config, f"redis.maxmemory_mb = {config.redis.maxmemory_mb}", config.redis.maxmemory_mb)
+        found = f"redis.maxmemory_mb = {config.redis.maxmemory_mb}"
+        _check_limit(config, found, config.redis.maxmemory_mb, num_image_bytes)
 
 
-def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
-    groups_mb = config.most_open * min(estimated_group_bytes(config), MAX_ENTRY_BYTES) / 1e6
+def _check_limit(config: RunConfig, found: str, limit_mb: float, num_image_bytes: int) -> None:
+    group_bytes = min(estimated_group_bytes(config), MAX_ENTRY_BYTES) + min(num_image_bytes, MAX_IMAGES_BYTES)
+    groups_mb = config.most_open * group_bytes / 1e6
     answers_mb = estimated_evaluation_bytes(config) / 1e6
     needed_mb = 2 * (groups_mb + answers_mb)
     if limit_mb < needed_mb:
@@ -235,8 +238,8 @@ def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
         )
 
 
-def check_redis(config: RunConfig, *, resume: bool) -> None:
-    """Checks the configured server, or that there is a binary for the run's own.
+def check_redis(config: RunConfig, *, resume: bool, num_image_bytes: int = 0) -> None:
+    """Checks the configured server, or that there is a binary for the run's own. num_image_bytes: see `check_server`.
 
     Raises:
         ConfigError: no binary, not a Redis URL, a server that holds a run of this name already, or see `check_server`.
@@ -261,12 +264,14 @@ def check_redis(config: RunConfig, *, resume: bool) -> None:
             f"name = {config.name!r}: the Redis at {name} holds a run of this name already; continue it with --resume, "
             "or choose another name with --name"
         )
-    check_server(config, info, place)
+    check_server(config, info, place, num_image_bytes)
 
 
-def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None:
-    """Checks a server by its answer to INFO. place: its address for messages. Raises ConfigError if it is too old, may
-    evict entries, or is too small for the run."""
+def check_server(config: RunConfig, info: Mapping[str, Any], place: str, num_image_bytes: int = 0) -> None:
+    """Checks a server by its answer to INFO. Raises ConfigError if it is too old, may evict entries, or is too small.
+
+    place: its address for messages. num_image_bytes: of the image files of a group's prompt.
+    """
     kind = "valkey" if "valkey_version" in info else "redis"
     version = str(info.get(f"{kind}_version", "unknown"))
     major = version.partition(".")[0]
@@ -281,7 +286,12 @@ def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None
             f"{place}: maxmemory-policy = {policy!r} with maxmemory = {limit / 1e6:.0f} MB, expected 'noeviction': "
             "an evicted entry is lost work"
         )
-    _check_limit(config, f"{place}: maxmemory = {limit / 1e6:g} MB", limit / 1e6)
+    _check_limit(config, f"{place}: maxmemory = {limit / 1e6:g} MB", limit / 1e6, num_image_bytes)
+
+
+def image_bytes(tasks: Iterable[PosedTask]) -> int:
+    """Returns the most bytes that the image files of one of these prompts have."""
+    return max((sum(map(len, task.prompt.without_files()[1].values())) for task in tasks), default=0)
 
 
 def estimated_group_bytes(config: RunConfig) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.parity.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
-from penstock.schemas.keys import Commit, Field, Keys, Kind
+from penstock.schemas.keys import Commit, Field, Keys, Kind, stored_images
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import lag
-from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
+from penstock.schemas.rollout import RecordError, RolloutGroup, decode_entry
 
 _BEFORE, _AFTER = 2, 1
 """Versions before and after those that tokens name, which an update that was skipped, or came early, would explain."""
@@ -172,12 +172,16 @@ class _NewestGroups:
             for entry_id, fields in found[0][1]:
                 self._cursor = entry_id.decode()
                 if fields.get(Field.KIND) == Kind.GROUP:
-                    self._take(fields.get(Field.PAYLOAD, b""))
+                    self._take(fields)
 
-    def _take(self, payload: bytes) -> None:
+    def _take(self, fields: Mapping[bytes, bytes]) -> None:
         self.num_seen += 1
+        stored = stored_images(fields.get(Field.IMAGES))
         try:
-            self.groups.append(decode_group(payload))
+            payload = fields.get(Field.PAYLOAD, b"")
+            self.groups.append(
+                decode_entry(payload, image=lambda digest: self._client.hget(self._keys.images, stored.get(digest, "")))
+            )
         except RecordError as error:
             self.num_refused += 1
             self.refusal = str(error)

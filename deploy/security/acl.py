@@ -32,6 +32,7 @@ _PRODUCER = (
     Right("prompts evaluations", "xgroup|create xreadgroup xpending xclaim xack xdel"),
     # A prompt is handed back as a new entry.
     Right("prompts rollouts evaluation_results dead_rollouts", "xadd"),
+    Right("images", "hset"),
     Right("policy", "xread xrevrange xrange", read_only=True),
     Right("anchors run", "hgetall", read_only=True),
     Right("chunks commit parity run", "hget", read_only=True),
@@ -50,6 +51,7 @@ _TRAINER = (
     Right("prompts evaluations policy dead", "xadd"),
     Right("rollouts evaluations evaluation_results policy", "xtrim"),
     Right("lease", "set del"),
+    Right("images", "hdel del"),
     Right("prompts evaluations", "xdel"),
     Right("prompts", "xinfo|groups", read_only=True),
     # A stream whose entry ids are used up is made anew.

@@ -11,7 +11,7 @@ from penstock.producers.endpoint.recording import Acted, Begun, Ended, KeptCall,
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
 from penstock.producers.rollout.sampling import join
-from penstock.schemas.rollout import RolloutGroup, decode_group, one_line
+from penstock.schemas.rollout import RolloutGroup, decode_entry, one_line
 
 
 @dataclass
@@ -150,4 +150,4 @@ def _read(entries: Sequence[bytes]) -> tuple[RolloutGroup, list[_KeptRollout]]:
                 rollouts[ended.rollout].ended = ended
             case Begun():
                 raise UnusableProgressError("it begins twice")
-    return decode_group(first.group, dead=True), rollouts
+    return decode_entry(first.group, dead=True), rollouts

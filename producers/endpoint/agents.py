@@ -411,7 +411,7 @@ class Agents:
         Raises:
             Exception: the entry cannot hold the prompt.
         """
-        num_bytes = len(msgspec.msgpack.encode(prompt))
+        num_bytes = len(msgspec.msgpack.encode(prompt.without_files()[0]))
         left = MAX_ENTRY_BYTES - GROUP_BYTES - num_bytes
         if left < self._config.group_size:
             raise ValueError(f"{num_bytes:,} bytes encoded, which leave no room for rollouts in a stream entry")

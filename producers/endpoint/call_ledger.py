@@ -13,8 +13,8 @@ from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, e
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
 from penstock.producers.interfaces import Completion
-from penstock.schemas.images import ImagePlace
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, SamplingSettings, pack_ids
+from penstock.schemas.images import MAX_IMAGES_BYTES, ImagePlace
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, TOO_LARGE, SamplingSettings, pack_ids
 from penstock.schemas.segments import RecordedCall
 
 Json = dict[str, Any]
@@ -106,11 +106,13 @@ class CallLedger:
     spells out the calls of an answer as text, by their ids; any other message by its content.
 
     max_bytes: the rollout's share of its group's stream entry; also bounds the memory used here.
+    max_image_bytes: its share of the bytes of a group's images.
     token_bytes, context_bytes: the encoded size of a sampled token, and of one of the context.
     num_bytes: an upper bound for what the calls take of it.
     num_begun: calls that have begun.
     unread: the numbers of calls whose answers count as unread.
     files: the image files of the prompt and of all calls, by digest.
+    num_image_bytes: those of the calls.
     """
 
     max_bytes: int = MAX_ENTRY_BYTES
@@ -121,6 +123,8 @@ class CallLedger:
     num_begun: int = 0
     unread: set[int] = field(default_factory=set)
     files: dict[str, bytes] = field(default_factory=dict)
+    max_image_bytes: int = MAX_IMAGES_BYTES
+    num_image_bytes: int = 0
     _latest: dict[bytes, int] = field(default_factory=dict)
     _by_chain: dict[bytes, Call] = field(default_factory=dict)
     _by_call_id: dict[str, Call] = field(default_factory=dict)
@@ -160,7 +164,7 @@ class CallLedger:
         """
         left = self.max_bytes - self.num_bytes - CALL_BYTES - SPAN_BYTES
         left -= self.context_bytes * self._num_context(base, num_prompt)
-        left -= sum(map(len, self.new_files(files).values()))
+        self._image_bytes(files)
         if left < self.token_bytes:
             raise self._too_large()
         return left // self.token_bytes
@@ -201,10 +205,10 @@ class CallLedger:
         prompt = call.prompt
         num_bytes = self.context_bytes * self._num_context(call.base, len(prompt) // 4)
         num_bytes += self.token_bytes * call.num_sampled
-        num_bytes += sum(map(len, self.new_files(call.files).values()))
         num_bytes += CALL_BYTES + SPAN_BYTES * len(call.completion.version_spans)
         if self.num_bytes + num_bytes > self.max_bytes:
             raise self._too_large()
+        self.num_image_bytes = self._image_bytes(call.files)
         self.num_bytes += num_bytes
         self.files |= call.files
         self.calls.append(call)
@@ -268,11 +272,22 @@ class CallLedger:
         segment, any other opens a new one."""
         return num_prompt if base is None or base.is_continued else num_prompt - base.spans[-1][1]
 
+    def _image_bytes(self, files: Mapping[str, bytes]) -> int:
+        """Returns `num_image_bytes` with these files. Raises ApiError: 400, that is more than the rollout's share."""
+        num_bytes = self.num_image_bytes + sum(map(len, self.new_files(files).values()))
+        if num_bytes > self.max_image_bytes:
+            raise bad_request(
+                f"the rollout's images take {num_bytes:,} bytes with those of this call, expected at most "
+                f"{self.max_image_bytes:,}, its share of a group's",
+                code=TOO_LARGE,
+            )
+        return num_bytes
+
     def _too_large(self) -> ApiError:
         return bad_request(
             f"the rollout takes {self.num_bytes:,} of the {self.max_bytes:,} bytes that are its share of a stream "
             "entry, and this call does not fit; expected to be finished before",
-            code="rollout_too_large",
+            code=TOO_LARGE,
         )
 
     def _keys(self, messages: Sequence[Json]) -> list[bytes]:

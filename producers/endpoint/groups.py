@@ -28,6 +28,7 @@ from penstock.producers.endpoint.spans import rollout_spans
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.producers.stream.journals import Journal
+from penstock.schemas.images import MAX_IMAGES_BYTES
 from penstock.schemas.keys import number_in
 from penstock.schemas.process import clock
 from penstock.schemas.prompt import Prompt, Reward
@@ -39,7 +40,7 @@ from penstock.schemas.rollout import (
     Rollout,
     RolloutGroup,
     SamplingSettings,
-    encode_group,
+    encode_entry,
     one_line,
     pack_ids,
 )
@@ -212,8 +213,7 @@ class AgentRollout:
         try:
             chains, _ = segments(self.ledger.recorded())
             finished = Rollout(segments=tuple(chain.segment for chain in chains), reward=reward)
-            num_bytes = len(msgspec.msgpack.encode(finished)) + sum(map(len, self.ledger.files.values()))
-            num_bytes -= sum(map(len, self.group.asked[1].values()))
+            num_bytes = len(msgspec.msgpack.encode(finished))
             msgspec.convert(msgspec.to_builtins(reward), Reward)
         except CallError as error:
             return error.code, str(error)
@@ -307,7 +307,7 @@ class AgentGroup:
         self.claim.has_begun = True
         if not self.journal.is_given_up:
             try:
-                self.enter(Begun(encode_group(self.record().finished_by(self.instance), dead=True)))
+                self.enter(Begun(encode_entry(self.record().finished_by(self.instance), dead=True)[0]))
             except (TypeError, ValueError, OverflowError) as error:  # a prompt's values are the user's
                 self.give_up_journal(error)
 
@@ -344,6 +344,7 @@ class AgentGroup:
         route_bytes = self.fingerprint.route_bytes or 0
         ledger = CallLedger(calls_bytes, self.sampling.token_bytes + route_bytes, 4 + route_bytes)
         ledger.files |= self.asked[1]
+        ledger.max_image_bytes = (MAX_IMAGES_BYTES - sum(map(len, ledger.files.values()))) // self.size
         return ledger
 
     def missing(self) -> str:

@@ -36,10 +36,9 @@ from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.producers.stream.progress_store import ProgressStore
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
-from penstock.schemas.images import bytes_in
+from penstock.schemas.images import MAX_IMAGES_BYTES, bytes_in
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.ports import EVERYWHERE, authority, on_free_port
-from penstock.schemas.rollout import MAX_ENTRY_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class AgentEndpoint:
         )
         self._sampling = next(iter(environments)).sampling  # all have the same, apart from max_tokens
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * engine.max_model_len
-        self._max_body_bytes += 2 * MAX_ENTRY_BYTES * engine.takes_images  # as Base64
+        self._max_body_bytes += MAX_IMAGES_BYTES * 4 // 3 * engine.takes_images  # as Base64
         self._answering: set[asyncio.Protocol] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._holders: Holders | None = None

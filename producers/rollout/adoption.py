@@ -36,6 +36,8 @@ def adopted(
             too far from the one held.
     """
     check_origin(found, group)
+    if found.prompt.images != group.prompt.images:  # two images of one size have the same tokens
+        raise UnusableProgressError("other images in its prompt, expected those of this one")
     if len(found.rollouts) != num_siblings:
         raise UnusableProgressError(f"{len(found.rollouts)} siblings, expected {num_siblings}")
     completions = [_completion(found.rollouts[n], n, context, group) for n in range(num_siblings)]

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from penstock.producers.stream.in_flight import Claim
 from penstock.producers.stream.progress_store import ProgressStore, Saved
+from penstock.schemas.images import MAX_IMAGES_BYTES
 from penstock.schemas.rollout import MAX_ENTRY_BYTES
 
-LARGEST_JOURNAL = 4 * MAX_ENTRY_BYTES
-"""The most bytes of one journal that are read: calls take up to twice an entry, and their text as much again."""
+LARGEST_JOURNAL = 4 * MAX_ENTRY_BYTES + MAX_IMAGES_BYTES
+"""The most bytes of one journal that are read: calls take up to twice an entry, their text as much again,
+and there are their images."""
 _HOLDER = b"holder\n"
 
 

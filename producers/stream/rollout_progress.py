@@ -9,7 +9,7 @@ from typing import Any
 from penstock.producers.observe.running_loop import running_s
 from penstock.producers.stream.in_flight import Claim
 from penstock.producers.stream.progress_store import LARGEST_SHARE, ProgressStore, Saved
-from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group
+from penstock.schemas.rollout import RecordError, RolloutGroup, decode_entry, encode_entry
 
 BATCH_BYTES = 1024 * 1024
 """Groups are written together up to this size: one write costs more than encoding a short group."""
@@ -112,7 +112,7 @@ class RolloutProgress:
         if num_tokens <= saved.num_tokens:
             return None
         try:
-            payload = encode_group(group.finished_by(self._instance), dead=True)
+            payload, _ = encode_entry(group.finished_by(self._instance), dead=True)  # its prompt has the images
         except (RecordError, UnicodeEncodeError) as error:
             self._store.fail("size", "%s: %s", claim, error)
             return None
@@ -137,7 +137,7 @@ class RolloutProgress:
 
 def _decoded(claim: Claim, payload: bytes) -> RolloutGroup:
     """Raises RecordError: it cannot be read, or is of another index."""
-    found = decode_group(payload, dead=True)
+    found = decode_entry(payload, dead=True)
     if found.index != claim.index:
         raise RecordError(f"index: {found.index}, expected {claim.index}")
     return found

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import uuid
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -15,8 +18,7 @@ from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.spans import group_spans
 from penstock.schemas.keys import DEAD_ROLLOUTS_KEPT, PRODUCERS_GROUP, Field, Keys, Kind
-from penstock.schemas.prompt import Message
-from penstock.schemas.rollout import RecordError, RolloutGroup, encode_group, one_line, shown_traceback
+from penstock.schemas.rollout import RecordError, RolloutGroup, encode_entry, one_line, shown_traceback
 from penstock.schemas.spans import encode_spans
 
 log = logging.getLogger(__name__)
@@ -29,16 +31,18 @@ APPENDS_AT_ONCE = 2
 
 
 class _Entry(NamedTuple):
-    """fields: names and values, one after the other. is_letter: of an agent's dead rollout; its claim stays open."""
+    """fields: names and values, one after the other. is_letter: of an agent's dead rollout; its claim stays open.
+    images: files beside the entry, by digest."""
 
     claim: Claim
     kind: bytes
     fields: tuple[bytes, ...]
     is_letter: bool = False
+    images: Mapping[str, bytes] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self.fields))
+        return sum(map(len, self.fields)) + sum(map(len, self.images.values()))
 
 
 class Writer:
@@ -77,8 +81,9 @@ class Writer:
         dead one. Returns whether it is appended as a group."""
         if isinstance(outcome, RolloutGroup):
             try:
-                encoded = encode_group(outcome.finished_by(self._instance))
-                self._put(_Entry(claim, Kind.GROUP, (Field.PAYLOAD, encoded, *self._spans(claim, outcome))))
+                encoded, images = encode_entry(outcome.finished_by(self._instance))
+                fields = Field.PAYLOAD, encoded, *self._spans(claim, outcome)
+                self._put(_Entry(claim, Kind.GROUP, fields, images=images))
                 return True
             except (RecordError, UnicodeEncodeError) as error:
                 outcome = Dead(f"record: {error}", group=outcome)
@@ -162,7 +167,7 @@ class Writer:
         ]:
             pipeline.execute_command("DEL", *done)
         by_stream: dict[str, list[bytes]] = {}
-        for claim, kind, fields, is_letter in batch:
+        for claim, kind, fields, is_letter, images in batch:
             if is_letter:
                 kept = ("MAXLEN", "~", DEAD_ROLLOUTS_KEPT)
                 pipeline.execute_command("XADD", keys.dead_rollouts, *kept, "*", Field.INDEX, str(claim.index), *fields)
@@ -173,6 +178,11 @@ class Writer:
             else:
                 target, name, subject = keys.evaluation_results, Field.EVALUATION, claim.evaluation_id
             origin = (Field.RUN_ID, claim.run_id) if claim.run_id else ()
+            if images and claim.evaluation_id is None:  # nothing reads those of an evaluation
+                stored = uuid.uuid4().hex  # a new one each time: after a lost reply there may be two entries
+                files = chain(*((f"{stored}/{digest}", data) for digest, data in images.items()))
+                pipeline.execute_command("HSET", keys.images, *files)
+                origin = (*origin, Field.IMAGES, " ".join([stored, *images]))
             pipeline.execute_command("XADD", target, "*", name, subject, Field.KIND, kind, *origin, *fields)
         for stream, ids in by_stream.items():
             pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, *ids)
@@ -189,13 +199,10 @@ class Writer:
 
 
 def _encode_dead(group: RolloutGroup) -> bytes:
-    """Returns a dead group's encoding, without its rollouts and then without its images if they do not fit a record;
-    empty if nothing fits."""
-    bare = replace(group, rollouts=())
-    if group.images:
-        said = tuple(Message(role=message.role, content=message.text) for message in group.prompt.messages or ())
-        bare = replace(bare, images=UNSET, prompt=replace(group.prompt, messages=said or None))
-    for found in (group, replace(group, rollouts=()), bare):
+    """Returns a dead group's encoding, without the bytes of its images and then without its rollouts if they do not fit
+    an entry; empty if nothing fits."""
+    unseen = replace(group, images=dict.fromkeys(group.images or {}, b"") or UNSET)
+    for found in (group, unseen, replace(unseen, rollouts=())):
         with contextlib.suppress(RecordError, UnicodeEncodeError):
-            return encode_group(found, dead=True)
+            return encode_entry(found, dead=True)[0]
     return b""

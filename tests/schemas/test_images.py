@@ -2,6 +2,7 @@
 
 import base64
 import io
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ import wire_examples
 from penstock.schemas.images import MAX_IMAGE_BYTES, MAX_IMAGES, ImageError, ImagePlace, digest_of, file_of
 from penstock.schemas.process.image_files import decoded
 from penstock.schemas.prompt import ImagePart, Message, Prompt, TextPart
-from penstock.schemas.rollout import RecordError, decode_group, encode_group
+from penstock.schemas.rollout import RecordError, decode_entry, decode_group, encode_entry, encode_group
 
 PNG = wire_examples.PNG
 DIGEST = digest_of(PNG)
@@ -75,7 +76,7 @@ PLACE = ImagePlace(DIGEST, 1, 3)
         ((ImagePlace("ab", 1, 3),), {DIGEST: PNG}, r"images: no image of the digest 'ab', expected its bytes"),
         ((PLACE,), msgspec.UNSET, f"no image of the digest '{DIGEST}'"),
         ((PLACE,), {DIGEST: PNG, "ab": PNG}, f"images: 72 bytes of the digest {DIGEST}, expected 'ab'"),
-        ((PLACE,), {DIGEST: PNG} | {str(n): b"" for n in range(MAX_IMAGES)}, "images: 65 images, expected at most 64"),
+        ((PLACE,), {DIGEST: PNG} | {str(n): b"" for n in range(MAX_IMAGES)}, "1,025 images, expected at most 1,024"),
     ],
 )
 def test_places_that_do_not_fit_the_images_are_refused(places, images, message):
@@ -93,6 +94,32 @@ def test_a_prompt_whose_image_is_gone_is_refused():
     group = msgspec.structs.replace(wire_examples.image_group(), images=msgspec.UNSET, rollouts=())
     with pytest.raises(RecordError, match=f"prompt: no image of the digest '{DIGEST}'"):
         encode_group(group, dead=True)
+
+
+def test_a_group_whose_images_do_not_fit_an_entry_is_one_with_its_images(monkeypatch):
+    group = wire_examples.image_group()
+    assert encode_entry(group) == (encode_group(group), {})
+    payload = (Path(__file__).parents[1] / "golden" / "wire" / "group_v1_samplers_images_apart.msgpack").read_bytes()
+    monkeypatch.setattr("penstock.schemas.rollout.MAX_ENTRY_BYTES", len(encode_group(group)) - 1)
+    assert encode_entry(group) == (payload, {DIGEST: PNG})
+    assert decode_entry(payload, image={DIGEST: PNG}.get) == group
+    assert decode_entry(payload) == decode_group(payload) == msgspec.structs.replace(group, images={DIGEST: b""})
+    assert decode_group(encode_group(group)) == group, "the record holds it whole"
+    with pytest.raises(RecordError, match=r"payload: .* bytes, expected at most"):
+        decode_entry(encode_group(group))
+
+
+def test_an_image_whose_bytes_are_gone_is_named_with_its_place():
+    group = msgspec.structs.replace(wire_examples.image_group(), images={DIGEST: b""})
+    payload, turn = encode_group(group), Prompt(text="2+2=")
+    with pytest.raises(RecordError, match=rf"group \d+: prompt: the bytes of the image '{DIGEST}' are gone"):
+        decode_entry(payload, image=lambda digest: None)
+    with pytest.raises(
+        RecordError, match=rf"rollouts\[0\].segments\[0\].images \(1, 3\): the bytes of the image '{DIGEST}'"
+    ):
+        decode_entry(encode_group(msgspec.structs.replace(group, prompt=turn)), image=lambda digest: None)
+    with pytest.raises(RecordError, match=r"images: 5 bytes of the digest .*, expected"):
+        decode_entry(payload, image=lambda digest: b"other")
 
 
 def test_an_image_is_decoded_to_the_pixels_that_a_viewer_shows():

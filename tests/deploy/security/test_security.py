@@ -99,6 +99,7 @@ _FORBIDDEN = {
         "SCRIPT LOAD return", "INFO", "WATCH {test}:prompts", "GET {test2}:progress:1", "SET {test2}:progress:1 x",
         "HSET {test}:chunks 1 x", "HDEL {test}:chunks 1", "DEL {test}:chunks", "HKEYS {test}:chunks",
         "HSET {test}:anchors 1 x", "HDEL {test}:anchors 1", "HSET {test}:run run_file x", "HDEL {test}:run run_file",
+        "HGET {test}:images x", "HDEL {test}:images x", "HSET {test2}:images x y", "DEL {test}:images",
         "HGET {test2}:chunks 1", "HGETALL {test2}:anchors", "HGETALL {test2}:run", "DEL {test}:rollouts",
     ],
     "trainer": [

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.parametrize("server_binary", ["valk
 RED, BLUE = picture(3, 2, 1), picture(3, 2, 2)
 WIDE = picture(5, 1, 3)
 TOO_LARGE = picture(700, 700, 4)
-"""1.4 MB: more than a sibling's share of an entry, and less than an entry."""
+"""1.4 MB."""
 
 
 def shown(file: bytes, api: str = "chat/completions") -> dict[str, Any]:
@@ -114,7 +114,8 @@ async def test_another_image_of_the_same_size_opens_a_segment(opened):
     assert set(group.images) == {digest_of(RED), digest_of(BLUE)}
 
 
-async def test_bad_images_are_refused_by_name_and_the_rollout_goes_on(opened):
+async def test_bad_images_are_refused_by_name_and_the_rollout_goes_on(opened, monkeypatch):
+    monkeypatch.setattr("penstock.producers.endpoint.groups.MAX_IMAGES_BYTES", 3 * 10**6)
     one, rollout = await opened(**seeing() | {"group_size": 3})
     for parts, code, message in [
         ([{"type": "image_url", "image_url": {"url": "https://a.org/b.png"}}], "invalid_image", "nothing is fetched"),
@@ -123,7 +124,7 @@ async def test_bad_images_are_refused_by_name_and_the_rollout_goes_on(opened):
         ([{"type": "image", "image": digest_of(RED)}], "invalid_image", "messages[0].content[1]: an image at"),
         ([{"type": "image_url"}], "invalid_image", "messages[0].content[1]"),
         ([{"type": "text", "text": "~"}], "invalid_image", "0 images, expected none, or one for each placeholder"),
-        ([shown(TOO_LARGE)], "rollout_too_large", "share of a stream entry"),
+        ([shown(TOO_LARGE)], "rollout_too_large", "expected at most 1,000,000, its share of a group's"),
     ]:
         path = f"/r/{rollout['id']}/v1/chat/completions"
         body = io.BytesIO(json.dumps({"messages": asked(*parts)}).encode())

@@ -1,22 +1,21 @@
 """Appends on a real server: the group arrives and its prompt leaves in one step, or neither does."""
 
 import math
-import re
 
 import pytest
-from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.producers.stream.in_flight import Dead, DeadRollout
 from penstock.producers.stream.writer import MAX_APPEND_GROUPS
-from penstock.schemas.images import digest_of
-from penstock.schemas.keys import Field, Kind
+from penstock.schemas.images import MAX_IMAGES_BYTES, digest_of
+from penstock.schemas.keys import Field, Kind, stored_images
 from penstock.schemas.prompt import ImagePart, Message, Prompt, Reward, TextPart
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
     RecordError,
     RolloutGroup,
+    decode_entry,
     decode_group,
     died_of_length,
 )
@@ -50,17 +49,64 @@ async def test_a_dead_claim_arrives_with_its_reason_and_its_prompt_leaves(one: P
     assert "group 1 is dead: prompt: too long" in caplog.text
 
 
-async def test_a_group_whose_images_do_not_fit_is_dead_and_says_how_many_bytes_they_have(one: ProducerDesk) -> None:
-    (claim,) = await one.claimed(1)
-    file = bytes(MAX_ENTRY_BYTES)
-    content = (TextPart(text="see "), ImagePart(digest=digest_of(file)))
+def seen_group(index: int, num_bytes: int) -> RolloutGroup:
+    """Returns a group that is shown two files, of this size together."""
+    files = [bytes([n]) * (num_bytes // 2) for n in (index, index + 100)]
+    content = (TextPart(text="see "), *(ImagePart(digest=digest_of(file)) for file in files))
     prompt = Prompt(messages=(Message(role="user", content=content),))
-    assert not one.writer.put(claim, replace(a_group(1), prompt=prompt, images={digest_of(file): file}))
+    return replace(a_group(index), prompt=prompt, images={digest_of(file): file for file in files})
+
+
+async def test_images_that_an_entry_has_no_room_for_are_beside_it(one: ProducerDesk) -> None:
+    groups = [seen_group(1, MAX_ENTRY_BYTES), seen_group(2, 1000), seen_group(3, MAX_IMAGES_BYTES)]
+    for claim, group in zip(await one.claimed(3), groups, strict=True):
+        assert one.writer.put(claim, group)
     await one.written()
-    (fields,) = rollouts(one)
-    assert re.search(rb"record: group 1: .* bytes encoded, .*; its images have 4,194,304 of them", fields[Field.REASON])
-    found = decode_group(fields[Field.PAYLOAD], dead=True)
-    assert found.prompt.messages == (Message(role="user", content="see [image]"),) and found.images is UNSET
+    stored = one.client.hgetall(KEYS.images)
+    for fields, group in zip(sorted(rollouts(one), key=lambda each: each[Field.INDEX]), groups, strict=True):
+        assert len(fields[Field.PAYLOAD]) < MAX_ENTRY_BYTES
+        own = stored_images(fields.get(Field.IMAGES))
+        assert set(own) == (set() if group.index == 2 else set(group.images))
+        found = decode_entry(fields[Field.PAYLOAD], image=lambda digest, own=own: stored.pop(own[digest]))
+        assert replace(found, sampled_by=()) == group
+    assert stored == {} and one.num_open() == (0, 0)
+
+
+async def test_images_are_in_redis_with_their_entry_or_not_at_all(one: ProducerDesk, streams) -> None:
+    (claim,) = await one.claimed(1)
+    how = iter(["before", "after", "well"])
+
+    async def lost(execute) -> None:
+        when = next(how)
+        if when == "before":
+            raise ConnectionError
+        answers = await execute()
+        if when == "after":
+            raise ConnectionError
+        return answers
+
+    intercept(streams.connection, lost)
+    one.writer.put(claim, group := seen_group(1, MAX_ENTRY_BYTES))
+    await one.written()
+    first, second = (stored_images(fields[Field.IMAGES]) for fields in rollouts(one))
+    assert set(first) == set(second) == set(group.images), "an answer was lost, so it is appended twice"
+    assert set(one.client.hkeys(KEYS.images)) == {*first.values(), *second.values()}
+    assert len({*first.values(), *second.values()}) == 4, "each entry has its own"
+
+
+async def test_a_group_that_died_keeps_the_images_that_fit_and_too_many_kill_it(one: ProducerDesk) -> None:
+    small, large, too_large = seen_group(1, 1000), seen_group(2, MAX_ENTRY_BYTES), seen_group(3, MAX_IMAGES_BYTES + 2)
+    claims = await one.claimed(3)
+    one.writer.put(claims[0], Dead("reward: boom", group=small))
+    one.writer.put(claims[1], Dead("reward: boom", group=large))
+    assert not one.writer.put(claims[2], too_large)
+    await one.written()
+    reason = rollouts(one)[2][Field.REASON]
+    assert reason == b"record: group 3: images: 67,108,866 bytes in 2 files, expected at most 67,108,864"
+    found = [decode_group(fields[Field.PAYLOAD], dead=True) for fields in rollouts(one)]
+    assert found[0] == small and not one.client.exists(KEYS.images)
+    for each, group in zip(found[1:], (large, too_large), strict=True):
+        assert each == replace(group, images=dict.fromkeys(group.images, b""))
 
 
 async def test_a_group_that_died_of_an_error_arrives_with_its_traceback_and_as_far_as_it_came(
