@@ -124,6 +124,10 @@ def test_a_server_is_sound_or_refused_with_value_and_expectation(config):
         with pytest.raises(ConfigError) as caught:
             check_server(long, SOUND | changes, "Redis at h:1")
         assert str(caught.value) == f"Redis at h:1: {message}"
+    with pytest.raises(
+        ConfigError, match=r"groups that may wait take up to 26. MB; expected at least twice that, 53.$"
+    ):
+        check_server(long, SOUND | {"maxmemory": 5 * 10**8}, "Redis at h:1", num_image_bytes=2 * 10**6)
 
 
 @pytest.fixture
