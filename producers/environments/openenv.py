@@ -33,7 +33,7 @@ class OpenEnvEnvironment(SeededTasks):
     num_evaluation_prompts: how many episodes are held out.
 
     Raises:
-        ValueError: the server does not answer.
+        ValueError: the server does not answer, or its actions or observations have no such field.
         ImportError: openenv is not installed.
     """
 
@@ -58,9 +58,15 @@ class OpenEnvEnvironment(SeededTasks):
         self._instructions, self._reset = instructions, dict(reset or {})
         try:
             # This takes no session, of which the server may have one.
-            urllib.request.urlopen(f"{self._url}/health", timeout=timeout_s).close()
+            with urllib.request.urlopen(f"{self._url}/schema", timeout=timeout_s) as answer:
+                schema = json.load(answer)
         except (OSError, ValueError) as error:
-            raise ValueError(f"url = {url!r}: no OpenEnv server answers at {self._url}/health: {error}") from error
+            raise ValueError(f"url = {url!r}: no OpenEnv server answers at {self._url}/schema: {error}") from error
+        shown = [] if observation is None else [("observation", observation)]
+        for part, name in [("action", action), *(("action", name) for name in self._fields), *shown]:
+            known = schema[part].get("properties", {})
+            if name not in known and schema[part].get("additionalProperties") is False:
+                raise ValueError(f"{part}: the server has no field {name!r} in it, expected one of {', '.join(known)}")
 
     def pose(self, seed: int) -> str:
         """Returns the instructions alone: the first observation is the server's, which may have few sessions."""

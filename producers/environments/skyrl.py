@@ -80,6 +80,8 @@ class SkyRLEnvironment(Dataset):
     def _make(self, prompt: Prompt) -> Any:
         extras = {"max_turns": self._max_turns, **json.loads(prompt.metadata["extras"])}
         id = self._id or extras.get("env_class")
+        if id is None:
+            raise ValueError(f"{prompt.metadata['source']}: no env_class, expected it in each row, or an id for all")
         if id not in self._known:
             raise unknown(str(id), self._known)
         return self._gym.make(id, env_config=self._config, extras=extras)

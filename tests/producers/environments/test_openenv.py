@@ -62,8 +62,11 @@ async def test_resets_steps_and_rewards_are_the_server_s(url: str) -> None:
     [
         ({"fields": {"mode": "unrewarded"}}, "no step of the episode had a reward"),
         ({"fields": {"mode": "broken"}}, "the dice are lost"),
-        ({"action": "guess"}, "does not take an action with the fields ['guess']: RuntimeError: Server error"),
-        ({"observation": "board"}, "no field 'board' in the observation, found ['picture', 'text']"),
+        (
+            {"fields": {"mode": 3}},
+            "does not take an action with the fields ['message', 'mode']: RuntimeError: Server error",
+        ),
+        ({"observation": "reward"}, "no field 'reward' in the observation, found ['picture', 'text']"),
         ({"observation": "picture"}, "the observation's field 'picture' is of type list, expected text"),
     ],
 )
@@ -91,8 +94,21 @@ async def test_a_rollout_dies_with_its_server() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"action": "guess"}, "action: the server has no field 'guess' in it, expected one of metadata, message, mode"),
+        ({"fields": {"level": 3}}, "action: the server has no field 'level' in it"),
+        ({"observation": "board"}, "observation: the server has no field 'board' in it, expected one of done, reward"),
+    ],
+)
+def test_fields_that_the_server_lacks_are_refused(url: str, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OpenEnvEnvironment(seed=1, url=url, **settings)
+
+
+@pytest.mark.parametrize(
     ("url", "message"),
-    [("http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/health"), ("my-lab", "no OpenEnv")],
+    [("http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/schema"), ("my-lab", "no OpenEnv")],
 )
 def test_a_server_that_does_not_answer_is_an_error_of_the_run_file(url: str, message: str) -> None:
     kwargs: dict[str, Any] = {"url": url}

@@ -49,7 +49,7 @@ async def test_turns_observations_rewards_and_metrics_are_its_own(tmp_path: Path
     ("changes", "kwargs", "message"),
     [
         ({}, {"id": "gsm8"}, "no such environment, expected one of 7 such as gsm8k"),
-        ({"env_class": None}, {}, "id = 'None': no such environment"),
+        ({"env_class": None}, {}, "train.jsonl:1: no env_class, expected it in each row, or an id for all"),
         ({"reward_spec": {}}, {}, "train.jsonl:1: AssertionError: reward_spec.ground_truth is required"),
         ({}, {"id": "search"}, "Missing key search_url"),
         ({}, {"max_turns": 0}, "max_turns is 0, expected at least 1"),
