@@ -118,6 +118,7 @@ class Gate:
 
     def _measure(self, groups: Sequence[RolloutGroup], model: PackedModel) -> None:
         """Measures the yardstick on every rank."""
+        log.info("parity: engine and trainer are compared on the first %d groups", len(groups))
         self._is_measured = True
         self._ranks.order("yardstick", lambda _: (groups,))
         self._ranks.phase = "gate"

@@ -138,12 +138,14 @@ def test_a_gate_that_stays_undecided_lets_the_run_go_on_with_a_warning(bench, mo
     assert f"parity: still undecided after {MAX_BATCHES} batches, the run goes on: could not tell" in caplog.text
 
 
-def test_the_yardstick_is_measured_on_the_first_rows_whoever_sampled_them(bench, model, sound, tmp_path):
+def test_the_yardstick_is_measured_on_the_first_rows_whoever_sampled_them(bench, model, sound, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     measured = []
     gate = open_gate(config_of(bench), tmp_path, on_measured=measured.append)
     gate.check(labelled(sound, 1), model, 2, LagTable(2, {}, {}))
     gate.check(labelled(sound, 2), model, 2, LagTable(2, {}, {}))
     assert [each.mean for each in measured] == [1e-5], "a small model's is far below the least tolerance"
+    assert caplog.text.count("parity: engine and trainer are compared on the first 4 groups") == 1
     yardstick = report_in(tmp_path)["yardstick"]
     assert 0 < yardstick["transformers"] < 1e-6 and 0 < yardstick["packed"] < 1e-6
     assert yardstick["num_tokens"] == 4 * 4 * 10
