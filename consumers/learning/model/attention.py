@@ -18,6 +18,8 @@ IMPLEMENTATION = "penstock_packed"
 """The name under which models find `packed_attention`: `attn_implementation=IMPLEMENTATION`."""
 
 
+_MOST_MASKED = 1 << 22
+"""Pairs of a query and a key that a mask for a kernel has at once."""
 _MOST_WEIGHTS = 1 << 26
 """Of queries and keys in memory at once, where no kernel computes them: 256 MiB in float32."""
 
@@ -114,17 +116,12 @@ def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scor
         if _wants_whole_heads(q):
             k, v = whole_heads(q, k, v)
         seen = None
-        window = scores.sliding_window
-        if window is not None and longest <= window:
-            window = None
-        if (window is not None and scores.is_plain) or layout.blocks is not None:
+        if layout.blocks is not None:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
-            seen = ones.tril()
-            if layout.blocks is not None:
-                blocks = layout.blocks[indices]
-                seen = seen | ((blocks[:, :, None] == blocks[:, None]) & (blocks >= 0)[:, None])[:, None]
-            if window is not None:
-                seen = seen & ~ones.tril(-window)
+            blocks = layout.blocks[indices]
+            seen = ones.tril() | ((blocks[:, :, None] == blocks[:, None]) & (blocks >= 0)[:, None])[:, None]
+            if scores.sliding_window is not None:
+                seen = seen & ~ones.tril(-scores.sliding_window)
         outputs.append(attend(q, k, v, seen, scores).transpose(1, 2).flatten(2).flatten(0, 1))
     return F.embedding(layout.slots, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
@@ -132,40 +129,51 @@ def _in_rectangles(flat: list[Tensor], layout: PackedLayout, head_dim: int, scor
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scores: Scores) -> Tensor:
     """Returns scaled dot-product attention, [B, num_heads, T, head_dim], of keys and values [B, heads, S, head_dim].
 
-    seen: bool, broadcast to [B, num_heads, T, S], the keys of each query; None for those up to its own, of T = S, and
-        within the sliding window if no kernel computes the scores.
+    seen: bool, broadcast to [B, num_heads, T, S], the keys of each query. None: the queries are the last of S tokens,
+        and each sees its own key and those before it, within the sliding window.
     """
-    if scores.is_plain:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=seen is None, scale=scores.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-    key, value = whole_heads(query, key, value)
+    length, num_keys, window = query.shape[2], key.shape[2], scores.sliding_window
+    if scores.is_plain and (seen is not None or (length == num_keys and (window is None or num_keys <= window))):
+        return _by_kernel(query, key, value, seen, scores)
+    if not scores.is_plain:
+        key, value = whole_heads(query, key, value)
     return torch.cat(list(_by_blocks(query, key, value, seen, scores)), dim=2)
 
 
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scores: Scores) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=seen is None, scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scores: Scores) -> Iterator[Tensor]:
-    """Yields the attention of consecutive queries. The weights of a block are computed again for its gradient, unless
-    it is the only one, so that memory grows with the length of a row and not with its square."""
+    """Yields the attention of consecutive queries. A block's mask and weights are computed again for its gradient,
+    unless it is the only one, so that memory grows with the length of a row and not with its square."""
     num_rows, num_heads, length, _ = query.shape
     num_keys, window = key.shape[2], scores.sliding_window
-    size = max(1, _MOST_WEIGHTS // (num_rows * num_heads * num_keys))
-    for first in range(0, length, size):
-        last = min(first + size, length)
-        keys = slice(0, num_keys)
+    before = num_keys - length
+
+    def block(own: Tensor, first: int) -> Tensor:
+        last = first + own.shape[2]
         if seen is not None:
-            own = seen[..., first:last, :]
+            keys, visible = slice(0, num_keys), seen[..., first:last, :]
         else:
-            keys = slice(0 if window is None else max(0, first + 1 - window), last)
-            behind = torch.arange(first, last, device=query.device)[:, None]
-            behind = behind - torch.arange(keys.start, last, device=query.device)
-            own = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-        block = query[:, :, first:last], key[:, :, keys], value[:, :, keys], own, scores
-        if size >= length:
-            yield _weighted(*block)
-        else:
-            found: Tensor = checkpoint(_weighted, *block, use_reentrant=False, preserve_rng_state=False)
-            yield found
+            keys = slice(0 if window is None else max(0, before + first + 1 - window), before + last)
+            behind = torch.arange(before + first, keys.stop, device=own.device)[:, None]
+            behind = behind - torch.arange(keys.start, keys.stop, device=own.device)
+            visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        attended = _by_kernel if scores.is_plain else _weighted
+        return attended(own, key[:, :, keys], value[:, :, keys], visible, scores)
+
+    size = max(1, _MOST_MASKED // num_keys if scores.is_plain else _MOST_WEIGHTS // (num_rows * num_heads * num_keys))
+    if size >= length:
+        yield block(query, 0)
+        return
+    for first in range(0, length, size):
+        own = query[:, :, first : first + size]
+        found: Tensor = checkpoint(block, own, first, use_reentrant=False, preserve_rng_state=False)
+        yield found
 
 
 def _weighted(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scores: Scores) -> Tensor:

@@ -17,9 +17,6 @@ from penstock.consumers.learning.batch.layout import PackedLayout, TokenShare
 from penstock.consumers.learning.model.attention import Scores, attend, is_unpadded, rows_of, unpadded
 from penstock.consumers.learning.model.exchange import all_rows, to_owners, to_sharers
 
-_MASK_ELEMENTS = 1 << 22
-"""A larger mask would cost more than the queries that it saves."""
-
 
 class SplitAttention:
     """An `OwnAttention` of one rank's share."""
@@ -47,23 +44,8 @@ class SplitAttention:
 def _piece(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """Returns [Q, num_heads * head_dim]: the last query sees every key, each earlier one a key less. query: [Q, heads,
     head_dim]; key, value: [K, heads, head_dim]."""
-    num_queries, num_keys, window = len(query), len(key), scores.sliding_window
-    if window is not None:
-        key, value = (states[-(num_queries + window - 1) :] for states in (key, value))
     q, k, v = (states[None].transpose(1, 2) for states in (query, key, value))
-    if num_queries == num_keys and (window is None or num_keys <= window):
-        seen = None
-    elif scores.is_plain and window is None and num_queries * num_keys > _MASK_ELEMENTS:
-        # Without a mask kernels keep nothing of the square; the queries before are computed and dropped.
-        before = q.new_zeros(1, q.shape[1], num_keys - num_queries, q.shape[3])
-        q, seen = torch.cat([before, q], dim=2), None
-    else:
-        columns = torch.arange(k.shape[2], device=q.device)
-        own = columns[-num_queries:, None]
-        seen = columns <= own
-        if window is not None:
-            seen &= columns > own - window
-    return attend(q, k, v, seen, scores)[0, :, -num_queries:].transpose(0, 1).flatten(1)
+    return attend(q, k, v, None, scores)[0].transpose(0, 1).flatten(1)
 
 
 class WholeRows:
