@@ -204,9 +204,11 @@ def on_one_and_two(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_two_ranks_find_logprobs_and_gradients_of_one_process(on_one_and_two, kind: str) -> None:
     (expected_gradients, expected), (gradients, found) = (of_size[kind] for of_size in on_one_and_two)
     assert gradients.keys() == expected_gradients.keys()
+    whole = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).norm()
     for name, gradient in gradients.items():
-        allowed = 1e-5 if kind not in REST else 5e-5
-        assert (gradient - expected_gradients[name]).norm() <= allowed * expected_gradients[name].norm() + 1e-9, name
+        expected_gradient, rounding = expected_gradients[name], 1e-7 * whole  # a key's bias has nothing else
+        allowed = (1e-5 if kind not in REST else 5e-5) * expected_gradient.norm() + rounding
+        assert (gradient - expected_gradient).norm() <= allowed, name
     assert all(gradient.any() for gradient in gradients.values())
     if kind in MANY_EXPERTS:
         by_expert = next(gradient for name, gradient in gradients.items() if name.endswith("experts.down_proj"))
