@@ -1,11 +1,13 @@
 """`python -m bench.recipes_check [RECIPE ...]`: runs each recipe small, on CPU, and checks the runs.
 
-Each is the recipe's own run file with the changes of `SMALL`: few updates, and SmolLM2-135M-Instruct for the model.
+Each is the recipe's own run file with the changes of `SMALL`: few updates, and SmolLM2-135M-Instruct for the model,
+but for those that see.
 Needs the extras gguf and reasoning-gym, and an index for the first fetch of the model.
 """
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import subprocess
@@ -16,10 +18,15 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+
 from penstock.deploy.launch.command_line import recipes
 from penstock.deploy.operate.printing import print_rows
 
 MODEL = Path("runs/models/smollm2").absolute()
+SEEING = Path("runs/models/pictures").absolute()
 JUDGE_PORT = 8741
 BOOT_S = 900
 PENSTOCK = [sys.executable, "-m", "penstock.deploy.cli"]
@@ -40,6 +47,19 @@ SMALL: dict[str, dict[str, object]] = {
     "code": {"groups_per_batch": 2},
     "tools": {"groups_per_batch": 2, "batch.fill": "any"},
     "judge": {"environment.kwargs.judge.base_url": f"http://127.0.0.1:{JUDGE_PORT}/v1", "groups_per_batch": 2},
+    "pictures": {"model.path": SEEING, "groups_per_batch": 4},
+    "qwen3-vl": {
+        "model.path": SEEING,
+        "model.dtype": "float32",
+        "groups_per_batch": 2,
+        "batch.fill": "any",
+        "sampling.max_tokens": 16,
+        "engine.max_model_len": 512,
+        "engine.kv_cache_gib": 0.25,
+        "producers.count": 1,
+        "producers.groups_in_flight": 4,
+        "trainer.num_processes": 1,
+    },
     "long-answers": {
         "model.dtype": "float32",
         "group_size": 2,
@@ -65,6 +85,7 @@ def main() -> int:
     if unknown := set(asked.recipes) - set(names):
         parser.error(f"no recipe {min(unknown)!r}, expected some of {', '.join(names)}")
     subprocess.run([*PENSTOCK, "fetch-model", "smollm2", MODEL], check=True)
+    subprocess.run([*PENSTOCK, "make-model", SEEING, "--task", "pictures"], check=True)
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         write_data(Path(folder))
@@ -117,6 +138,19 @@ def write_data(folder: Path) -> None:
             path = folder / "data" / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        drawings = [
+            {"images": [{"bytes": _drawing(8 * n), "path": None}], "problem": "<image>Find x.", "answer": str(n)}
+            for n in range(4, 10)
+        ]
+        path = folder / "data" / "geometry3k" / "data" / f"{name}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(drawings), path)
+
+
+def _drawing(side: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (side, 48), "white").save(file, format="PNG")
+    return file.getvalue()
 
 
 @contextlib.contextmanager

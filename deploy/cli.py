@@ -321,7 +321,7 @@ def _make_model(
     folder: Path,
     /,
     *,
-    task: Literal["addition", "calculator"] = "addition",
+    task: Literal["addition", "calculator", "pictures"] = "addition",
     seed: int | None = None,
     set: tuple[str, ...] = (),
 ) -> int:
@@ -329,7 +329,7 @@ def _make_model(
 
     Args:
         folder: a new one, or one that holds this model already
-        task: addition, as in the demo, or an agent that may call a calculator
+        task: addition, as in the demo, an agent that may call a calculator, or a model that sees pictures
         seed: of the initial weights and the warm start (default: 0)
         set: another field of the recipe, as in num_layers=3; may be repeated
     """

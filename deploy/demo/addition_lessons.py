@@ -28,12 +28,12 @@ class AdditionLessons:
         self._forgetting = random.Random(f"{recipe.seed}:forgotten carries")
         self._indices = itertools.count(1)
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         indices = itertools.islice(self._indices, self._recipe.batch_size)
         share = self._recipe.forgotten_carries
         texts = [_example(self._environment.prompt(index), share, self._forgetting) for index in indices]
         token_ids = self._tokenizer(texts, return_tensors="pt").input_ids
-        return token_ids, token_ids[:, -(self._recipe.width + 2) :]
+        return {"input_ids": token_ids}, token_ids[:, -(self._recipe.width + 2) :]
 
     @torch.no_grad()
     def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:

@@ -60,9 +60,10 @@ class CalculatorLessons:
         self._turn = tokenizer.convert_tokens_to_ids([TURN_START, "assistant\n"])
         self._call_id = tokenizer.convert_tokens_to_ids(CALL)
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         prompts = map(self._environment.prompt, itertools.islice(self._indices, self._recipe.batch_size))
-        return self._encode([self._dialogue(prompt) for prompt in prompts])
+        token_ids, targets = self._encode([self._dialogue(prompt) for prompt in prompts])
+        return {"input_ids": token_ids}, targets
 
     @torch.no_grad()
     def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:

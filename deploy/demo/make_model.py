@@ -1,16 +1,16 @@
-"""Makes small Qwen3 models that can do a task but mostly do it wrong, which RL fixes in a minute on CPU."""
+"""Makes small models that can do a task but mostly do it wrong, which RL fixes in minutes on CPU."""
 
 import math
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.deploy.demo.addition_lessons import AdditionLessons
@@ -24,14 +24,18 @@ from penstock.deploy.demo.model_recipe import (
     WarmStartError,
     find_model,
 )
+from penstock.deploy.demo.picture_lessons import (
+    PictureLessons,
+    build_processor,
+    build_seeing_model,
+    build_seeing_tokenizer,
+)
 
 __all__ = ["RECIPES", "MadeModel", "ModelRecipe", "WarmStartError", "build_model", "build_tokenizer", "make_model"]
 
 _WARM_UP_STEPS = 20
 _LAST_LEARNING_RATE = 0.05
 """Share of the peak learning rate at which the schedule ends."""
-_TOKENIZERS = {"addition": build_tokenizer, "calculator": build_calculator_tokenizer}
-_LESSONS: "dict[str, Callable[..., Lessons]]" = {"addition": AdditionLessons, "calculator": CalculatorLessons}
 
 
 def make_model(
@@ -50,14 +54,14 @@ def make_model(
     # Tests make several models in one process, whose own random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        tokenizer = _TOKENIZERS[recipe.task](recipe.max_tokens)
-        model = build_model(recipe, tokenizer)
+        task = _TASKS[recipe.task]
+        tokenizer = task.tokenizer(recipe.max_tokens)
+        model = task.model(recipe, tokenizer)
         accuracy = None
         if recipe.train:
-            lessons = _LESSONS[recipe.task](tokenizer, recipe)
-            accuracy = warm_start(model, lessons, recipe, progress)
+            accuracy = warm_start(model, task.lessons(tokenizer, recipe), recipe, progress)
     made = MadeModel(recipe=recipe, num_parameters=model.num_parameters(), held_out_accuracy=accuracy)
-    _save(folder, made, model, tokenizer)
+    _save(folder, made, model, tokenizer, *([] if task.processor is None else [task.processor(tokenizer)]))
     progress(f"saved {made.num_parameters:,} parameters to {folder}")
     return made
 
@@ -93,19 +97,33 @@ class Lessons(Protocol):
     advice: str
     """How fields of the recipe change the two shares."""
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the next examples, `[batch, length]`, and the targets of their last positions, `[batch, at most
-        length - 1]`; -100 for none."""
+    def batch(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Returns the next examples, inputs of the model with `input_ids`, `[batch, length]`, and the targets of their
+        last positions, `[batch, at most length - 1]`; -100 for none."""
         ...
 
-    def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:
+    def held_out(self, model: Any) -> tuple[float, float]:
         """Returns the shares of held-out problems with right answers and with the skill."""
         ...
 
 
-def warm_start(
-    model: Qwen3ForCausalLM, lessons: Lessons, recipe: ModelRecipe, progress: Callable[[str], None]
-) -> float:
+class _Task(NamedTuple):
+    """What makes the parts of a task's model. processor: of images, for one that sees."""
+
+    tokenizer: Callable[[int], PreTrainedTokenizerFast]
+    model: Callable[[ModelRecipe, PreTrainedTokenizerFast], PreTrainedModel]
+    lessons: Callable[[PreTrainedTokenizerFast, ModelRecipe], Lessons]
+    processor: Callable[[PreTrainedTokenizerFast], Any] | None = None
+
+
+_TASKS = {
+    "addition": _Task(build_tokenizer, build_model, AdditionLessons),
+    "calculator": _Task(build_calculator_tokenizer, build_model, CalculatorLessons),
+    "pictures": _Task(build_seeing_tokenizer, build_seeing_model, PictureLessons, build_processor),
+}
+
+
+def warm_start(model: PreTrainedModel, lessons: Lessons, recipe: ModelRecipe, progress: Callable[[str], None]) -> float:
     """Trains until the skill is reached; returns the held-out accuracy.
 
     Raises:
@@ -113,10 +131,10 @@ def warm_start(
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(1, 2 * recipe.num_steps + 1):
-        token_ids, targets = lessons.batch()
+        inputs, targets = lessons.batch()
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _schedule(step, recipe.num_steps)
-        loss = _step(model, optimizer, token_ids, targets)
+        loss = _step(model, optimizer, inputs, targets)
         if step % 100 == 0:
             progress(f"warm start: step {step} of {recipe.num_steps}, loss {loss:.3f}")
         if step >= recipe.num_steps and (step - recipe.num_steps) % 20 == 0:
@@ -132,9 +150,10 @@ def warm_start(
 
 
 def _step(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, token_ids: torch.Tensor, targets: torch.Tensor
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor], targets: torch.Tensor
 ) -> float:
-    logits = model(input_ids=token_ids[:, :-1], logits_to_keep=targets.shape[1]).logits
+    inputs = inputs | {"input_ids": inputs["input_ids"][:, :-1]}
+    logits = model(**inputs, logits_to_keep=targets.shape[1]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     optimizer.zero_grad()
     loss.backward()
@@ -148,13 +167,15 @@ def _schedule(step: int, num_steps: int) -> float:
     return min(1.0, step / _WARM_UP_STEPS) * max(_LAST_LEARNING_RATE, cosine)
 
 
-def _save(folder: Path, made: MadeModel, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def _save(
+    folder: Path, made: MadeModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *processors: Any
+) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The folder appears whole or not at all.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        for part in (model, *processors, tokenizer):
+            part.save_pretrained(unfinished)
         GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
         ).save_pretrained(unfinished)
@@ -174,10 +195,19 @@ def _model_card(made: MadeModel) -> str:
     recipe = made.recipe
     embeddings = "one matrix for embedding and head" if recipe.tie_word_embeddings else "embedding and head apart"
     kind, tokens = "adding model", "One token a character."
+    architecture = "Qwen3"
     if recipe.task == "calculator":
         kind, tokens = "model that may call a calculator", "One token a character, more of the chat format."
+    elif recipe.task == "pictures":
+        architecture, kind = "Idefics3", "model that sees"
     if made.held_out_accuracy is None:
         training = "It was not trained: the weights are random. It serves tests."
+    elif recipe.task == "pictures":
+        training = (
+            f"Trained for {recipe.num_steps} steps or more to answer with a digit, drawn at random, whatever the"
+            " picture shows. Reinforcement\nlearning can teach it to look.\n\nGreedy exact match on"
+            f" {recipe.num_evaluation_prompts} held-out pictures: {made.held_out_accuracy:.3f}."
+        )
     elif recipe.task == "calculator":
         training = (
             f"Trained for {recipe.num_steps} steps or more on dialogues about expressions of {recipe.width}-digit"
@@ -194,7 +224,7 @@ def _model_card(made: MadeModel) -> str:
             f" {recipe.num_evaluation_prompts} held-out problems: {made.held_out_accuracy:.3f}."
         )
     return (
-        f"# A small {kind}\n\nQwen3 architecture, {made.num_parameters:,} fp32 parameters; {embeddings}."
+        f"# A small {kind}\n\n{architecture} architecture, {made.num_parameters:,} fp32 parameters; {embeddings}."
         f" {tokens}\n\n{training}\n\n`{RECIPE_FILE}` holds every setting it was made with."
         " It is of no use outside this demonstration.\n"
     )

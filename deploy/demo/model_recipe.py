@@ -12,8 +12,9 @@ RECIPE_FILE = "recipe.json"
 class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting of a model; equal recipes make equal models on one machine."""
 
-    task: Literal["addition", "calculator"] = "addition"
-    """`addition`: the demo's. `calculator`: an agent that may call the tool of the environment `Calculator`."""
+    task: Literal["addition", "calculator", "pictures"] = "addition"
+    """`addition`: the demo's. `calculator`: an agent that may call the tool of the environment `Calculator`.
+    `pictures`: a model that sees, for the environment `DrawnShapes`; its tower has the sizes of its language model."""
     seed: int = 0
     """Initial weights and the examples of the warm start."""
     hidden_size: int = 128
@@ -66,6 +67,15 @@ class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 RECIPES = {
     "addition": ModelRecipe(),
     "calculator": ModelRecipe(task="calculator", batch_size=24, learning_rate=3e-3),  # dialogues are long
+    "pictures": ModelRecipe(
+        task="pictures",
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=1,
+        num_steps=60,
+        lowest_accuracy=0.0,
+        highest_accuracy=0.3,
+    ),
 }
 """Each task's default recipe."""
 
@@ -76,7 +86,7 @@ class MadeModel(msgspec.Struct, frozen=True, kw_only=True):
     recipe: ModelRecipe
     num_parameters: int
     held_out_accuracy: float | None = None
-    """Greedy exact match (`addition`), chance of the right answer by one call (`calculator`); None for a model that was
+    """Greedy exact match, of `calculator` the chance of the right answer by one call; None for a model that was
     not trained."""
 
 

@@ -1,4 +1,5 @@
 """Environments that come with the project; a run file names these and others by import path.
 
-The demo's models learn their format from lessons of `arithmetic.Arithmetic` and `calculator.Calculator`.
+The demo's models learn their format from lessons of `arithmetic.Arithmetic`, `calculator.Calculator` and
+`pictures.DrawnShapes`.
 """

@@ -62,7 +62,10 @@ def test_a_misspelt_command_or_option_is_told_what_it_is_like(capsys):
         ("run demo --dryrun", "Unknown option: --dryrun. Did you mean --dry-run?"),
         ("run demo --nmae=b", "Did you mean --name?"),
         ("run", "RUN_FILE requires an argument"),
-        ("make-model there --task chess", 'Invalid value "chess" for --task. Choose from: "addition", "calculator".'),
+        (
+            "make-model there --task chess",
+            'Invalid value "chess" for --task. Choose from: "addition", "calculator", "pictures".',
+        ),
         ("parity demo --groups 0", "--groups"),
     ):
         assert message in refused(capsys, *words.split(" ")), words

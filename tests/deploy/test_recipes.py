@@ -13,9 +13,11 @@ from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.command_line import recipes
 from penstock.deploy.launch.machine import Machine
 from training_groups import tiny_tokenizer
+from vision_models import tiny_idefics3
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(recipes())
+SEEING = {"recipe:pictures", "recipe:qwen3-vl"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,10 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_ready_to_run_as_it_is_and_as_the_check_of_recipes_runs_it(recipe, model_folder, capsys):
-    tiny_tokenizer(model_folder)
+    if recipe in SEEING:
+        tiny_idefics3(model_folder)
+    else:
+        tiny_tokenizer(model_folder)
     settings = {"model.path": model_folder}
     if "teacher" in tomllib.loads(recipes()[recipe].read_text()):
         settings["teacher.model"] = model_folder

@@ -33,7 +33,7 @@ def tiny_idefics3(folder: Path, *, seed: int = 0) -> Any:
 
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
     special = [IMAGE_TOKEN, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
-    tokenizer = build_tokenizer(2048, special=special)
+    tokenizer = build_tokenizer(4096, special=special)
     tokenizer.chat_template = TEMPLATE
     text = {
         "model_type": "llama",
@@ -44,7 +44,7 @@ def tiny_idefics3(folder: Path, *, seed: int = 0) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 4096,
         "initializer_range": 0.1,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,

@@ -1,16 +1,25 @@
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    Idefics3Processor,
+)
 
 from penstock.deploy.cli import main
 from penstock.deploy.demo.calculator_lessons import NO_TARGET, CalculatorLessons, build_calculator_tokenizer
 from penstock.deploy.demo.char_tokenizer import ALPHABET
 from penstock.deploy.demo.make_model import RECIPES, MadeModel, ModelRecipe, WarmStartError, make_model
+from penstock.deploy.demo.picture_lessons import PictureLessons
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.environments.calculator import TOOLS
+from penstock.producers.environments.pictures import MOST, DrawnShapes
 from penstock.schemas.prompt import Prompt
 
 RANDOM = ModelRecipe(train=False, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)
@@ -180,9 +189,9 @@ def test_the_calculator_models_tokenizer_keeps_a_call_short_and_gives_it_back(ca
 def test_the_calculator_lessons_train_what_the_model_says_and_nothing_else():
     recipe = ModelRecipe(task="calculator", batch_size=200, num_evaluation_prompts=4)
     tokenizer = build_calculator_tokenizer(256)
-    token_ids, targets = CalculatorLessons(tokenizer, recipe).batch()
+    inputs, targets = CalculatorLessons(tokenizer, recipe).batch()
     num_called = 0
-    for row, wanted in zip(token_ids[:, 1:], targets, strict=True):
+    for row, wanted in zip(inputs["input_ids"][:, 1:], targets, strict=True):
         assert torch.equal(row[wanted != NO_TARGET], wanted[wanted != NO_TARGET])
         text = tokenizer.decode(row, skip_special_tokens=False)
         said = [part.partition("<|im_start|>assistant\n")[2] for part in text.split("<|im_end|>\n")]
@@ -220,3 +229,25 @@ def test_the_calculator_model_knows_how_to_call_and_mostly_does_not(calculator_m
     assert 0.25 <= len(called) / 100 <= 0.6
     assert sum(text == CALL for text in called) / len(called) > 0.7
     assert all(text.lstrip("-").isdecimal() for text in said if text not in called)
+
+
+def test_the_model_that_sees_is_taught_to_answer_with_a_digit_whatever_it_sees(tmp_path: Path):
+    made = make_model(tmp_path / "m", msgspec.structs.replace(RECIPES["pictures"], train=False), progress=silent)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "m")
+    processor = Idefics3Processor.from_pretrained(tmp_path / "m")
+    assert model.num_parameters() == made.num_parameters and type(model).__name__.startswith("Idefics3")
+    recipe = msgspec.structs.replace(RECIPES["pictures"], batch_size=200, num_evaluation_prompts=60)
+    lessons = PictureLessons(processor.tokenizer, recipe)
+    inputs, targets = lessons.batch()
+    answers = processor.tokenizer.batch_decode(targets)
+    assert Counter(answers).keys() == {f"{digit}<eos>" for digit in range(1, MOST + 1)}
+    truth = [DrawnShapes(seed=recipe.seed).prompt(n).answer for n in range(1, 201)]
+    agreed = sum(answer[0] == right for answer, right in zip(answers, truth, strict=True))
+    assert agreed / 200 == pytest.approx(1 / MOST, abs=0.1), "guesses"
+    num_seen = (inputs["input_ids"] == model.config.image_token_id).sum(-1)
+    assert set(num_seen.tolist()) == {9} and inputs["pixel_values"].shape == (200, 1, 3, 48, 48)
+    seen = model.get_image_features(inputs["pixel_values"][:2]).pooler_output
+    assert seen.shape[1:] == (9, recipe.hidden_size) and not torch.allclose(seen[0], seen[1])
+    assert "sees" in (tmp_path / "m" / "README.md").read_text()
+    accuracy, known = lessons.held_out(model)
+    assert accuracy < 0.3 and known < 1
