@@ -63,6 +63,7 @@ class _Seat:
     child: Child | None = None
     start_at: float = 0.0
     booted_at: float = 0.0
+    is_late: bool = False
     served_since: float | None = None
     num_boots: int = 0
     num_restarts: int = 0
@@ -124,6 +125,7 @@ class ProducerPool:
             seat.num_boots = 0
             self._view.state(seat.name, "ready")
         elif time.monotonic() - seat.booted_at > _BOOT_S:
+            seat.is_late = True
             child.kill()
 
     def _restart_later(self, seat: _Seat, child: Child, finished: Callable[[], bool]) -> None:
@@ -131,6 +133,8 @@ class ProducerPool:
         if status == 0 and finished():
             return
         died, left = describe_status(status), ""
+        if seat.is_late:
+            died, seat.is_late = f"was ended after {_BOOT_S / 60:.0f} minutes of booting", False
         if status == _UNUSABLE_INPUT:
             raise PartDied(child, f"{died}: it cannot use its settings")
         if seat.served_since is None:

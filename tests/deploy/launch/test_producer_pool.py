@@ -4,8 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from penstock.deploy.launch import producer_pool
-from penstock.deploy.launch.producer_pool import ProducerPool, boots_at_once
+from penstock.deploy.launch.producer_pool import PartDied, ProducerPool, boots_at_once
 from penstock.schemas.config import ProducersConfig
 
 
@@ -26,6 +28,8 @@ class Pool:
         self.children[name].poll = lambda child=self.children[name]: child.status
         self.children[name].last_error = lambda: "it is quarantined: 0.3 nats"
         self.children[name].end = lambda child=self.children[name]: setattr(child, "status", -9)
+        self.children[name].kill = self.children[name].end
+        self.children[name].last_lines = lambda: "compiling"
         return self.children[name]
 
     def tick(self) -> list[str]:
@@ -78,6 +82,21 @@ def test_a_producer_that_did_not_boot_beside_another_is_tried_again_alone(monkey
     assert pool.tick() == []
     pool.serve("producer-1")
     assert pool.tick() == ["producer-0"]
+
+
+def test_a_producer_that_boots_for_too_long_is_not_said_to_be_killed_by_someone(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(producer_pool.time, "monotonic", lambda: now[0])
+    pool = Pool(1, boots_at_once=1)
+    for later in (0.0, 1801.0, 0.0):  # it starts, is ended, and is found to have ended
+        now[0] += later
+        pool.tick()
+    assert pool.states["producer-0"].startswith("was ended after 30 minutes of booting, starting again in 1 s")
+    for later in (2.0, 1801.0):
+        now[0] += later
+        pool.tick()
+    with pytest.raises(PartDied, match="ended after 30 minutes of booting before it served, 2 times in a row"):
+        pool.tick()
 
 
 def test_a_producer_that_ends_while_it_serves_is_told_with_its_reason_and_who_takes_its_groups():
