@@ -212,6 +212,7 @@ def _open(
     run_id = there or here or new_run_id()
     description = encode_description(describe(config))
     learner = load_learner(config, ranks)
+    description["image_processor"] = msgspec.json.encode(learner.sees.settings if learner.sees else {})
     # Claimed late: a trainer that ends before it opens its epoch leaves no trace of one.
     epoch = checkpoints.claim_epoch(known + 1, run_id)
     if epoch and not resume:

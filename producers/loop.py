@@ -11,6 +11,8 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.rollout.episode import Episodes
@@ -24,7 +26,9 @@ from penstock.producers.stream.rollout_progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
+from penstock.schemas.config import ConfigError
 from penstock.schemas.heartbeat import Heartbeat, InFlight
+from penstock.schemas.images import settings_that_differ
 from penstock.schemas.process import clock
 from penstock.schemas.process.cancellation import cancel_and_wait, gather_or_cancel
 from penstock.schemas.process.plugins import ends_caller
@@ -334,6 +338,7 @@ class Producer:
 
         Raises:
             OtherRunError: it is described otherwise than the earlier one.
+            ConfigError: the trainer shows the model other pixels of an image than the engine.
         """
         commands, key = self.context.connection.commands, self.context.keys.description
         described: list[Any] = [
@@ -346,6 +351,7 @@ class Producer:
                 "another model: start the producer again with those"
             )
         self._described = described
+        self._check_pixels(await self.context.connection.retrying(partial(commands.hget, key, "image_processor")))
         self.context.run_id = self.claims.run_id = run_id
         if others := {claim for claim in self.table if claim.run_id not in ("", run_id)}:
             log.warning("%d claims of an earlier run of this name are dropped", len(others))
@@ -357,6 +363,15 @@ class Producer:
             self.endpoint.agents.leave(others)
         for claim in others:
             self.table.remove(claim)
+
+    def _check_pixels(self, told: Any) -> None:
+        here, there = self._engine.image_processor, msgspec.json.decode(told or b"{}")
+        if here and there and (names := settings_that_differ(here, there)):
+            found = "; ".join(f"{name} = {here.get(name)!r} here, {there.get(name)!r} at the trainer" for name in names)
+            raise ConfigError(
+                f"model.path = {self._config.model.path!r}: the settings of the image processor differ ({found}); "
+                "expected the same preprocessor_config.json and packages on both sides"
+            )
 
     def _on_finished(self) -> None:
         if not self._run_is_finished:

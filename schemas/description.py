@@ -61,7 +61,8 @@ def describe(config: RunConfig) -> RunDescription:
 
 
 def encode_description(description: RunDescription) -> dict[str, bytes]:
-    """Returns the fields of the hash `Keys.description`."""
+    """Returns the fields of the hash `Keys.description`, to which a trainer adds the settings of its image processor
+    (`image_processor`: `penstock.schemas.images.processor_settings` as JSON, empty for a model of text)."""
     return {
         "run_file": description.run_file,
         "model_digest": description.model_digest.encode(),

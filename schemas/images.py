@@ -18,6 +18,8 @@ MAX_IMAGES = 1024
 """The most images of a group."""
 MAX_IMAGES_BYTES = 64 * 1024 * 1024
 """The most bytes of a group's image files."""
+_CLASSES = ("image_processor_type", "processor_class")
+"""Names of classes in a processor's file, which say less than its own."""
 
 
 class ImageError(ValueError):
@@ -62,6 +64,19 @@ def problem_of_places(
             return f"({place.start}, {place.end}) holds sampled tokens, expected context alone"
         previous_end = place.end
     return None
+
+
+def processor_settings(processor: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what decides the pixels that a model is shown, by name and as JSON has it: class and settings of
+    transformers' image processor. defaults: of the model's processor for every call."""
+    named = {name: value for name, value in (processor.to_dict() | dict(defaults)).items() if name not in _CLASSES}
+    found = {"class": type(processor).__name__} | named
+    return dict(msgspec.json.decode(msgspec.json.encode(found, enc_hook=str)))
+
+
+def settings_that_differ(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the settings that two image processors do not share."""
+    return sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
 
 
 def problem_of_images(images: Mapping[str, bytes]) -> str | None:

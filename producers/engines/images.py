@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.producers.interfaces import EngineError, PlacedImages
-from penstock.schemas.images import ImageError, ImagePlace, digest_of
+from penstock.schemas.images import ImageError, ImagePlace, digest_of, processor_settings
 from penstock.schemas.process.image_files import decoded
 
 
@@ -112,6 +112,14 @@ class ImagePrompts:
             return await self._renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=not sent)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"the model's processor refuses the images: {error}") from error
+
+
+def image_processor_of(processor: Any) -> dict[str, Any]:
+    """Returns `Engine.image_processor` of vLLM's processor of a model."""
+    whole = processor.info.get_hf_processor()
+    if (own := getattr(whole, "image_processor", None)) is None:
+        return {}
+    return processor_settings(own, whole.valid_processor_kwargs._defaults.get("images_kwargs", {}))
 
 
 def _pictures(files: Sequence[bytes]) -> list[Any]:

@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from penstock.producers.engines.completions import Reported, pack, pack_unfinished
 from penstock.producers.engines.engine_process import boot, ends_alone, set_environment, shut_down
-from penstock.producers.engines.images import ImagePrompts
+from penstock.producers.engines.images import ImagePrompts, image_processor_of
 from penstock.producers.engines.routes import CAPTURE_ROUTES
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import TRY, UPDATE, results_of
@@ -73,6 +73,8 @@ class VllmEngine:
         self._files = base.files if config.lora is None else []
         self._loading = asyncio.Lock()
         self._images: ImagePrompts | None = None
+        self.image_processor: dict[str, Any] = {}
+        """See `penstock.producers.interfaces.Engine`."""
 
     @classmethod
     async def start(cls, config: RunConfig, *, seed: int | None = None) -> "VllmEngine":
@@ -128,6 +130,7 @@ class VllmEngine:
             if _takes_images(llm):
                 model: Any = get_model_cls(llm.vllm_config.model_config)
                 engine._images = await ImagePrompts.of(llm.renderer, model.get_placeholder_str("image", 1))
+                engine.image_processor = image_processor_of(llm.renderer.mm_processor)
             await engine._warm_up(config)
         except BaseException:
             await shut_down(llm)

@@ -144,6 +144,12 @@ class Engine(Protocol):
         """False for a model of text."""
         ...
 
+    @property
+    def image_processor(self) -> Mapping[str, Any]:
+        """The settings of its image processor (`penstock.schemas.images.processor_settings`); empty for one of text,
+        and of one whose processor is not transformers'."""
+        ...
+
     async def expand(self, prompt_token_ids: list[int], files: Sequence[bytes]) -> tuple[list[int], PlacedImages]:
         """Puts the tokens of images in the places of their placeholders, in order; a model of text has none.
 

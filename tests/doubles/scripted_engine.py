@@ -83,6 +83,7 @@ class ScriptedEngine:
         self.fingerprint = FINGERPRINT
         self.max_model_len = max_model_len
         self.takes_images = image_token is not None
+        self.image_processor: dict[str, Any] = {}
         self._image_token = image_token
         self.images: list[PlacedImages] = []
         """Those of each request."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -52,9 +52,15 @@ class RowImages:
 
 
 class Sees(Protocol):
-    """A model that images can be shown. token: the id that stands for a feature of an image."""
+    """A model that images can be shown.
+
+    token: the id that stands for a feature of an image. settings: see `penstock.schemas.images.processor_settings`.
+    """
 
     token: int
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
 
     def num_tokens(self, digest: str, file: bytes) -> int:
         """Returns the features of an image.

@@ -21,6 +21,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from penstock.consumers.learning.batch.images import RowImages
 from penstock.consumers.learning.model.loading import language_of
+from penstock.schemas.images import processor_settings
 from penstock.schemas.process.image_files import decoded
 
 _MOST_KEPT = 64
@@ -76,6 +77,11 @@ class Vision:
         """Returns those of the tower and its projection."""
         language = {id(each) for each in language_of(self._body).parameters()}
         return [each for each in self._body.parameters() if id(each) not in language]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `penstock.schemas.images.processor_settings`."""
+        return processor_settings(self._processor, self._settings)
 
     @property
     def has_positions(self) -> bool:

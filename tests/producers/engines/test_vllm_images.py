@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from penstock.producers.interfaces import PlacedImages
-from penstock.schemas.images import digest_of
+from penstock.schemas.images import digest_of, settings_that_differ
 from penstock.schemas.process.image_files import decoded
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 from shared_engine import BUDGET, publish, run_config
@@ -75,6 +75,16 @@ async def test_images_stand_where_the_processor_puts_them(seeing):
     assert tokenizer.decode(ids[: first.start] + ids[first.end : second.start] + ids[second.end :]) == "123"
     assert first.end - first.start > second.end - second.start > 4, "tiles of each image's own size, and rows between"
     assert await engine.expand(tokenizer.encode("12"), []) == (tokenizer.encode("12"), PlacedImages())
+
+
+async def test_the_image_processor_s_settings_are_those_of_the_trainer(seeing):
+    from penstock.consumers.learning.model.packed_model import PackedModel
+
+    engine, _, folder = seeing
+    vision = PackedModel(str(folder / "model"), "float32", torch.device("cpu")).vision
+    assert engine.image_processor == vision.settings and vision.settings["size"] == {"longest_edge": 64}
+    with vision.otherwise(resample=0):
+        assert settings_that_differ(engine.image_processor, vision.settings) == ["resample"]
 
 
 async def test_logprobs_are_transformers_before_and_after_an_update_of_the_vision_tower(seeing):

@@ -14,7 +14,7 @@ from penstock.producers.stream import claims as claims_module
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream import heartbeat as heartbeat_module
 from penstock.producers.stream.in_flight import Claim, DeadRollout
-from penstock.schemas.config import EnvironmentConfig, ProducersConfig
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
@@ -127,6 +127,34 @@ async def test_a_producer_ends_when_a_run_of_its_name_is_begun_anew_with_other_s
         await asyncio.wait_for(task, 60)
     said = "another run of this name has begun (two, after one), with other settings"
     assert isinstance(caught.value.exceptions[0], OtherRunError) and said in str(caught.value.exceptions[0])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({"class": "A", "size": {"longest_edge": 64}}, ""),
+        ({}, ""),
+        ({"class": "A", "size": {"longest_edge": 32}}, "size = {'longest_edge': 64} here, {'longest_edge': 32} at the"),
+        (
+            {"class": "B", "size": {"longest_edge": 64}, "resample": 3},
+            "'B' at the trainer; resample = None",
+        ),
+    ],
+)
+async def test_a_producer_whose_engine_is_shown_other_pixels_than_the_trainer_ends(run, trainer, said) -> None:
+    one, engine = run(), ScriptedEngine()
+    engine.image_processor = {"class": "A", "size": {"longest_edge": 64}}
+    one.client.hset(KEYS.description, "image_processor", msgspec.json.encode(trainer))
+    one.trainer.begin_anew("one")
+    one.trainer.announce(5)
+    producer, task = await one.producer(engine)
+    if not said:
+        await until(lambda: producer.context.run_id == "one")
+        return
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(task, 60)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, ConfigError) and said in str(error)
 
 
 @pytest.mark.parametrize("stream", [KEYS.rollouts, KEYS.dead_rollouts])
