@@ -1,11 +1,21 @@
-"""Hypotheses on the images of rows: the engine has them in another order, at other positions, or resized otherwise."""
+"""Hypotheses on the images of rows: the engine has them in another order, at other positions, resized otherwise, or
+with other values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
+from transformers.image_utils import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    IMAGENET_STANDARD_MEAN,
+    IMAGENET_STANDARD_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+)
 
 from penstock.consumers.learning.model.vision import Vision
 from penstock.consumers.parity.replay import Replay, as_labelled
@@ -14,8 +24,20 @@ from penstock.consumers.parity.verdict import Candidate, gap_of
 
 MAX_TOKENS = 2048
 """The most sampled tokens that are tried."""
-RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
-"""Pillow's filters."""
+FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Pillow's, by their numbers."""
+RESIZED: dict[str, dict[str, Any]] = {
+    f"resized by Pillow's filter {name}": {"resample": number} for number, name in enumerate(FILTERS)
+}
+PIXELS: dict[str, dict[str, Any]] = {
+    "mean and standard deviation 0.5": {"image_mean": IMAGENET_STANDARD_MEAN, "image_std": IMAGENET_STANDARD_STD},
+    "ImageNet's mean and standard deviation": {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD},
+    "CLIP's mean and standard deviation": {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD},
+    "no mean and standard deviation": {"do_normalize": False},
+    "values from 0 to 255": {"do_rescale": False},
+    "cut to the square in the middle": {"cropped": True},
+}
+"""Mistakes in pixel values, as arguments of `Vision.otherwise`."""
 
 
 class ImageHypotheses:
@@ -35,12 +57,26 @@ class ImageHypotheses:
         if self._vision.has_positions:
             with self._vision.otherwise(plain_positions=True):
                 yield Candidate("image-positions", self._of(self._rows))
+        yield self._best("image-size", RESIZED)
+        yield self._best("image-pixels", PIXELS)
+
+    def _best(self, cause: str, mistakes: Mapping[str, dict[str, Any]]) -> Candidate:
+        """Returns the candidate of the mistake that fits best, of those that leave images their number of tokens."""
         found = {}
-        for name, number in RESAMPLING.items():
-            with self._vision.otherwise(resample=number):
-                found[name] = self._of(self._rows)
+        for name, settings in mistakes.items():
+            with self._vision.otherwise(**settings):
+                if all(self._has_its_size(row) for row in self._rows):
+                    found[name] = self._of(self._rows)
         best = min(found, key=lambda name: gap_of(self._replay.sample.engine, found[name]).mean)
-        yield Candidate("image-size", found[best], note=best, detail=f"by Pillow's filter {best}")
+        return Candidate(cause, found[best], note=best, detail=best)
+
+    def _has_its_size(self, row: SampleRow) -> bool:
+        ids = row.token_ids
+        return all(
+            self._vision.num_tokens(place.digest, row.files[place.digest])
+            == int((ids[place.start : place.end] == self._vision.token).sum())
+            for place in row.segment.images or ()
+        )
 
     def _of(self, rows: list[SampleRow]) -> Tensor:
         """Returns [M] float64, NaN for tokens of other rows."""

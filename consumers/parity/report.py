@@ -288,6 +288,12 @@ INFERENCE = {
         "with the other filter",
         "give engine and trainer one preprocessor_config.json and one image processor, without settings beside it",
     ),
+    "image-pixels": Cause(
+        "with other pixel values of images",
+        "the engine makes other pixel values of images: another mean, scale or part of them",
+        "with the other values",
+        "give engine and trainer one preprocessor_config.json and one image processor, without settings beside it",
+    ),
     "engine-head": Cause(
         "by a head that rounds logits to 16 bits",
         "the engine's head computes in 16 bits, the trainer's in float32",

@@ -22,6 +22,7 @@ from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import one_line
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "chat_template.jinja")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _MOST_CHARACTERS = 300
 
 
@@ -59,6 +60,8 @@ def _check_prompt(config: RunConfig, task: PosedTask, tokenizer: Any, room: int)
             f"{task.asked} has messages, and the tokenizer of model.path = {path!r} has no chat template; expected a "
             "prompt with `text`, or a model with a chat template"
         )
+    if prompt.images:
+        _check_scorers(config, task)
     for n, image in enumerate(prompt.images, 1):
         try:
             decoded(image.data or b"")
@@ -77,6 +80,21 @@ def _check_prompt(config: RunConfig, task: PosedTask, tokenizer: Any, room: int)
         limit = "engine.max_model_len" if config.engine.max_model_len else f"the context of model.path = {path!r}"
         expected = f"fewer than {limit} = {room}, which completions share" if num_tokens else "at least one"
         raise ConfigError(f"{task.asked} has {num_tokens or 'no'} tokens; expected {expected}")
+
+
+def _check_scorers(config: RunConfig, task: PosedTask) -> None:
+    """Raises ConfigError if a prompt has images, and a model that scores its answers cannot be shown them."""
+    if config.teacher_url is not None:
+        raise ConfigError(
+            f"{task.asked} has images, which teacher.url = {config.teacher_url!r} is not sent; expected teacher.model"
+        )
+    others = {"model.reference": config.model.reference, "teacher.model": config.teacher and config.teacher.model}
+    for field, path in others.items():
+        if path and not any((Path(path) / name).is_file() for name in _PROCESSOR_FILES):
+            raise ConfigError(
+                f"{task.asked} has images, and {field} = {path!r} has no image processor; expected a model that sees, "
+                f"with its {' or '.join(_PROCESSOR_FILES)}"
+            )
 
 
 def _left_out(who: str, prompt: Prompt, tokenizer: Any, left_out: LeftOut) -> Iterator[str]:

@@ -38,6 +38,8 @@ COLUMNS = pa.schema(
         "reward_parts": pa.map_(pa.string(), pa.float64()),
         "advantage": pa.float64(),
         "finish_reason": pa.string(),
+        "images": pa.list_(pa.struct({"digest": pa.string(), "start": pa.int32(), "end": pa.int32()})),
+        "image_files": pa.map_(pa.string(), pa.binary()),
         "token_ids": pa.list_(pa.int32()),
         "positions": pa.list_(pa.int32()),
         "versions": pa.list_(pa.int64()),
@@ -48,7 +50,8 @@ COLUMNS = pa.schema(
         "kept": pa.list_(pa.bool_()),
     }
 )
-"""`token_ids` are all tokens of a segment; the lists after it have one value per sampled token, at `positions`."""
+"""`token_ids` are all tokens of a segment; the lists after it have one value per sampled token, at `positions`.
+`image_files` are the group's by digest, in its first row alone."""
 
 
 def tables(record: Record) -> Iterator[pa.Table]:
@@ -123,6 +126,8 @@ def _rows_of_group(at: GroupAt, recorded: RecordedGroup) -> Iterator[dict[str, A
                     "rollout": r,
                     "segment": s,
                     "finish_reason": segment.finish_reason,
+                    "images": [msgspec.structs.asdict(place) for place in segment.images or ()],
+                    "image_files": None if r or s else [(d, data) for d, data in (group.images or {}).items() if data],
                     "token_ids": unpack_ids(segment.token_ids),
                     "positions": [token.position for token in tokens],
                     "versions": [token.version for token in tokens],

@@ -78,7 +78,10 @@ def check_trainable(
 
 def _check_images(group: RolloutGroup, segment: Segment, sees: Sees | None) -> None:
     if sees is None:
-        raise RecordError(f"group {group.index}: images, which the model at model.path cannot be shown")
+        raise RecordError(
+            f"group {group.index}: images, which a model of the trainer cannot be shown: model.path, "
+            "model.reference or teacher.model"
+        )
     token_ids, files = np.frombuffer(segment.token_ids, dtype=np.int32), group.images or {}
     for digest, start, end in ((place.digest, place.start, place.end) for place in segment.images or ()):
         where = f"group {group.index}: the image {digest[:12]} at tokens ({start}, {end})"

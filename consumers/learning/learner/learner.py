@@ -323,8 +323,8 @@ class Learner:
 
     @property
     def sees(self) -> Sees | None:
-        """What images in rows must be for the model; None if it sees none."""
-        return self.model.vision
+        """What images in rows must be for the models of a batch; None if one of them sees none."""
+        return self.scorer.sees
 
     def _train(
         self,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.consumers.learning.batch.batch import Batch, MicroBatch, MiniBatch, Support
+from penstock.consumers.learning.batch.images import Sees
 from penstock.consumers.learning.batch.layout import Arrangement
 from penstock.consumers.learning.interfaces import (
     LossInputs,
@@ -140,6 +141,13 @@ class TokenScorer:
             [*islice(trained, len(each.microbatches)), *islice(skipped, len(each.skipped))]
             for each in batch.minibatches
         ]
+
+    @property
+    def sees(self) -> Sees | None:
+        """What images in rows must be for the trained model; None if it, or another of a batch, can be shown none."""
+        models = (self._model, self.reference, self._teacher)
+        blind = any(model.vision is None for model in models if isinstance(model, PackedModel))
+        return None if blind else self._model.vision
 
     @property
     def arrangement(self) -> Arrangement:

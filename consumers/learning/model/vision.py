@@ -65,7 +65,7 @@ class Vision:
         self._pixels: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._features: OrderedDict[str, SimpleNamespace] = OrderedDict()
         """Of a frozen tower."""
-        self._has_plain_positions = False
+        self._has_plain_positions = self._is_cropped = False
         self._pass: _Pass | None = None
         """The one that runs."""
         self.num_runs = 0
@@ -89,17 +89,17 @@ class Vision:
         return hasattr(self._body, "get_rope_index")
 
     @contextmanager
-    def otherwise(self, *, resample: int | None = None, plain_positions: bool = False) -> Iterator[None]:
-        """Shows images in the block as a faulty engine may: resized by another filter of Pillow's, or at plain
-        positions."""
+    def otherwise(self, *, plain_positions: bool = False, cropped: bool = False, **settings: Any) -> Iterator[None]:
+        """Shows images in the block as a faulty engine may: at plain positions, cut to the square in their middle, or
+        with other settings of the processor."""
         before = self._settings
-        self._settings = before if resample is None else before | {"resample": resample}
+        self._settings, self._is_cropped = before | settings, cropped
         self._has_plain_positions = plain_positions
         self._forget()
         try:
             yield
         finally:
-            self._settings, self._has_plain_positions = before, False
+            self._settings, self._has_plain_positions, self._is_cropped = before, False, False
             self._forget()
 
     def _forget(self) -> None:
@@ -186,7 +186,7 @@ class Vision:
 
     def processed(self, files: Sequence[bytes]) -> dict[str, Tensor]:
         """Returns the processor's tensors of the images of a row, those that the tower takes."""
-        images = [decoded(file) for file in files]
+        images = [_cropped(decoded(file)) if self._is_cropped else decoded(file) for file in files]
         tensors = self._processor(images=images, return_tensors="pt", **self._settings)
         return {name: each for name, each in tensors.items() if name in self._accepted}
 
@@ -236,6 +236,11 @@ def encoded(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()
+
+
+def _cropped(image: Image.Image) -> Image.Image:
+    left, top = ((side - min(image.size)) // 2 for side in image.size)
+    return image.crop((left, top, left + min(image.size), top + min(image.size)))
 
 
 def _kept(cache: OrderedDict[str, Any], digest: str) -> Any:

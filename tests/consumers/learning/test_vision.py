@@ -106,7 +106,7 @@ def test_groups_whose_images_the_trainer_cannot_reproduce_are_refused(tmp_path: 
     broken = b"no image"
     for shown, sees, message in (
         (place, vision, None),
-        (place, None, "images, which the model at model.path cannot be shown"),
+        (place, None, "images, which a model of the trainer cannot be shown: model.path, "),
         (ImagePlace(FIRST, place.start + 1, place.end), vision, "19 placeholders, expected the 20 that the trainer's"),
         (ImagePlace(digest_of(broken), place.start, place.end), vision, "8 bytes that cannot be decoded"),
     ):

@@ -28,17 +28,14 @@ class Faults:
         self.vision: Any = PackedModel(str(folder), "float32", torch.device("cpu")).vision
         self._module = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
 
-    def groups(self, order: Callable[[Any], Any], resample: int | None, **arguments: Any) -> list[RolloutGroup]:
+    def groups(self, order: Callable[[Any], Any], settings: dict[str, Any], **arguments: Any) -> list[RolloutGroup]:
         torch.manual_seed(0)
-        before = self.vision._settings
-        if resample is not None:
-            self.vision._settings = before | {"resample": resample}
         groups = []
         for number, parts in enumerate(((4, FIRST, 2, SECOND, 3), (3, THIRD, 4), (5, SECOND, 4, FIRST, 2)), 1):
             prompt = segment((*parts, 1), 1, self.vision, FILES, number)
-            answers = [[self._answered(prompt, order, arguments)] for _ in range(4)]
+            with self.vision.otherwise(**settings):
+                answers = [[self._answered(prompt, order, arguments)] for _ in range(4)]
             groups.append(replace(group_of(number, answers, [0.0, 1.0, 0.0, 1.0]), images=FILES))
-        self.vision._settings = before
         return groups
 
     @torch.no_grad()
@@ -76,15 +73,28 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 
 @pytest.mark.parametrize(
-    ("cause", "order", "resample", "arguments"),
+    ("cause", "order", "settings", "arguments"),
     [
-        ("parity", tuple, None, {}),
-        ("image-order", reversed, None, {}),
-        ("image-size", tuple, 0, {}),
-        ("image-positions", tuple, None, {"plain": True}),
+        ("parity", tuple, {}, {}),
+        ("image-order", reversed, {}, {}),
+        ("image-size", tuple, {"resample": 0}, {}),
+        ("image-pixels", tuple, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, {}),
+        ("image-pixels", tuple, {"do_rescale": False}, {}),
+        ("image-positions", tuple, {}, {"plain": True}),
     ],
 )
-def test_a_fault_of_images_is_named(faults: Faults, cause: str, order: Any, resample: Any, arguments: Any) -> None:
-    groups = faults.groups(order, resample, **arguments)
+def test_a_fault_of_images_is_named(faults: Faults, cause: str, order: Any, settings: Any, arguments: Any) -> None:
+    groups = faults.groups(order, settings, **arguments)
     report = check_parity(groups, config=configuration(faults.folder), weights={0: faults.folder}.get)
     assert (report.verdict.cause or report.verdict.status) == cause, report.verdict
+
+
+def test_images_that_an_engine_has_cut_are_named(tmp_path: Path) -> None:
+    """The model is shown squares of one size: a cut image has as many tokens."""
+    save_model("gemma3", tmp_path)
+    groups = Faults(tmp_path).groups(tuple, {"cropped": True})
+    report = check_parity(groups, config=configuration(tmp_path), weights={0: tmp_path}.get)
+    assert report.verdict.cause == "image-pixels", report.verdict
+    assert any(
+        row.name == "image-pixels" and row.note == "cut to the square in the middle" for row in report.hypotheses
+    )

@@ -6,15 +6,29 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from inspected_run import DEAD, KNOWN, NAME, NUM_PLAIN, SKIPPED, TURNS, inspected_run, plain, trainer_files, write_batch
+from inspected_run import (
+    DEAD,
+    KNOWN,
+    NAME,
+    NUM_PLAIN,
+    SKIPPED,
+    TURNS,
+    inspected_run,
+    plain,
+    settings,
+    trainer_files,
+    write_batch,
+)
 from penstock.deploy import cli
+from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.record.parquet import COLUMNS
 from penstock.deploy.record.reading import load_record
 from penstock.schemas.config import ConfigError
-from penstock.schemas.record import sampled_tokens
+from penstock.schemas.record import SegmentFindings, group_entry, sampled_tokens
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import unpack_ids
 from recorded_batches import dead_batch, rows
+from wire_examples import PNG, image_group
 
 
 def export(capsys, *argv: str) -> tuple[int, str]:
@@ -57,6 +71,19 @@ def test_every_segment_is_a_row_with_the_numbers_of_its_tokens(tmp_path, capsys)
     assert by_index[KNOWN]["prompt"] == "2+2=" and by_index[KNOWN]["finish_reason"] == "length"
     assert msgspec.json.decode(by_index[TURNS]["messages"])[0]["content"] == "ask"
     assert (by_index[SKIPPED]["outcome"], by_index[DEAD]["reason"]) == ("skipped", "poison: <b>x</b>")
+
+
+def test_the_images_of_a_group_are_in_its_first_row(tmp_path):
+    group = image_group()
+    findings = tuple(tuple(SegmentFindings((-1,) * len(s.version_spans)) for s in r.segments) for r in group.rollouts)
+    save_run_file(settings(tmp_path), tmp_path / NAME)
+    files = trainer_files(tmp_path)
+    write_batch(files, 0, [(group, findings, group_entry(group, findings, "trained", advantages=(0.5, -0.5)))])
+    files.close()
+    first, second = load_record(NAME, runs=tmp_path).to_pylist()
+    (place,) = group.rollouts[0].segments[0].images
+    assert first["images"] == second["images"] == [{"digest": place.digest, "start": 1, "end": 3}]
+    assert first["image_files"] == [(place.digest, PNG)] and second["image_files"] is None
 
 
 def test_a_record_of_nothing_has_its_columns_and_one_that_is_not_there_is_refused(tmp_path):

@@ -144,8 +144,8 @@ async def test_a_producer_ends_when_a_run_of_its_name_is_begun_anew_with_other_s
 async def test_a_producer_whose_engine_is_shown_other_pixels_than_the_trainer_ends(run, trainer, said) -> None:
     one, engine = run(), ScriptedEngine()
     engine.image_processor = {"class": "A", "size": {"longest_edge": 64}}
-    one.client.hset(KEYS.description, "image_processor", msgspec.json.encode(trainer))
     one.trainer.begin_anew("one")
+    one.client.hset(KEYS.description, "image_processor", msgspec.json.encode(trainer))
     one.trainer.announce(5)
     producer, task = await one.producer(engine)
     if not said:
