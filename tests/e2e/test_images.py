@@ -34,10 +34,11 @@ metrics.port = 0
 """
 
 
-def test_a_model_that_sees_trains_with_the_real_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", "lora = { rank = 8, alpha = 16.0 }\n"], ids=["whole", "adapter"])
+def test_a_model_that_sees_trains_with_the_real_engine(more: str, tmp_path: Path) -> None:
     tiny_idefics3(tmp_path / "model")
     shutil.copy(squares_environment.__file__, tmp_path)
-    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "run.toml").write_text(RUN + more)
     with contextlib.chdir(tmp_path):
         process = start_penstock(["run", "run.toml", "--runs", "runs"], VARIABLES, tmp_path / "output")
     try:
