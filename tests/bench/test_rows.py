@@ -45,7 +45,6 @@ HERE = {
 WITH_AN_ENGINE = {
     ("pipeline", "streaming"): 8,
     ("pipeline", "saving"): 1,
-    ("pipeline", "traces"): 1,
     ("pipeline", "modes"): 3,
     ("weights", "pause"): 1,
     ("endpoint", "gateway"): 4,
