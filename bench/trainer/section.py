@@ -1,4 +1,4 @@
-"""The trainer section: ranks against one process, the record of rollouts, and a run against TRL.
+"""The trainer section: ranks against one process, the record of rollouts, images, and a run against TRL.
 
 Every rank has one torch thread, like each process of a run on one machine.
 """
@@ -12,6 +12,7 @@ import msgspec
 from bench.result import Figure, Goal, compare_rounds, in_turns
 from bench.section import Bench, BenchSection, found_apart, wait_for
 from bench.sizing import MIXTURE, SMALL, save_random
+from bench.trainer.images import ImagesSettings, images_figures
 from bench.trainer.peer import LongAnswersSettings, measure_demo, measure_long_answers
 from bench.trainer.ranks import OnRanks, Work, start_ranks
 from bench.trainer.real import RealSettings, measure_real
@@ -32,6 +33,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ranks_rounds: int = 3
     ranks_steps: int = 2
     record_rounds: int = 5
+    images: ImagesSettings = ImagesSettings()
     long_answers: LongAnswersSettings = LongAnswersSettings()
     real: RealSettings = RealSettings()
     accuracy_updates: int = 3000
@@ -122,6 +124,7 @@ TRAINER = BenchSection(
         "sampled-version": lambda bench: sampled_version_figures(
             _model(bench, bench.settings.model), bench.settings.work, bench.settings.record_rounds
         ),
+        "images": lambda bench: images_figures(bench.settings.images, bench.folder / "seeing"),
         "long-answers": measure_long_answers,
         "peers": measure_demo,
         "real": measure_real,
@@ -135,6 +138,18 @@ TRAINER = BenchSection(
         ranks_rounds=1,
         ranks_steps=1,
         record_rounds=1,
+        images=ImagesSettings(
+            hidden=64,
+            layers=2,
+            tower_hidden=32,
+            tower_layers=2,
+            vocabulary=64,
+            width=96,
+            height=64,
+            group_size=2,
+            sampled_tokens=8,
+            rounds=1,
+        ),
         long_answers=LongAnswersSettings(
             hidden_size=64, intermediate_size=128, num_layers=2, max_tokens=32, updates=3, first_update=1
         ),

@@ -37,6 +37,7 @@ HERE = {
     ("weights", "way"): 3,
     ("weights", "late"): 1,
     ("trainer", "ranks"): 2,
+    ("trainer", "images"): 4,
     ("gpu", "head"): 2,
     ("gpu", "trainer"): 2,
     ("gpu", "weights"): 2,
