@@ -271,7 +271,7 @@ BUDGET = {
     "producers": 18_160,
     "consumers": 21_030,
     "deploy": 15_600,
-    "bench": 6_930,
+    "bench": 7_100,
     "tests": 60_600,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
