@@ -28,8 +28,7 @@ PATCH, MERGED = 16, 2
 
 
 class ImagesSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A Qwen3-VL whose parts are in proportion to each other as the published ones are; the tower's are a tenth. width,
-    height: pixels of the image."""
+    """A Qwen3-VL whose tower has a fifth of the parameters. width, height: pixels of the image."""
 
     hidden: int = 320
     layers: int = 8
