@@ -1,6 +1,7 @@
 """Counting what a drawn picture shows: a task that a small model with eyes learns in minutes."""
 
 import random
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -44,7 +45,7 @@ class DrawnShapes:
 
 def _pose(draw: random.Random) -> Prompt:
     number = draw.randint(1, MOST)
-    content = ({"type": "image", "image": picture(number, draw)}, {"type": "text", "text": "How many?"})
+    content: Any = ({"type": "image", "image": picture(number, draw)}, {"type": "text", "text": "How many?"})
     return Prompt(messages=(Message(role="user", content=content),), answer=str(number))
 
 
