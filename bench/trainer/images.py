@@ -4,7 +4,9 @@ and how often the tower runs."""
 import io
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -50,7 +52,7 @@ class ImagesSettings(msgspec.Struct, frozen=True, kw_only=True):
 def images_figures(settings: ImagesSettings, folder: Path) -> Iterator[Figure]:
     save_seeing(settings, folder)
     image, text = image_group(settings)
-    (file,) = image.images.values()
+    (file,) = (image.images or {}).values()
     size = len(encode_group(image))
     yield Figure(
         f"a group of {settings.group_size} with one image: bytes",
@@ -60,8 +62,9 @@ def images_figures(settings: ImagesSettings, folder: Path) -> Iterator[Figure]:
         reference_is="the group of the same tokens as text, and the image file",
         details={"image_bytes": len(file)},
     )
+    towers: dict[str, tuple[Literal["vision"], ...]] = {"trained": (), "frozen": ("vision",)}
     learners = {
-        freeze: Learner(
+        tower: Learner(
             learner_config(
                 ModelConfig(path=str(folder), freeze=freeze),
                 device="cpu",
@@ -69,44 +72,45 @@ def images_figures(settings: ImagesSettings, folder: Path) -> Iterator[Figure]:
                 tokens_per_microbatch=10**6,
             )
         )
-        for freeze in ((), ("vision",))
+        for tower, freeze in towers.items()
     }
-    runs: dict[tuple[str, ...], list[int]] = {freeze: [] for freeze in learners}
+    runs: dict[str, list[int]] = {tower: [] for tower in towers}
 
-    def seconds(freeze: tuple[str, ...], group: RolloutGroup) -> float:
-        learner = learners[freeze]
+    def seconds(tower: str, group: RolloutGroup) -> float:
+        learner = learners[tower]
         vision = learner.model.vision
+        assert vision is not None
         before = vision.num_runs
         began_s = time.process_time()
         learner.step(learner.pack([group], lambda version: 0))
         took_s = time.process_time() - began_s
         if group.images:
-            runs[freeze].append(vision.num_runs - before)
+            runs[tower].append(vision.num_runs - before)
         return took_s
 
     measures = {
-        (how, freeze): lambda freeze=freeze, group=group: seconds(freeze, group)
+        f"{how}, {tower}": partial(seconds, tower, group)
         for how, group in (("image", image), ("text", text))
-        for freeze in learners
+        for tower in towers
     }
     in_turns(1, measures)  # the first does not count
     found = in_turns(settings.rounds, measures)
     tokens = {"image_tokens": settings.image_tokens, "row_tokens": _row_tokens(settings)}
-    for freeze, said in (((), "trained"), (("vision",), "frozen")):
+    for tower in towers:
         yield compare_rounds(
-            f"an update over a group of {settings.group_size} with one image, tower {said}",
-            found["image", freeze],
-            found["text", freeze],
+            f"an update over a group of {settings.group_size} with one image, tower {tower}",
+            found[f"image, {tower}"],
+            found[f"text, {tower}"],
             reference_is="the same tokens as text, in processor time",
             unit="s",
-            details=tokens | {"tower_runs_by_round": runs[freeze]},
+            details=tokens | {"tower_runs_by_round": runs[tower]},
         )
     yield Figure(
         f"runs of the trainer's tower for a group of {settings.group_size} with one image",
-        measured=max(runs[()]),
+        measured=max(runs["trained"]),
         reference=settings.group_size,
         reference_is="one for each sibling",
-        details={"frozen": runs["vision",]},
+        details={"frozen": runs["frozen"]},
     )
 
 

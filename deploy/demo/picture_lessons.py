@@ -121,7 +121,7 @@ class PictureLessons:
         """Returns the model's inputs; all prompts have the same number of tokens, and all answers too."""
         dialogues = [[message.for_template for message in prompt.messages or ()] for prompt in prompts]
         asked = self._tokenizer.apply_chat_template(dialogues, tokenize=False, add_generation_prompt=True)
-        images = [[Image.open(io.BytesIO(part.data)) for part in prompt.images] for prompt in prompts]
+        images = [[Image.open(io.BytesIO(part.data or b"")) for part in prompt.images] for prompt in prompts]
         said = [question + answer for question, answer in zip(asked, answers, strict=True)]
         inputs = self._processor(text=said, images=images, return_tensors="pt")
         return {name: inputs[name] for name in ("input_ids", "pixel_values")}
