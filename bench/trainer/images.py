@@ -3,7 +3,7 @@ and how often the tower runs."""
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -88,7 +88,7 @@ def images_figures(settings: ImagesSettings, folder: Path) -> Iterator[Figure]:
             runs[tower].append(vision.num_runs - before)
         return took_s
 
-    measures = {
+    measures: dict[str, Callable[[], float]] = {
         f"{how}, {tower}": partial(seconds, tower, group)
         for how, group in (("image", image), ("text", text))
         for tower in towers
