@@ -364,7 +364,8 @@ class PackedModel:
             with self._seeing(images, token_ids.device, False, layout is None) as of_images:
                 if images is not None and self.vision is not None and isinstance(layout, PackedLayout):
                     layout = replace(layout, blocks=self.vision.blocks(images, token_ids.device))
-                arguments = {"input_ids": token_ids[None], "position_ids": position_ids[None], "layout": layout}
+                arguments: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": position_ids[None]}
+                arguments["layout"] = layout
                 if self.arrangement == "whole" and isinstance(layout, PackedLayout):
                     arguments |= layout.boundaries
                 hidden, head = self._run(**arguments | of_images)
