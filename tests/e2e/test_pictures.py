@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark
 def test_the_recipe_learns_to_count_what_it_sees(tmp_path: Path) -> None:
     make_model(tmp_path / "runs" / "models" / "pictures", RECIPES["pictures"], progress=lambda line: None)
     with contextlib.chdir(tmp_path):
-        command = ["run", "recipe:pictures", "--set", "metrics.port=0"]
+        command = ["run", "recipe:pictures", "--set", "metrics.port=0", "--set", "evaluation.stop_at_goal=true"]
         process = start_penstock(command, VARIABLES, tmp_path / "output")
     try:
         assert process.wait(1300) == 0, (tmp_path / "output").read_text()
@@ -27,7 +27,7 @@ def test_the_recipe_learns_to_count_what_it_sees(tmp_path: Path) -> None:
             process.wait(90)
     run = tmp_path / "runs" / "pictures"
     rewards = [json.loads(line)["reward"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    assert rewards[0] < 0.3 and rewards[-1] > 0.8, rewards
+    assert rewards[0] < 0.3 and rewards[-1] >= 0.9, rewards
     updates = [json.loads(line) for line in (run / "updates.jsonl").read_text().splitlines()]
     gaps = [update["mismatch_lag0"] for update in updates if "mismatch_lag0" in update]
     assert len(gaps) > 1 and max(gaps) < 1e-5, gaps
