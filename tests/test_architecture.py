@@ -267,12 +267,12 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 BUDGET = {
-    "schemas": 6_850,
-    "producers": 18_160,
-    "consumers": 21_030,
-    "deploy": 15_600,
-    "bench": 7_100,
-    "tests": 60_600,
+    "schemas": 6_760,
+    "producers": 17_800,
+    "consumers": 20_800,
+    "deploy": 15_400,
+    "bench": 7_000,
+    "tests": 59_530,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
