@@ -270,9 +270,9 @@ BUDGET = {
     "schemas": 6_760,
     "producers": 17_800,
     "consumers": 20_800,
-    "deploy": 15_400,
+    "deploy": 15_500,
     "bench": 7_000,
-    "tests": 59_530,
+    "tests": 59_600,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""

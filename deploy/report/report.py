@@ -9,6 +9,7 @@ from string import Template
 from typing import Any
 
 from penstock.deploy.report.attrition import attrition_lines, attrition_tables, windows_of
+from penstock.deploy.report.examples import examples
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
 from penstock.deploy.report.means import slowest_groups
 from penstock.deploy.report.summary import summarize
@@ -32,12 +33,12 @@ def write_report(run_folder: Path) -> tuple[dict[str, Any], Path]:
     run_file = run_folder / "run.toml"
     configuration = run_file.read_text("utf-8") if run_file.is_file() else "run.toml is missing"
     page = run_folder / "report.html"
-    write_whole(page, render(telemetry, summary, configuration))
+    write_whole(page, render(telemetry, summary, configuration, examples(run_folder, telemetry.config)))
     return summary, page
 
 
-def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str) -> str:
-    """Renders the page. Every text that comes from the run is escaped here."""
+def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str, answers: str = "") -> str:
+    """Renders the page. Every text that comes from the run is escaped here. answers: see `examples`."""
     engine = summary["engine"] or {"": "no start event in producers/*.jsonl"}
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Penstock: {telemetry.name}"),
@@ -48,6 +49,7 @@ def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str)
         figures="\n".join(_figure(spec, telemetry) for spec in FIGURES),
         attrition=_attrition(telemetry),
         slowest=_slowest(telemetry),
+        answers=answers,
         summary=_rows((name, _show(value)) for name, value in summary.items()),
         engine=_rows((name, _show(value)) for name, value in engine.items()),
         configuration=html.escape(configuration),

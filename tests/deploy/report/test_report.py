@@ -6,7 +6,6 @@ import random
 import re
 import time
 from datetime import datetime
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from matplotlib.figure import Figure
 import run_lines
 import wire_examples
 from docs.run_picture import NAMES, write_picture
+from parsed_page import ParsedPage
 from penstock.deploy.report.figures import FIGURES, draw
 from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary import summarize
@@ -85,43 +85,6 @@ def write_run(
 
 def summary_of(folder: Path) -> dict[str, Any]:
     return summarize(read_telemetry(folder))
-
-
-class ParsedPage(HTMLParser):
-    """Every tag, attribute and visible text of a page, and the tags left open."""
-
-    VOID = frozenset(("meta", "link", "br", "hr", "img", "input"))
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.attributes: list[tuple[str, str, str]] = []
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.feed(source)
-
-    @property
-    def figures(self) -> list[str]:
-        return [value for tag, name, value in self.attributes if tag == "figure" and name == "id"]
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"unexpected </{tag}>"
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
 
 
 def page_of(folder: Path) -> ParsedPage:
