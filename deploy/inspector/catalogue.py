@@ -18,7 +18,7 @@ from penstock.deploy.inspector.content import (
     searched_text,
 )
 from penstock.deploy.inspector.query import GROUPS_PER_BATCH, RowQuery, condition, ordering
-from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.deploy.report.tokens import TokenTexts
 from penstock.schemas.record import SCHEMA, GroupEntry, RecordReadError, from_row, to_row
 from penstock.schemas.record_reader import BatchAt, GroupAt, Record
 from penstock.schemas.rollout import RolloutGroup

@@ -29,7 +29,7 @@ def command(run: Run, /, *, runs: Runs = DEFAULT_RUNS, port: int = DEFAULT_PORT,
         print(f"{name}: reading its rollouts, loading its tokenizer ...", flush=True)
         from penstock.deploy.inspector.catalogue import Catalogue
         from penstock.deploy.inspector.server import InspectorServer
-        from penstock.deploy.inspector.tokens import texts_of_run
+        from penstock.deploy.report.tokens import texts_of_run
         from penstock.schemas.record import RecordReadError
         from penstock.schemas.record_reader import Record
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.deploy.report.tokens import TokenTexts
 from penstock.schemas.images import data_url
 from penstock.schemas.record import BatchHead, Findings, GroupEntry, SegmentFindings, sampled_tokens
 from penstock.schemas.rollout import RolloutGroup, Segment, unpack_ids

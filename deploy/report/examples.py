@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.deploy.inspector.tokens import TokenTexts, texts_of_run
+from penstock.deploy.report.tokens import TokenTexts, texts_of_run
 from penstock.schemas.config import RunConfig
 from penstock.schemas.images import data_url
 from penstock.schemas.process.image_files import decoded

@@ -21,6 +21,7 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import ReadyGroup
 from penstock.consumers.stream.run_progress import RunProgress
 from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Keys
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
 
@@ -94,7 +95,7 @@ class _Player:
         """A heap: the end of each group, its index and its beginning."""
         scripts: Any = SimpleNamespace(
             connection=SimpleNamespace(call=lambda command: {}),
-            keys=SimpleNamespace(rollouts="", parity=""),
+            keys=Keys("played"),
             renew=lambda: None,
             run_id="",
             dead_letter=lambda record: None,

@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 from penstock.deploy.grafana.__main__ import DASHBOARDS, FOLDER, as_json
+from penstock.schemas import spans
 from penstock.schemas.metrics import LAG_LABELS
-from penstock.schemas.process import tracing
 
 ROOT = Path(__file__).parents[3]
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
@@ -76,7 +76,7 @@ def test_a_group_s_time_is_linked_to_the_traces_of_the_run_by_their_indexes() ->
     (pane,) = json.loads(parse_qs(urlsplit(link["url"]).query)["panes"][0]).values()
     (asked,) = pane["queries"]
     of_the_run, _, shown = asked["query"].partition(" | ")
-    assert 'resource.penstock.run.name = "$run"' in of_the_run and f'name = "{tracing.ROOT}"' in of_the_run
+    assert 'resource.penstock.run.name = "$run"' in of_the_run and f'name = "{spans.ROOT}"' in of_the_run
     assert shown == "select(span.penstock.group.index)"
     variables = {each["name"]: each for each in one["templating"]["list"]}
     assert asked["datasource"]["uid"] == pane["datasource"] == "${tempo}" and variables["tempo"]["query"] == "tempo"

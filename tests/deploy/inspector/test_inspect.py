@@ -39,8 +39,8 @@ from penstock.deploy.inspector.catalogue import Catalogue
 from penstock.deploy.inspector.content import InspectedGroup, InspectedRow, group_fields
 from penstock.deploy.inspector.query import QueryError, RowQuery, parse_query
 from penstock.deploy.inspector.server import InspectorServer
-from penstock.deploy.inspector.tokens import TokenTexts, texts_of_run
 from penstock.deploy.launch.run_folder import save_run_file
+from penstock.deploy.report.tokens import TokenTexts, texts_of_run
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.images import file_of
 from penstock.schemas.record import BatchHead, RecordReadError

@@ -29,8 +29,8 @@ from inspected_run import (
 )
 from penstock.deploy.inspector.catalogue import Catalogue
 from penstock.deploy.inspector.server import InspectorServer
-from penstock.deploy.inspector.tokens import TokenTexts
 from penstock.deploy.launch.run_folder import save_run_file
+from penstock.deploy.report.tokens import TokenTexts
 from penstock.schemas.record_reader import Record
 
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.xdist_group("browser")]
