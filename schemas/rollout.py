@@ -356,6 +356,7 @@ def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
     _check_structure(group, dead)
     payload = _encoder.encode(group)
     if len(payload) > MAX_ENTRY_BYTES:
+        _check_images(group)
         _check_size(payload, group)
     return payload
 
@@ -386,11 +387,10 @@ def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
         group = _decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RecordError(f"payload: not a rollout group: {error}") from error
-    if len(payload) > MAX_ENTRY_BYTES:
-        _check_size(payload, group)
+    _check_images(group)
+    _check_size(payload, group)
     _check_structure(group, dead)
     _check_context(group, dead)
-    _check_images(group)
     for r, rollout in enumerate(group.rollouts):
         for s, segment in enumerate(rollout.segments):
             _check_values(segment, f"group {group.index}: rollouts[{r}].segments[{s}]")
@@ -442,8 +442,7 @@ def _check_images(group: RolloutGroup) -> None:
 
 
 def _check_size(payload: bytes, group: RolloutGroup) -> None:
-    """Checks the size of a group that is larger than an entry."""
-    _check_images(group)
+    """Checks the size of a group but for its images."""
     num_bytes = len(payload) - sum(map(len, (group.images or {}).values()))
     if num_bytes > MAX_ENTRY_BYTES:
         raise RecordError(

@@ -26,12 +26,14 @@ def examples(run_folder: Path, config: RunConfig | None) -> str:
     batch of none that was trained."""
     try:
         record = Record(run_folder)
+        if not record.batches:
+            return ""
         batch = record.batches[-1]
         head = record.head(batch)
         entries = [(place, each) for place, each in enumerate(head.groups) if each.outcome == "trained"]
         chosen = sorted(entries, key=lambda placed: -_spread(placed[1]))[:NUM_GROUPS]
         groups = [record.group(GroupAt(batch, head, place)).decode() for place, _ in chosen]
-    except (RecordReadError, IndexError):
+    except RecordReadError:
         return ""
     if not groups:
         return ""

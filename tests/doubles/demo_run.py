@@ -22,6 +22,19 @@ VARIABLES |= {"TERM": "xterm-256color", "PENSTOCK_LOG": "json"}
 ROOMS = ("schemas", "producers", "consumers", "deploy")
 
 
+def run_to_its_end(project: Path, *arguments: str, timeout_s: float) -> None:
+    """Runs `penstock ARGUMENTS` in a project's folder; it must end with status 0."""
+    output = project / "output"
+    with contextlib.chdir(project):
+        process = start_penstock(arguments, VARIABLES, output)
+    try:
+        assert process.wait(timeout_s) == 0, output.read_text()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(90)
+
+
 class DemoRun:
     """`penstock run demo --name NAME --runs FOLDER/runs`, with `settings` of the run file changed.
 

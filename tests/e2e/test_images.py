@@ -1,16 +1,13 @@
 """A small model that sees trains by `penstock run`: the real engine, updates in flight, and the parity gate on."""
 
-import contextlib
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
 import squares_environment
-from demo_run import VARIABLES
-from forked_programs import start_penstock
+from demo_run import run_to_its_end
 from vision_models import tiny_idefics3
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,14 +36,7 @@ def test_a_model_that_sees_trains_with_the_real_engine(more: str, tmp_path: Path
     tiny_idefics3(tmp_path / "model")
     shutil.copy(squares_environment.__file__, tmp_path)
     (tmp_path / "run.toml").write_text(RUN + more)
-    with contextlib.chdir(tmp_path):
-        process = start_penstock(["run", "run.toml", "--runs", "runs"], VARIABLES, tmp_path / "output")
-    try:
-        assert process.wait(500) == 0, (tmp_path / "output").read_text()
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(90)
+    run_to_its_end(tmp_path, "run", "run.toml", "--runs", "runs", timeout_s=500)
     run = tmp_path / "runs" / "seen"
     updates = [json.loads(line) for line in (run / "updates.jsonl").read_text().splitlines()]
     gaps = [update["mismatch_lag0"] for update in updates if "mismatch_lag0" in update]

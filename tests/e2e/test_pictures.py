@@ -1,14 +1,11 @@
 """The recipe `pictures`: a model that sees learns to count by `penstock run`, with the real engine and the gate on."""
 
-import contextlib
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
-from demo_run import VARIABLES
-from forked_programs import start_penstock
+from demo_run import run_to_its_end
 from penstock.deploy.demo.make_model import RECIPES, make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -16,15 +13,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark
 
 def test_the_recipe_learns_to_count_what_it_sees(tmp_path: Path) -> None:
     make_model(tmp_path / "runs" / "models" / "pictures", RECIPES["pictures"], progress=lambda line: None)
-    with contextlib.chdir(tmp_path):
-        command = ["run", "recipe:pictures", "--set", "metrics.port=0", "--set", "evaluation.stop_at_goal=true"]
-        process = start_penstock(command, VARIABLES, tmp_path / "output")
-    try:
-        assert process.wait(1300) == 0, (tmp_path / "output").read_text()
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(90)
+    settings = "--set", "metrics.port=0", "--set", "evaluation.stop_at_goal=true"
+    run_to_its_end(tmp_path, "run", "recipe:pictures", *settings, timeout_s=1300)
     run = tmp_path / "runs" / "pictures"
     rewards = [json.loads(line)["reward"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert rewards[0] < 0.3 and rewards[-1] >= 0.9, rewards
