@@ -282,7 +282,9 @@ class Jail:
                     self.kill_all()
                     break
                 self.reap()
-        self.reap()
+        is_cut = self.reap() or self.status == signal.SIGKILL  # what is left, or the kernel's limit, may outrun a look
+        if is_cut and not ended_by and (ended_by := self.excess()):
+            self.kill_all()
         for number in (exited, *writable, *output):
             os.close(number)
         reply = {
