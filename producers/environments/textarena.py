@@ -37,7 +37,8 @@ class TextArenaEnvironment(SeededTasks):
     ones in most games, until it ends; it is dead if it does not.
 
     Of several players one is trained, as the task's seed says; the policy as it is then answers for the others too.
-    Each player reads what the game tells that player alone. One whose context has no room makes an empty action.
+    Each player reads what the game tells that player alone. One whose context has no room makes an empty action. A game
+    that another player's action ends before the trained one's first turn is begun again, and that player trained.
 
     id: a registered game. args: of `textarena.make`. num_players: of the game. num_evaluation_prompts: how many games
         are held out. max_turns: answers of the player who is trained.
@@ -64,7 +65,7 @@ class TextArenaEnvironment(SeededTasks):
         self._num_players = num_players
         try:
             self._made = ta.make(id, **(args or {}))
-            state = _Game(self._made, 0, num_players).inner.state
+            state = _Game(self._made, 0, num_players, 0).inner.state
         except Exception as error:  # the library's games raise anything
             raise ValueError(f"id = {id!r}, num_players = {num_players}: {type(error).__name__}: {error}") from error
         if isinstance(state, ta.SinglePlayerState) != (num_players == 1):
@@ -72,29 +73,36 @@ class TextArenaEnvironment(SeededTasks):
             raise ValueError(f"id = {id!r}: {kind}, expected one of num_players = {num_players}")
 
     def pose(self, seed: int) -> str:
-        return _Game(self._made, seed, self._num_players).told_first
+        return _Game(self._made, seed, self._num_players, seed % self._num_players).told_first
 
     async def begin(self, seed: int) -> "_Game":
-        return await asyncio.to_thread(_Game, self._made, seed, self._num_players)
+        return await self._begin(seed, seed % self._num_players)
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
-        game = await self.begin(int(prompt.metadata["seed"]))
-        game.conversation = conversation
-        opening = await game.others()
-        if opening.is_done:
-            raise RuntimeError("textarena: the game has ended before the first turn of the player who is trained")
-        return await play(game, opening.messages, conversation, self._max_turns)
+        seed = int(prompt.metadata["seed"])
+        player = seed % self._num_players
+        for _ in range(self._num_players):
+            game = await self._begin(seed, player)
+            game.conversation = conversation
+            opening = await game.others()
+            if not opening.is_done:
+                return await play(game, opening.messages, conversation, self._max_turns)
+            player = game.mover
+        raise RuntimeError("textarena: the game has ended before the first turn of the player who is trained")
+
+    async def _begin(self, seed: int, player: int) -> "_Game":
+        return await asyncio.to_thread(_Game, self._made, seed, self._num_players, player)
 
 
 class _Game(Episode):
     """One game, begun.
 
     player: the one who is trained. told_first: what the game has told this player at its beginning.
-    conversation: answers for the other players.
+    conversation: answers for the other players. mover: who of them has acted last.
     """
 
-    def __init__(self, made: Any, seed: int, num_players: int) -> None:
-        self.player = seed % num_players
+    def __init__(self, made: Any, seed: int, num_players: int, player: int) -> None:
+        self.player = self.mover = player
         self.conversation: Conversation | None = None
         self._messages: dict[int, list[Json]] = defaultdict(list)
         self._random = GlobalRandom(seed)
@@ -127,6 +135,7 @@ class _Game(Episode):
                     raise
                 reply = {"role": "assistant", "content": ""}
             messages.append(reply)
+            self.mover = player
             if await asyncio.to_thread(self._act, reply.get("content") or ""):
                 return self._ended()
 

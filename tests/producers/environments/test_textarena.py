@@ -84,8 +84,17 @@ async def test_an_opponent_without_room_makes_empty_actions() -> None:
     full = [ContextFullError("no room")] * 2  # the second invalid action of a player loses the game
     reward = await environment.converse(tasks[0], ScriptedConversation("[0]", *full))
     assert (reward.value, reward.parts["invalid_move"]) == (1, 0.0)
-    with pytest.raises(RuntimeError, match="has ended before the first turn of the player who is trained"):
-        await environment.converse(tasks[1], ScriptedConversation(*full))
+
+
+async def test_a_game_that_ends_before_the_trained_players_turn_is_begun_again_for_the_one_who_ended_it() -> None:
+    environment = TextArenaEnvironment(seed=1, id="TicTacToe-v0", num_players=2)
+    second = next(p for p in map(environment.prompt, range(1, 99)) if int(p.metadata["seed"]) % 2)
+    conversation = ScriptedConversation("none", "none", "[0]", "[3]", "[1]", "[4]", "[2]")
+    reward = await environment.converse(second, conversation)
+    assert (reward.value, reward.parts) == (1, {"finished": 1.0, "invalid_move": 0.0})
+    trained = [fields.get("is_trained", True) for fields in conversation.fields]
+    assert trained == [False, False, True, False, True, False, True]
+    assert len(conversation.asked[2]) == 1 and conversation.read[2].startswith("You are Player 0")
 
 
 @pytest.mark.parametrize(
