@@ -249,6 +249,7 @@ class HarborTasks:
         self.num_tasks, self.num_evaluation_prompts = len(self._training), len(self._evaluation)
         self._runtime = container.runtime()
         self._building: dict[Path, asyncio.Lock] = {}
+        self._built: set[str] = set()
         if self._runtime is None:
             self._local = {name: _local(task) for name, task in self._by_folder.items()}
             self._sandboxes = Sandboxes(needs_namespaces=True)
@@ -320,8 +321,9 @@ class HarborTasks:
         async with self._building.setdefault(task.folder, asyncio.Lock()):
             folder = task.folder / "environment"
             image_name = task.image or container.image_name(folder)
-            if task.image is None:
+            if task.image is None and image_name not in self._built:
                 await container.build(self._runtime, folder, image_name, task.build_timeout_s)
+                self._built.add(image_name)
         options: Json = {"work": task.workdir, "cpus": task.cpus, "network": task.network}
         async with container.Container.open(self._runtime, image_name, task.limits, **options) as contained:
             yield contained, task.env
