@@ -5,6 +5,7 @@ Both have as many threads as there are cores, Penstock one more for its engine. 
 use say little; those of the processor, of all processes, say what the work is.
 """
 
+import math
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
@@ -151,7 +152,7 @@ def of_trl(found: TrlUpdates, seed: int, every: int) -> RealRun:
 
 
 def real_figures(ours: list[RealRun], theirs: list[RealRun]) -> list[Figure]:
-    """Compares medians over the seeds."""
+    """Compares medians over the seeds; a seed that has not reached a gain counts as later than all that have."""
     if not theirs:
         return [absent(NAME, "TRL did not run: make venv-peers")]
     reference_is = "TRL's GRPOTrainer with transformers' generate"
@@ -184,5 +185,6 @@ def real_figures(ours: list[RealRun], theirs: list[RealRun]) -> list[Figure]:
 
 def _figure(name, ours, theirs, of, reference_is, unit, goal=None) -> Figure:  # type: ignore[no-untyped-def]
     sides = [[of(run) for run in runs] for runs in (ours, theirs)]
-    measured, reference = (None if None in side else median(side) for side in sides)
+    middle = [median(math.inf if value is None else value for value in side) for side in sides]
+    measured, reference = (None if value == math.inf else value for value in middle)
     return Figure(name, unit=unit, measured=measured, reference=reference, reference_is=reference_is, goal=goal)

@@ -201,6 +201,9 @@ def test_a_real_model_is_compared_by_the_medians_of_its_seeds_and_a_goal_missed_
     seconds = found["the same: seconds to +0.15"]
     assert (seconds.measured, seconds.reference, seconds.reached) == (15, 100, True)
     assert found["the same: seconds to +0.25"].measured is None
+    late = [*ours[:2], run(3, 3.0, 20)]
+    found = {figure.name: figure for figure in real_figures(late, theirs)}
+    assert found["the same: updates to +0.15"].measured == 10, "one of three never reached it"
     (alone,) = real_figures(ours, [])
     assert "not measured" in alone.name
     trl = TrlUpdates(name="", seconds=[4.0] * 3, tokens=[5] * 3, phases_s={}, packages={}, processor_s=[7.0, 14, 22],
