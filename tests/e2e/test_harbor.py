@@ -21,8 +21,12 @@ TEST_SH = "#!/bin/bash\necho $((RANDOM % 2)) > /logs/verifier/reward.txt\n"
 
 
 def test_tasks_train_a_model_by_what_their_tests_say(calculator_model: Path, tmp_path: Path) -> None:
-    if container.runtime() is None and (why := Sandboxes().why_not):
+    if why := Sandboxes().why_not:
         pytest.skip(f"no namespaces: {why}")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for runtime in container.RUNTIMES:  # whatever this machine has, its images are not this test's
+        (programs / runtime).symlink_to("/bin/false")
     for name, asked in (("one", "What is 12+3*4?"), ("two", "What is 50-7*3?")):
         make_task(tmp_path / "tasks" / name, instruction_md=asked, tests__test_sh=TEST_SH)
     runs = tmp_path / "runs"
@@ -41,7 +45,8 @@ def test_tasks_train_a_model_by_what_their_tests_say(calculator_model: Path, tmp
     }
     arguments = ["run", str(ROOT / "deploy/runs/calculator.toml"), "--name", "harbor", "--runs", str(runs)]
     arguments += [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    process = start_penstock(arguments, os.environ | {"PYTHONPATH": PYTHONPATH}, tmp_path / "run")
+    variables = {"PYTHONPATH": PYTHONPATH, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    process = start_penstock(arguments, os.environ | variables, tmp_path / "run")
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text()
     folder = runs / "harbor"
     assert len((folder / "updates.jsonl").read_text().splitlines()) == 2

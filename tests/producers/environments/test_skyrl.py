@@ -72,5 +72,5 @@ async def test_the_row_of_the_page_is_worth_its_answer(tmp_path: Path) -> None:
     (row,) = re.findall(r'^\{"prompt": .*"env_class".*\}$', page, re.M)
     (tmp_path / "train.jsonl").write_text(row)
     environment = SkyRLEnvironment(seed=0, training=str(tmp_path / "train.jsonl"), max_turns=3)
-    rewards = [await environment.reward(environment.prompt(1), text) for text in ("It is #### 5", "It is #### 6")]
+    rewards = [await environment.reward(environment.prompt(1), text) for text in ("It is #### 14", "It is #### 6")]
     assert [reward.value for reward in rewards] == [1.0, 0.0]
