@@ -23,6 +23,7 @@ Demonstration = tuple[Segment, ...]
 """The sequences of one line; its turns are their loss masks, without behavior logprobs."""
 
 _FIELD = "warm_start.demonstrations"
+ROLES = {"developer": "system"}
 _EXPECTED = "`messages`, or the texts `prompt` and `completion`"
 _GENERATION = "generation_config.json"
 
@@ -138,7 +139,8 @@ def _end_ids(model: Path) -> set[int]:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Checks messages; returns them with the arguments of calls as templates take them, decoded."""
+    """Checks messages; returns them as templates take them, and as the endpoint gives them to these: the arguments of
+    calls decoded, the role `developer` as `system`."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages = {messages!r}: expected a list of messages")
     for place, message in enumerate(messages):
@@ -147,7 +149,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
             raise ValueError(f"messages[{place}].content = {content!r}: expected a text")
-    return [{**message, **_calls(message)} for message in messages]
+    return [{**message, **_calls(message), "role": ROLES.get(message["role"], message["role"])} for message in messages]
 
 
 def _calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,13 @@ def test_variables_of_the_template_tools_and_other_ends_are_those_of_the_run(tmp
     assert _taught("chatml", found) == ["the answer"]
 
 
+def test_the_role_developer_is_the_systems_as_in_requests_of_agents(tmp_path):
+    told = [{"role": role, "content": "you add"} for role in ("developer", "system")]
+    config = _config(tmp_path, "chatml", *({"messages": [one, USER, SEVEN]} for one in told))
+    (first,), (second,) = read_demonstrations(config, 10_000)
+    assert first.token_ids == second.token_ids
+
+
 def test_texts_are_taught_with_the_end_of_sequence(tmp_path):
     config = _config(tmp_path, "chatml", {"prompt": "three plus", "completion": " four"}, "")
     ((found,),) = read_demonstrations(config, 10_000)
