@@ -106,12 +106,13 @@ async def test_the_likeliest_ids_of_each_token_are_those_of_a_softmax_finished_o
         assert torch.equal(likeliest.sort(1).values, logprobs.topk(5).indices.sort(1).values)
         wanted = logprobs.gather(1, likeliest).flatten()
         torch.testing.assert_close(torch.tensor(unpack_floats(top.logprobs).tolist()), wanted, atol=1e-4, rtol=1e-4)
-    running = asyncio.create_task(engine.generate(PROMPT, replace(sampling, max_tokens=400), 2, "running"))
+    running = asyncio.create_task(engine.generate(PROMPT, replace(sampling, max_tokens=400), 16, "running"))
     await until(lambda: all(one.num_tokens for one in engine.sampled("running")) and engine.sampled("running"))
-    for one in engine.sampled("running"):
-        assert one.finish_reason == "abort" and one.top_logprobs.problem(one.num_tokens) is None
+    sampled = engine.sampled("running")
     running.cancel()
     await asyncio.wait({running})
+    assert "abort" in {one.finish_reason for one in sampled}, "one of sixteen may have ended by itself, not all"
+    assert [one.top_logprobs.problem(one.num_tokens) for one in sampled] == [None] * 16
 
 
 async def test_a_prompt_that_vllm_refuses_is_an_error_of_the_request_only(tied_engine):
