@@ -65,7 +65,7 @@ class TextArenaEnvironment(SeededTasks):
         self._num_players = num_players
         try:
             self._made = ta.make(id, **(args or {}))
-            state = _Game(self._made, 0, num_players, 0).inner.state
+            state = _Game(self._made, 0, num_players).inner.state
         except Exception as error:  # the library's games raise anything
             raise ValueError(f"id = {id!r}, num_players = {num_players}: {type(error).__name__}: {error}") from error
         if isinstance(state, ta.SinglePlayerState) != (num_players == 1):
@@ -73,16 +73,15 @@ class TextArenaEnvironment(SeededTasks):
             raise ValueError(f"id = {id!r}: {kind}, expected one of num_players = {num_players}")
 
     def pose(self, seed: int) -> str:
-        return _Game(self._made, seed, self._num_players, seed % self._num_players).told_first
+        return _Game(self._made, seed, self._num_players).told_first
 
-    async def begin(self, seed: int) -> "_Game":
-        return await self._begin(seed, seed % self._num_players)
+    async def begin(self, seed: int, player: int | None = None) -> "_Game":
+        return await asyncio.to_thread(_Game, self._made, seed, self._num_players, player)
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
-        seed = int(prompt.metadata["seed"])
-        player = seed % self._num_players
+        player = None
         for _ in range(self._num_players):
-            game = await self._begin(seed, player)
+            game = await self.begin(int(prompt.metadata["seed"]), player)
             game.conversation = conversation
             opening = await game.others()
             if not opening.is_done:
@@ -90,19 +89,16 @@ class TextArenaEnvironment(SeededTasks):
             player = game.mover
         raise RuntimeError("textarena: the game has ended before the first turn of the player who is trained")
 
-    async def _begin(self, seed: int, player: int) -> "_Game":
-        return await asyncio.to_thread(_Game, self._made, seed, self._num_players, player)
-
 
 class _Game(Episode):
     """One game, begun.
 
-    player: the one who is trained. told_first: what the game has told this player at its beginning.
-    conversation: answers for the other players. mover: who of them has acted last.
+    player: the one who is trained, by default as the seed says. told_first: what the game has told this player at its
+        beginning. conversation: answers for the other players. mover: who of them has acted last.
     """
 
-    def __init__(self, made: Any, seed: int, num_players: int, player: int) -> None:
-        self.player = self.mover = player
+    def __init__(self, made: Any, seed: int, num_players: int, player: int | None = None) -> None:
+        self.player = self.mover = seed % num_players if player is None else player
         self.conversation: Conversation | None = None
         self._messages: dict[int, list[Json]] = defaultdict(list)
         self._random = GlobalRandom(seed)

@@ -23,7 +23,7 @@ Demonstration = tuple[Segment, ...]
 """The sequences of one line; its turns are their loss masks, without behavior logprobs."""
 
 _FIELD = "warm_start.demonstrations"
-ROLES = {"developer": "system"}
+_ROLES = {"developer": "system"}
 _EXPECTED = "`messages`, or the texts `prompt` and `completion`"
 _GENERATION = "generation_config.json"
 
@@ -149,7 +149,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
             raise ValueError(f"messages[{place}].content = {content!r}: expected a text")
-    return [{**message, **_calls(message), "role": ROLES.get(message["role"], message["role"])} for message in messages]
+    return [{**each, **_calls(each), "role": _ROLES.get(each["role"], each["role"])} for each in messages]
 
 
 def _calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ pytest.importorskip("textarena", reason="textarena is not installed: pip install
 import textarena as ta
 from textarena.envs import registration
 
-from penstock.producers.environments.stepping import ContextFullError
+from penstock.producers.environments import textarena as module
+from penstock.producers.environments.stepping import ContextFullError, Step
 from penstock.producers.environments.textarena import TextArenaEnvironment
 from penstock.producers.interfaces import Environment
 from penstock.schemas.config import EnvironmentConfig
@@ -95,6 +96,17 @@ async def test_a_game_that_ends_before_the_trained_players_turn_is_begun_again_f
     trained = [fields.get("is_trained", True) for fields in conversation.fields]
     assert trained == [False, False, True, False, True, False, True]
     assert len(conversation.asked[2]) == 1 and conversation.read[2].startswith("You are Player 0")
+
+
+async def test_a_game_that_always_ends_before_the_trained_players_turn_is_an_error(monkeypatch) -> None:
+    environment = TextArenaEnvironment(seed=1, id="TicTacToe-v0", num_players=2)
+
+    async def ended(game: object) -> Step:
+        return Step([], 0.0, True)
+
+    monkeypatch.setattr(module._Game, "others", ended)
+    with pytest.raises(RuntimeError, match="has ended before the first turn of the player who is trained"):
+        await environment.converse(environment.prompt(1), ScriptedConversation())
 
 
 @pytest.mark.parametrize(
