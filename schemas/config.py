@@ -504,15 +504,9 @@ class CorrectionConfig(Section, frozen=True):
     tokens' own ratios as weights. None: `token_truncate`; for GSPO `bypass` with its clip as the correction, and
     nothing for objectives that read the behavior policy themselves."""
     threshold: Annotated[float, Meta(ge=1)] = 2.0
-    """tau_0, the largest importance weight kept (truncate) or trusted (mask) at lag 0."""
+    """The largest importance weight kept (truncate) or trusted (mask)."""
     lower: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Smallest weight: raised to it (truncate), or masked below it (mask, IcePop's). For masks it tightens with lag as
-    the threshold does, in log space: lower ** (ln tau(d) / ln tau_0). None has no such bound."""
-    schedule: Literal["const", "power"] = "const"
-    """How trust falls with a token's lag d, tau(d) = 1 + (threshold - 1) * s(d). `const`: s = 1. `power`:
-    (1 + d) ** -lag_power, with d in optimizer steps."""
-    lag_power: NonNegativeFloat = 0.5
-    """The exponent of `power`."""
+    """Smallest weight: raised to it (truncate), or masked below it (mask, IcePop's). None has no such bound."""
     sequence_ratio: Literal["geometric", "product"] = "geometric"
     """The ratio of `sequence_*` modes: geometric mean of the tokens' ratios (ms-swift, AReaL) or their product (verl,
     TRL, slime). One threshold means different things under the two. In a row that `sequence_mask` keeps, a token's
@@ -534,7 +528,7 @@ class CorrectionConfig(Section, frozen=True):
         _check_fields(self)
         if self.mode is None:
             defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
-            for name in ("threshold", "lower", "schedule", "lag_power", "sequence_ratio"):
+            for name in ("threshold", "lower", "sequence_ratio"):
                 if (value := getattr(self, name)) != defaults[name]:
                     raise ValueError(f"{name} = {value!r} without mode: expected one of weights, as 'token_truncate'")
         if self.bypass and self.mode not in (None, "none"):

@@ -45,21 +45,9 @@ BYPASS = 'correction={mode="none", bypass=true}'
 METHODS = (
     Method(name="none", label="no correction", overrides=(GRPO, 'correction={mode="none"}')),
     Method(
-        name="truncate-const",
-        label="truncation, const",
-        overrides=(GRPO, 'correction={mode="token_truncate", threshold=2.0, schedule="const"}'),
-    ),
-    Method(
-        name="truncate-power",
-        label="truncation, power",
-        overrides=(GRPO, 'correction={mode="token_truncate", threshold=2.0, schedule="power"}'),
-    ),
-    Method(
-        name="mask-power",
-        label="masking, power",
-        # Two-sided, as masks are used in the field (IcePop): a token the policy has left teaches as little as one it
-        # has run towards.
-        overrides=(GRPO, 'correction={mode="token_mask", threshold=2.0, lower=0.5, schedule="power"}'),
+        name="truncate",
+        label="truncation",
+        overrides=(GRPO, 'correction={mode="token_truncate", threshold=2.0}'),
     ),
     # One optimizer step a batch: against a recomputed proximal policy every policy ratio is 1, and GSPO would be GRPO
     # with another mean. In bypass mode its ratio is current / behavior, and its clip is the correction.
@@ -93,17 +81,18 @@ _ROWS = 'mode="sequence_truncate", sequence_ratio="product", threshold=2.0'
 _BASELINE = 'advantage={path="penstock.consumers.learning.advantages:minimum_variance", kwargs={}}'
 OBJECTIVES = (
     Method(name="none", label="GRPO, no correction", overrides=METHODS[0].overrides),
-    Method(name="truncate-const", label="GRPO, truncation", overrides=METHODS[1].overrides),
-    _of("mask-const", "GRPO, masking", "grpo:Grpo", "", f'mode="token_mask", {_MASK}'),
+    Method(name="truncate", label="GRPO, truncation", overrides=METHODS[1].overrides),
+    # Two-sided, as masks are used in the field (IcePop): a token the policy has left teaches as little as one it ran to.
+    _of("mask", "GRPO, masking", "grpo:Grpo", "", f'mode="token_mask", {_MASK}'),
     _of("truncate-rows", "GRPO, truncation of rows", "grpo:Grpo", "", _ROWS),
     _of("mask-rows", "GRPO, masking of rows", "grpo:Grpo", "", f'mode="sequence_mask", {_MASK}'),
     # With one step a batch and a sampler without mismatch this is what `proximal = "sampled_version"` does too.
-    Method(name="grpo-bypass", label="GRPO, clip 0.2, bypass", overrides=METHODS[6].overrides),
+    Method(name="grpo-bypass", label="GRPO, clip 0.2, bypass", overrides=METHODS[4].overrides),
     _of("dppo-tv", "DPPO, total variation", "dppo:DppoTv"),
     _of("dppo-kl", "DPPO, KL", "dppo:DppoKl"),
     _of("cispo", "CISPO", "cispo:Cispo", "", _BYPASS),
-    Method(name="gspo", label="GSPO, clip 3e-4 / 4e-4", overrides=METHODS[4].overrides),
-    Method(name="gspo-wide", label="GSPO, clip 0.2", overrides=METHODS[5].overrides),
+    Method(name="gspo", label="GSPO, clip 3e-4 / 4e-4", overrides=METHODS[2].overrides),
+    Method(name="gspo-wide", label="GSPO, clip 0.2", overrides=METHODS[3].overrides),
     _of("decoupled", "decoupled PPO", "decoupled_ppo:DecoupledPpo", 'proximal="loglinear", total_weight_cap=5.0'),
     _of("centering", "score centering", "score_centering:ScoreCentering", "", _NONE, _TOP),
     _of(

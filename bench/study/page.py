@@ -32,7 +32,7 @@ from penstock.schemas.process.files import write_whole
 PAGE = Path(__file__).parents[2] / "docs" / "corrections.md"
 PICTURE = "corrections-study.png"
 BEGIN, END = "<!-- study: written by `python -m bench.study`, not by hand -->", "<!-- /study -->"
-COLOURS = (drawing.RED, drawing.AMBER, drawing.BLUE, drawing.TEAL, "#db2777", drawing.VIOLET, "#65a30d")
+COLOURS = (drawing.RED, drawing.AMBER, drawing.BLUE, drawing.TEAL, drawing.VIOLET)
 """Of the methods."""
 
 Results = dict[StudyCell, StudyResult]

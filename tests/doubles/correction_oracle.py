@@ -39,11 +39,6 @@ def oracle_correct(rows: list[Row], config: CorrectionConfig) -> list[list[Judge
     ]
 
 
-def tau(lag: float, config: CorrectionConfig) -> float:
-    s = (1 + lag) ** (-config.lag_power) if config.schedule == "power" else 1.0
-    return config.threshold if s == 1 else 1 + (config.threshold - 1) * s
-
-
 def log_ratio(token: CorrectionToken) -> float:
     return token.proximal - token.behavior
 
@@ -65,16 +60,13 @@ def _mode(token: CorrectionToken, row: Row, config: CorrectionConfig) -> float |
     rho = math.exp(clip(log_ratio(token)))
     if config.mode == "none":
         return 1.0
-    ratio, lag = rho, float(token.lag)
+    ratio = rho
     if config.mode in ("sequence_truncate", "sequence_mask"):
-        lag = _mean([float(other.lag) for other in _valid(row)])
         if config.sequence_ratio == "geometric":
             ratio = math.exp(_mean([clip(log_ratio(other)) for other in _valid(row)]))
         else:
             ratio = math.exp(clip(sum(log_ratio(other) for other in _valid(row))))
-    high, low = tau(lag, config), config.lower if config.lower is not None else 0.0
-    if config.mode in ("token_mask", "sequence_mask") and low and high < config.threshold:
-        low = low ** (math.log(high) / math.log(config.threshold))
+    high, low = config.threshold, config.lower if config.lower is not None else 0.0
     if config.mode in ("token_truncate", "sequence_truncate"):
         return min(max(ratio, low), high)
     if ratio < low or ratio > high:

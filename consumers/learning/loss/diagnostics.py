@@ -128,7 +128,7 @@ class MismatchSums:
             loss_mask: [M] bool, before the correction's own mask. If it is False only `lag` is read.
             row_ids: [M] int64 ascending. A row without an unmasked token counts as an empty row.
             lag: [M] int64 of every sampled token, masked ones included.
-            threshold: the importance threshold (of lag 0), at least 1.
+            threshold: the importance threshold, at least 1.
             advantages: [M].
             level: what `clipped_frac` compares with the threshold: each token's rho, or each row's geometric mean or
                 product of them.

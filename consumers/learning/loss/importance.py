@@ -1,23 +1,19 @@
 """The importance weight of each token: the trust in its behavior logprob.
 
 Per token, l = proximal - behavior, c(l) = l clamped to +-20, rho = exp(c(l)). Everything is detached, and computed in
-float64 whatever the input. tau_0 is the configuration's threshold, lower_0 its lower bound (0 without one):
+float64 whatever the input. tau is the configuration's threshold, lower its lower bound (0 without one):
 
     none                1
-    token_truncate      min(max(rho, lower_0), tau(d))
-    token_mask          rho where lo(d) <= rho <= tau(d), else masked
-    sequence_truncate   min(max(R, lower_0), tau(D)) on every token of the row
-    sequence_mask       where lo(D) <= R <= tau(D), else the whole row masked: rho if R is geometric, else R
+    token_truncate      min(max(rho, lower), tau)
+    token_mask          rho where lower <= rho <= tau, else masked
+    sequence_truncate   min(max(R, lower), tau) on every token of the row
+    sequence_mask       where lower <= R <= tau, else the whole row masked: rho if R is geometric, else R
 
     R                   geometric: exp of the mean of c(l) over the row's unmasked tokens; product: exp of c(sum of l)
-    d, D                the token's lag, the mean lag of the row's unmasked tokens
-    tau(d)              1 + (tau_0 - 1) * s(d), with s(0) = 1 and never rising: `trust`
-    lo(d)               lower_0 ** (ln tau(d) / ln tau_0), which for lower_0 = 1 / tau_0 is 1 / tau(d)
 
-Sources: the modes with constant tau are ms-swift's rollout_importance_sampling_mode; truncation goes back to Ionides
-(2008) and Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), masks on both
-sides to IcePop (Ling-team, 2025), product ratios to verl and TRL. The dependence on lag is this project's own. The
-lower bound of a truncation is the same at every lag: raised, it would give older tokens more weight.
+Sources: the modes are ms-swift's rollout_importance_sampling_mode; truncation goes back to Ionides (2008) and Yao et
+al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), masks on both sides to IcePop
+(Ling-team, 2025), product ratios to verl and TRL.
 
 Other masks than the mode's, of what is too far off-policy to be trained on: verl's rejections (`rejected`) and
 off-policy sequence masking (`off_policy_rows_kept`). Each keeps a NaN: a value that cannot be judged reaches the loss,
@@ -76,7 +72,7 @@ def correct_packed(
     lag = torch.where(loss_mask, lag, 0)
     rows = Rows(row_ids, loss_mask)
 
-    weights, by_mode, bounded = _weigh(log_ratios, lag, rows, config)
+    weights, by_mode, bounded = _weigh(log_ratios, rows, config)
     keep = loss_mask & ~by_mode
     for rejection in config.rejection:
         keep = keep & ~rejected(log_ratios, lag, rows, rejection)
@@ -93,24 +89,7 @@ def correct_packed(
     )
 
 
-def trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
-    """Returns tau(d), the largest weight of a token of this lag: 1 + (threshold - 1) * s(d); the threshold at lag 0.
-
-    s is 1 for "const", and (1 + d) ** -lag_power for "power".
-
-    Args:
-        lag: any shape, 0 or more, integer or float (a row's mean lag).
-
-    Returns:
-        float64, like lag.
-    """
-    lag = lag.double()
-    share = (1 + lag) ** -config.lag_power if config.schedule == "power" else torch.ones_like(lag)
-    # 1 + (tau_0 - 1) may differ from tau_0 by rounding, and lag 0 must equal a constant threshold to the bit.
-    return torch.where(share == 1, config.threshold, 1 + (config.threshold - 1) * share).clamp(max=config.threshold)
-
-
-def _weigh(log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _weigh(log_ratios: Tensor, rows: Rows, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the mode's weights, the tokens it masks, and the tokens whose weights it bounds; [M] each."""
     ratio = torch.exp(clamped(log_ratios))
     nothing = torch.zeros_like(ratio, dtype=torch.bool)
@@ -119,30 +98,15 @@ def _weigh(log_ratios: Tensor, lag: Tensor, rows: Rows, config: CorrectionConfig
     assert config.mode is not None  # `settled_correction`
     level, _, action = config.mode.partition("_")
     judged = ratio
-    if level == "sequence":
-        lag = rows.mean(lag)
-        if config.sequence_ratio == "geometric":
-            judged = torch.exp(rows.mean(clamped(log_ratios)))
-        else:
-            judged = torch.exp(clamped(rows.sum(log_ratios)))
-    lower, upper = _bounds(lag, config)
+    if level == "sequence" and config.sequence_ratio == "geometric":
+        judged = torch.exp(rows.mean(clamped(log_ratios)))
+    elif level == "sequence":
+        judged = torch.exp(clamped(rows.sum(log_ratios)))
+    lower, upper = config.lower or 0.0, config.threshold
     outside = (judged < lower) | (judged > upper)
     if action == "truncate":
         return judged.clamp(lower, upper), nothing, outside
     return (judged if level == "sequence" and config.sequence_ratio == "product" else ratio), outside, nothing
-
-
-def _bounds(lag: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Returns the smallest and the largest trusted ratio, [M] each."""
-    upper = trust(lag, config)
-    lower = torch.zeros_like(upper)
-    if config.lower is not None:
-        lower = torch.full_like(upper, config.lower)
-        if config.mode is not None and config.mode.endswith("mask"):
-            tightened = upper < config.threshold
-            exponent = torch.where(tightened, upper.log() / torch.full_like(upper, config.threshold).log(), 1.0)
-            lower = torch.where(tightened, lower**exponent, lower)
-    return lower, upper
 
 
 def rejected(log_ratios: Tensor, lag: Tensor, rows: Rows, rejection: Rejection) -> Tensor:

@@ -182,15 +182,13 @@ def test_a_rejected_batch_keeps_no_sample() -> None:
     assert "rejected_frac_positive" not in got
 
 
-def test_the_share_corrected_is_by_each_tokens_own_threshold() -> None:
-    rho = 0.55  # e^0.55 is below the threshold of lag 0 and above that of lag 4
+def test_the_share_corrected_is_told_by_lag() -> None:
+    train = torch.tensor([0.6, 0.6, 0.8, 0.8])  # e^0.6 is below the threshold, e^0.8 above
     mask, row_ids, lag = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 4, 4])
-    config = CorrectionConfig("token_truncate", schedule="power")
-    corrected = correct_packed(torch.full((4,), rho), torch.zeros(4), mask, lag, row_ids, config)
-    tokens = torch.full((4,), rho), torch.zeros(4), mask, row_ids, lag
+    corrected = correct_packed(train, torch.zeros(4), mask, lag, row_ids, CorrectionConfig("token_truncate"))
+    tokens = train, torch.zeros(4), mask, row_ids, lag
     got = MismatchSums.of_packed(*tokens, corrected, threshold=2.0, advantages=torch.ones(4)).metrics()
-    assert got["rollout_correction/clipped_frac"] == 0
-    assert got["corrected_frac"] == 0.5
+    assert got["rollout_correction/clipped_frac"] == got["corrected_frac"] == 0.5
     assert (got["corrected_frac/lag_0-mixed"], got["corrected_frac/lag_4-7"]) == (0, 1)
 
 

@@ -31,7 +31,7 @@ def waits_of_a_step(
     ("changes", "expected"),
     [
         # The head looks at its arguments once, and compares the derivatives it promised with those that arrive.
-        ({"correction": CorrectionConfig("token_mask", lower=0.5, schedule="power")}, 2),
+        ({"correction": CorrectionConfig("token_mask", lower=0.5)}, 2),
         # Without a promise it has nothing to compare.
         ({"correction": CorrectionConfig("sequence_mask", rejection=(Rejection("seq_max_k1", 1e4),))}, 1),
         ({"correction": CorrectionConfig(off_policy_delta=0.1), "objective": Plug(path=f"{OBJECTIVES}.gspo:Gspo")}, 1),

@@ -127,8 +127,6 @@ def configs(draw) -> CorrectionConfig:
         "mode": mode,
         "threshold": draw(st.just(1.0) | st.floats(1, 8)),
         "lower": draw(st.none() | st.floats(0.05, 1)),
-        "schedule": draw(st.sampled_from(["const", "power"])),
-        "lag_power": draw(st.floats(0, 3)),
         "rejection": tuple(draw(st.lists(rejections(), max_size=2))),
         "off_policy_delta": draw(st.none() | st.floats(0, 1)),
     }
@@ -173,15 +171,6 @@ def test_the_correction_agrees_with_its_definition_in_plain_python_whatever_lies
     assert torch.equal(correction.corrected_mask & ~correction.keep_mask, masked)
 
 
-@given(rows=batches(), config=configs(), later=st.integers(1, 10))
-@many
-def test_no_weight_grows_with_lag(rows, config, later) -> None:
-    fresh = tensors(rows)
-    before, after = correct(config=config, **fresh), correct(config=config, **fresh | {"lag": fresh["lag"] + later})
-    assert (after.weights <= before.weights).all()
-    assert not (after.keep_mask & ~before.keep_mask).any()
-
-
 @given(rows=batches(), config=configs())
 @many
 def test_float32_inputs_give_float32_weights_close_to_the_exact_ones(rows, config) -> None:
@@ -200,10 +189,8 @@ REFUSED = (
     ({"threshold": NAN}, r"threshold = nan: Expected `float` >= 1"),
     ({"threshold": math.inf}, r"threshold = inf: expected a finite number"),
     ({"mode": "token_clip"}, r"mode = 'token_clip': Invalid enum value"),
-    ({"schedule": "linear"}, r"schedule = 'linear': Invalid enum value"),
     ({"lower": 1.5}, r"lower = 1.5: Expected `float` <= 1"),
     ({"lower": 0.0}, r"lower = 0.0: Expected `float` > 0"),
-    ({"schedule": "power", "lag_power": -0.5}, r"lag_power = -0.5: Expected `float` >= 0"),
     ({"off_policy_delta": -0.1}, r"off_policy_delta = -0.1: Expected `float` >= 0"),
     ({"threshold": 3.0}, r"threshold = 3.0 without mode: expected one of weights"),
     ({"sequence_ratio": "product"}, r"sequence_ratio = 'product' without mode"),
