@@ -20,7 +20,7 @@ from penstock.consumers.parity.adapter import AdapterHypotheses
 from penstock.consumers.parity.confidence import Evidence
 from penstock.consumers.parity.images import ImageHypotheses
 from penstock.consumers.parity.inference import equal_contexts
-from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
+from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, whole
 from penstock.consumers.parity.report import GapPoint, Hypothesis, LagRow, ParityReport, cause_of
 from penstock.consumers.parity.routes import route_note
 from penstock.consumers.parity.sample import Sample, read_sample
@@ -95,7 +95,7 @@ def check_parity(
     if yardstick is None:
         yardstick = measure_yardstick(sample, policies.model(int(sample.versions[0])), budget)
     replay = Replay(sample, policies, budget, tolerance_of(yardstick, config.model.dtype))
-    baseline = replay.logprobs(as_labelled(row) for row in sample.rows)
+    baseline = replay.baseline()
     notes = [*sample.notes, *_recipe_notes(groups, config), *filter(None, [route_note(replay)])]
     evidence = Evidence() if evidence is None else evidence
     evidence.add(sample, baseline)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.loss.scoring import head_logprobs
 from penstock.consumers.learning.model.head import GREEDY_TEMPERATURE, OutputHead
-from penstock.consumers.parity.replay import ForwardPass, Replay, as_labelled
+from penstock.consumers.parity.replay import ForwardPass, Replay
 from penstock.consumers.parity.sample import Sample, SampleRow
 
 CHUNK_ELEMENTS = 1 << 22
@@ -109,7 +109,7 @@ def under_conventions(
 
 def chunks(replay: Replay, rows: Sequence[SampleRow]) -> Iterator[tuple[Tensor, LogitChunk]]:
     """Yields some tokens of `rows`, [n] int64 on CPU, and their chunk, until all are done."""
-    for each in replay.passes(as_labelled(row) for row in rows):
+    for each in replay.labelled(rows):
         trainer, _ = head_logprobs(each.hidden, each.head, each)
         size = max(1, CHUNK_ELEMENTS // len(each.head.weight))
         for start in range(0, len(each.tokens), size):

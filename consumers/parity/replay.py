@@ -3,13 +3,14 @@
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,6 +32,8 @@ from penstock.schemas.config import ConfigError, RunConfig
 _CONFIG = "config.json"
 _CACHE_BYTES = 1 << 30
 """The most bytes of weights kept in memory in addition to the model's: a small model's versions are read once."""
+_KEPT_TOKENS = 8192
+"""The most sampled tokens whose hidden states are kept."""
 
 
 class LoadedPolicy(NamedTuple):
@@ -196,6 +199,11 @@ class ForwardPass:
     temperature: Tensor
     support: Support | None
 
+    def of_sampled_tokens(self) -> "ForwardPass":
+        """Returns the pass without the hidden states that predict no sampled token: [M, H]."""
+        places = torch.arange(len(self.predicting), device=self.predicting.device)
+        return replace(self, hidden=F.embedding(self.predicting, self.hidden), predicting=places)
+
 
 def whole(row: SampleRow, version: int) -> ReplayPlan:
     """Returns a plan in which one version computes the whole row."""
@@ -224,12 +232,34 @@ class Replay:
         self.sample, self.policies = sample, policies
         self.tolerance = TOLERANCES[policies.dtype] if tolerance is None else tolerance
         self._budget, self._device = budget, policies.device
+        self._kept: list[ForwardPass] = []
+
+    @torch.no_grad()
+    def labelled(self, rows: Sequence[SampleRow]) -> Iterator[ForwardPass]:
+        """Runs rows as they are labelled: all of a small sample that one policy drew once only, however often they are
+        asked for, since its head stays in memory."""
+        plans = [as_labelled(row) for row in rows]
+        is_kept = self.sample.num_tokens <= _KEPT_TOKENS and len(np.unique(self.sample.versions)) == 1
+        if not is_kept or len(rows) < len(self.sample.rows):
+            yield from self.passes(plans)
+            return
+        if not self._kept:
+            self._kept = [each.of_sampled_tokens() for each in self.passes(plans)]
+        yield from self._kept
+
+    def baseline(self) -> Tensor:
+        """Returns the logprobs of all rows as they are labelled; see `logprobs`."""
+        return self._logprobs(self.labelled(self.sample.rows))
 
     @torch.no_grad()
     def logprobs(self, plans: Iterable[ReplayPlan]) -> Tensor:
         """Returns the logprobs of the plans' tokens by the trainer's own code, [M] float64 on CPU, NaN elsewhere."""
+        return self._logprobs(self.passes(plans))
+
+    @torch.no_grad()
+    def _logprobs(self, passes: Iterable[ForwardPass]) -> Tensor:
         found = torch.full((self.sample.num_tokens,), torch.nan, dtype=torch.float64)
-        for each in self.passes(plans):
+        for each in passes:
             logprobs, _ = head_logprobs(each.hidden, each.head, each)
             found[each.tokens] = logprobs.double().cpu()
         return found

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from parity_bench import COLD, ParityBench, groups_of, prompts
+from penstock.consumers.learning.batch.batch import MicroBatch
+from penstock.consumers.learning.model.head import OutputHead
+from penstock.consumers.learning.model.packed_model import PackedModel
 from penstock.consumers.parity.inference import EqualContexts, equal_contexts
 from penstock.consumers.parity.replay import PolicyStore, Replay, ReplayPlan, as_labelled
 from penstock.consumers.parity.sample import read_sample
+from penstock.consumers.parity.tolerance import Yardstick
 from penstock.schemas.policy import UnknownVersionError
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 from training_groups import configuration, group_of, segment
@@ -39,6 +43,20 @@ def test_kept_keys_are_those_of_the_models_own_attention(tmp_path, changes) -> N
     report = bench.check(groups_of(answers))
     assert report.verdict.status == "parity", report.verdict
     assert report.hypotheses[0].gap.mean < 2e-6
+
+
+def test_a_check_runs_the_rows_of_one_policy_once(bench, monkeypatch) -> None:
+    computed, forward = [], PackedModel.forward
+
+    def counted(model: PackedModel, microbatch: MicroBatch) -> tuple[torch.Tensor, OutputHead]:
+        computed.append(len(microbatch.targets))
+        return forward(model, microbatch)
+
+    monkeypatch.setattr(PackedModel, "forward", counted)
+    yardstick = Yardstick(transformers=1e-7, packed=1e-7, num_tokens=100)
+    answers = bench.engine().generate(prompts(6, 5), 4, 16, sampling=COLD)
+    report = bench.check(groups_of(answers), yardstick=yardstick)
+    assert report.verdict.status == "parity" and computed.count(report.num_tokens) == 1, "apart from the load's check"
 
 
 def test_pieces_under_one_policy_are_the_whole_at_any_budget_and_logit_scale(bench, groups, monkeypatch) -> None:
