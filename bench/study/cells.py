@@ -82,7 +82,7 @@ _BASELINE = 'advantage={path="penstock.consumers.learning.advantages:minimum_var
 OBJECTIVES = (
     Method(name="none", label="GRPO, no correction", overrides=METHODS[0].overrides),
     Method(name="truncate", label="GRPO, truncation", overrides=METHODS[1].overrides),
-    # Two-sided, as masks are used in the field (IcePop): a token the policy has left teaches as little as one it ran to.
+    # Two-sided, as masks are used in the field (IcePop): a token the policy left teaches as little as one it ran to.
     _of("mask", "GRPO, masking", "grpo:Grpo", "", f'mode="token_mask", {_MASK}'),
     _of("truncate-rows", "GRPO, truncation of rows", "grpo:Grpo", "", _ROWS),
     _of("mask-rows", "GRPO, masking of rows", "grpo:Grpo", "", f'mode="sequence_mask", {_MASK}'),
