@@ -29,21 +29,21 @@ from penstock.deploy.launch.child import Child
 
 HERE = {
     ("stream", "rates"): 6,
-    ("head", "memory"): 2,
-    ("weights", "blocked"): 2,
+    ("head", "time"): 2,
+    ("weights", "changed"): 2,
     ("trainer", "images"): 4,
-    ("gpu", "head"): 2,
+    ("gpu", "weights"): 2,
 }
 """Rows without an engine, and the number of their figures: one for each section, the others with `--exhaustive`."""
 OTHERS = {
     ("stream", "records"): 4,
-    ("head", "time"): 2,
-    ("weights", "changed"): 2,
+    ("head", "memory"): 2,
+    ("weights", "blocked"): 2,
     ("weights", "way"): 3,
     ("weights", "late"): 1,
     ("trainer", "ranks"): 2,
+    ("gpu", "head"): 2,
     ("gpu", "trainer"): 2,
-    ("gpu", "weights"): 2,
 }
 WITH_AN_ENGINE = {
     ("pipeline", "streaming"): 8,

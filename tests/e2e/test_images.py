@@ -31,7 +31,13 @@ metrics.port = 0
 """
 
 
-@pytest.mark.parametrize("more", ["", "lora = { rank = 8, alpha = 16.0 }\n"], ids=["whole", "adapter"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="whole"),
+        pytest.param("lora = { rank = 8, alpha = 16.0 }\n", id="adapter", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_model_that_sees_trains_with_the_real_engine(more: str, tmp_path: Path) -> None:
     tiny_idefics3(tmp_path / "model")
     shutil.copy(squares_environment.__file__, tmp_path)

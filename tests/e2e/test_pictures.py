@@ -8,7 +8,8 @@ import pytest
 from demo_run import run_to_its_end
 from penstock.deploy.demo.make_model import RECIPES, make_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(1500)]
+# In `make test` test_images.py trains a model that sees, if only for a few updates.
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1500)]
 
 
 def test_the_recipe_learns_to_count_what_it_sees(tmp_path: Path) -> None:

@@ -49,12 +49,10 @@ from training_groups import (
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(900)]
 
 SIZES = (2, 4)
-ON_FOUR = (
-    "plain", "again", "untied", "steps", "reward-kl", "lora", "lora-bfloat16", "sampled", "beside", "marked", "experts",
-    "split",
-    "warm",
-)  # fmt: skip
+ON_FOUR = ("plain", "again", "marked", "experts", "split")
 """What is trained on four ranks too."""
+MORE_ON_FOUR = ("untied", "steps", "reward-kl", "lora", "lora-bfloat16", "sampled", "beside", "warm")
+"""The same in `make test-all`."""
 DEMONSTRATIONS = "demonstrations.jsonl"
 LORA = LoraConfig(rank=3, alpha=6.0)
 SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
@@ -188,7 +186,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[int, dict[str, Trained]]:
+def found(folder: Path, request: pytest.FixtureRequest) -> dict[int, dict[str, Trained]]:
     """By the number of ranks."""
     tiny_model(folder / "tied")
     tiny_model(folder / "untied", tied=False, seed=1)
@@ -205,7 +203,8 @@ def found(folder: Path) -> dict[int, dict[str, Trained]]:
     groups |= {name: [_routed(each) for each in groups[name]] for name in configs if configs[name].model.replay_routes}
     groups["centered"] = [[with_top(group, NUM_TOP) for group in batch] for batch in groups["centered"]]
     whole = {name: replace(each, trainer=replace(each.trainer, context_parallel=1)) for name, each in configs.items()}
-    of_size = {1: whole, 2: configs, 4: {name: configs[name] for name in ON_FOUR}}
+    on_four = (*ON_FOUR, *MORE_ON_FOUR) if request.config.getoption("exhaustive") else ON_FOUR
+    of_size = {1: whole, 2: configs, 4: {name: configs[name] for name in on_four}}
     return {size: on_ranks(size, train, of_size[size], groups, folder=folder / str(size))[0] for size in of_size}
 
 
@@ -224,7 +223,7 @@ def _comparable(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("name", sorted({*NAMES} - ROUNDED.keys()))
 def test_weights_diagnostics_and_what_is_recorded_are_those_of_one_process(found, name: str) -> None:
     expected_reports, expected_findings, expected = found[1][name]
-    for size in SIZES if name in ON_FOUR else SIZES[:1]:
+    for size in [size for size in SIZES if name in found[size]]:
         reports, findings, weights = found[size][name]
         assert weights.keys() == expected.keys()
         for key, tensor in weights.items():
@@ -254,14 +253,14 @@ def test_weights_diagnostics_and_what_is_recorded_are_those_of_one_process(found
 
 def test_fewer_rows_than_ranks_are_told_of_by_rank_0_alone_and_once(found, folder: Path) -> None:
     logs = [log_of(folder / "4", rank) for rank in range(4)]
-    assert logs[0].count("a batch of 2 rows for 4 ranks: some are idle") == len(ON_FOUR)
+    assert logs[0].count("a batch of 2 rows for 4 ranks: some are idle") == len(found[4])
     assert not any("compute nothing" in log for log in logs[1:])
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_16_bit_bodies_follow_one_process_within_their_rounding(found, name: str) -> None:
     expected_reports, _, expected = found[1][name]
-    for size in SIZES if name in ON_FOUR else SIZES[:1]:
+    for size in [size for size in SIZES if name in found[size]]:
         reports, _, weights = found[size][name]
         assert all(
             tensor.dtype == (torch.float16 if name == "float16" else torch.bfloat16) for tensor in weights.values()
