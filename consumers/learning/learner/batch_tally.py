@@ -53,7 +53,7 @@ class BatchTally:
         self._config = config
         self._steps: list[_Step] = []
         self._mismatch: MismatchSums | None = None
-        self._findings: dict[int, list[TokenFindings]] = {}
+        self._findings: dict[int, list[TokenFindings | None]] = {}
         self._sums: dict[str, Tensor] = {}
         """Over the unmasked tokens of the steps that did not fail; trained and rejected tokens of the first epoch."""
         self._phase_s: dict[str, float] = {}
@@ -91,6 +91,11 @@ class BatchTally:
             weights = correction.weights.float()
             findings = TokenFindings(scored.proximal_logprobs.float(), weights, correction.keep_mask)
             self._findings.setdefault(place, []).append(findings)
+
+    def pass_over(self, place: int) -> None:
+        """Keeps the place of a micro-batch in which this rank is idle among its findings."""
+        if self._config.record:
+            self._findings.setdefault(place, []).append(None)
 
     def end_step(
         self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: Tensor
@@ -186,7 +191,7 @@ class BatchTally:
             failed=self._failed_groups,
             spared=frozenset(self._spared),
             phase_s=self._phase_s,
-            findings=found.findings,
+            findings={place: [part for part in parts if part] for place, parts in found.findings.items()},
             environments={
                 name: {"lag_mean": _mean_lag(histogram), "num_tokens_sampled": histogram.total(), **measured}
                 for (name, histogram), measured in zip(batch.lag_histograms.items(), by_environment, strict=True)
@@ -210,11 +215,11 @@ class _RankFindings:
 
     sums: dict[str, float]
     mismatch: MismatchSums | None
-    findings: dict[int, list[TokenFindings]]
+    findings: dict[int, list[TokenFindings | None]]
     gaps: Tensor
 
     def cpu(self) -> "_RankFindings":
-        findings = {place: [part.cpu() for part in parts] for place, parts in self.findings.items()}
+        findings = {place: [part and part.cpu() for part in parts] for place, parts in self.findings.items()}
         mismatch = None if self.mismatch is None else self.mismatch.cpu()
         return _RankFindings(self.sums, mismatch, findings, self.gaps.cpu())
 
@@ -230,12 +235,7 @@ def _merged(by_rank: Sequence[_RankFindings]) -> _RankFindings:
             mismatch = each.mismatch if mismatch is None else mismatch.merge(each.mismatch)
     places = sorted({place for each in by_rank for place in each.findings})
     findings = {
-        place: [
-            part
-            for turn in zip_longest(*(each.findings.get(place, ()) for each in by_rank))
-            for part in turn
-            if part is not None
-        ]
+        place: [part for turn in zip_longest(*(each.findings.get(place, ()) for each in by_rank)) for part in turn]
         for place in places
     }
     return _RankFindings(sums, mismatch, findings, torch.stack([each.gaps for each in by_rank]).sum(0))

@@ -353,6 +353,8 @@ class Learner:
                 self._backward(loss, is_last=number == num_trained - 1)
                 tally.end_phase("backward")
             if part is None:
+                if is_trained and first_epoch:
+                    tally.pass_over(place)
                 continue
             if is_trained:
                 scored.append(part)

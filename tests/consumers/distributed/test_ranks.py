@@ -128,6 +128,8 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
             objective=kl,
             trainer=_trainer(context_parallel=2, num_minibatches=2, num_epochs=2, gradient_checkpointing=True),
         ),
+        # A row that fills a pass leaves a rank idle before fuller passes.
+        "split-uneven": run(trainer=_trainer(context_parallel=2, tokens_per_microbatch=16)),
         "split-sampled": run(correction=SAMPLED, trainer=_trainer(context_parallel=2)),
         "split-lora": run("window", lora=LORA, trainer=_trainer(context_parallel=2)),
         "split-rows": run(
@@ -145,6 +147,13 @@ def _batches() -> list[list]:
     batches[2] = [random_group(1, 2, siblings=2, rewards=[1.0, 0.0])]
     batches[3] = [random_group(index, 3, rewards=[1.0] * 4 if index % 2 else None) for index in range(1, 7)]
     return batches
+
+
+def _answers(index: int, *lengths: int) -> RolloutGroup:
+    draw = np.random.default_rng(index)
+    ids = [[1, 2, *draw.integers(3, VOCABULARY, length).tolist()] for length in lengths]
+    rollouts = [[segment(row, [(2, len(row))], [7] * (len(row) - 2))] for row in ids]
+    return group_of(index, rollouts, [float(n) for n in range(len(lengths))])
 
 
 EXPERTS = 8
@@ -202,6 +211,7 @@ def found(folder: Path, request: pytest.FixtureRequest) -> dict[int, dict[str, T
     groups = {name: batches if name == "plain" else batches[:4] for name in configs}
     groups |= {name: [_routed(each) for each in groups[name]] for name in configs if configs[name].model.replay_routes}
     groups["centered"] = [[with_top(group, NUM_TOP) for group in batch] for batch in groups["centered"]]
+    groups["split-uneven"] = [[_answers(1, 30, 30), _answers(2, 8, 8), _answers(3, 8, 8)]]
     whole = {name: replace(each, trainer=replace(each.trainer, context_parallel=1)) for name, each in configs.items()}
     on_four = (*ON_FOUR, *MORE_ON_FOUR) if request.config.getoption("exhaustive") else ON_FOUR
     of_size = {1: whole, 2: configs, 4: {name: configs[name] for name in on_four}}
