@@ -15,6 +15,7 @@ Source: Stiennon et al. (arXiv 2009.01325, section 3.4). Peers: TRL's RLOOTraine
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,8 @@ from penstock.schemas.config import AdvantageConfig
 
 
 def penalized(batch: Batch, divergences: Sequence[Tensor], config: AdvantageConfig, ranks: Ranks) -> Batch:
-    """Returns the batch with the advantages of its penalized rewards; the same on every rank, as sums are over all.
+    """Returns the batch with the advantages of its penalized rewards, NaN for a group with a divergence that is not
+    finite; the same on every rank, as sums are over all.
 
     divergences: proximal - reference logprobs of each of the batch's micro-batches, [M] float64 on CPU.
     """
@@ -33,5 +35,8 @@ def penalized(batch: Batch, divergences: Sequence[Tensor], config: AdvantageConf
     for microbatch, own in zip(batch.microbatches, divergences, strict=True):
         total.index_add_(0, microbatch.rollouts[microbatch.row_ids], own)
     penalties = config.kl_coefficient * ranks.add(total).numpy()
-    rewards = replace(batch.rewards, values=batch.rewards.values - penalties)
-    return batch.with_advantages(make_advantage(config)(rewards))
+    is_known = np.isfinite(penalties)
+    rewards = replace(batch.rewards, values=batch.rewards.values - np.where(is_known, penalties, 0.0))
+    # A group without a known penalty fails alone, whatever its advantages are made of.
+    of_known = rewards.of_groups(lambda each: np.full(len(each), each.all()), is_known)
+    return batch.with_advantages(np.where(of_known, make_advantage(config)(rewards), np.nan))

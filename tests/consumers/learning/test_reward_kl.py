@@ -1,5 +1,6 @@
 """KL in the reward, against transformers and arithmetic in float64."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_rewards_are_penalized_by_the_sum_over_all_segments_of_a_rollout() -> No
     assert found.microbatches[0].advantages.tolist() == [
         -0.0625 if rollout == 0 else 0.0625 for rollout in microbatch.rollouts[microbatch.row_ids].tolist()
     ]
+
+
+@pytest.mark.parametrize("name", ["group_relative", "batch_normalized", "reinforce_plus_plus"])
+def test_a_divergence_that_is_not_finite_leaves_the_other_groups_their_advantages(name: str) -> None:
+    config = AdvantageConfig(path=f"penstock.consumers.learning.advantages:{name}", kl_coefficient=0.5)
+    batch = pack([random_group(n, n) for n in (1, 2, 3)], lag_from(7), configuration("none", advantage=config))
+    divergences = [torch.zeros(len(each.row_ids), dtype=torch.float64) for each in batch.microbatches]
+    divergences[0][0] = float("nan")
+    advantages = penalized(batch, divergences, config, Ranks()).group_advantages
+    failed = [index for index, values in advantages.items() if any(map(math.isnan, values))]
+    assert len(failed) == 1 and all(map(math.isnan, advantages[failed[0]])) and len(advantages) == 3
 
 
 def _config(models: ModelConfig, *, kl: float = BETA, truncated: str = "train", **changes) -> RunConfig:
