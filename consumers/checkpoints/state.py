@@ -64,17 +64,24 @@ class PassedOver(msgspec.Struct):
 
 
 class BestFigure(msgspec.Struct, frozen=True):
-    """The best value of a figure of evaluations, and the number of evaluations since that were no better."""
+    """The best value of a figure of evaluations, and the number of evaluations since that were no better; `update`: of
+    the last one that was counted."""
 
     figure: str = ""
     value: float | None = None
     num_since: int = 0
+    update: int = -1
 
-    def after(self, figure: str, value: float) -> "BestFigure":
-        """Returns what it is after another evaluation."""
-        if figure != self.figure or self.value is None or value > self.value:
-            return BestFigure(figure, value)
-        return BestFigure(figure, self.value, self.num_since + 1)
+    def after(self, figure: str, value: float, update: int) -> "BestFigure":
+        """Returns what it is after another evaluation. One that was counted, as when a run is resumed from its update,
+        changes nothing."""
+        if figure != self.figure or self.value is None:
+            return BestFigure(figure, value, 0, update)
+        if update <= self.update:
+            return self
+        if value > self.value:
+            return BestFigure(figure, value, 0, update)
+        return BestFigure(figure, self.value, self.num_since + 1, update)
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):

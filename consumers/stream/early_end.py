@@ -32,7 +32,7 @@ class EarlyEnd:
         figure = self._config.checkpoint.best or evaluation.figure
         value = figure_in(figure, result.figures, result.environments)
         if patience is not None and value is not None:
-            progress.best = progress.best.after(figure, value)
+            progress.best = progress.best.after(figure, value, result.update)
             if progress.best.num_since >= patience:
                 best = progress.best.value
                 found = found or f"{patience} evaluations in a row have held-out {figure} no better than {best:.4f}"

@@ -91,6 +91,8 @@ class _Encoder:
         context = self._tokenizer.encode(prompt, add_special_tokens=False)
         whole = self._tokenizer.encode(prompt + completion, add_special_tokens=False)
         _check_prefix(context, whole, "completion", "of the prompt alone")
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError("the model's tokenizer has no end of sequence to end a completion; expected `messages`")
         yield context, [*whole, self._tokenizer.eos_token_id]
 
     def _of_messages(self, document: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:

@@ -14,8 +14,8 @@ from penstock.schemas.config import ConfigError, config_of
 BASE = {"name": "r", "model": {"path": "m"}, "environment": {"path": "a:B"}}
 
 
-def result(reward: float, **own: float) -> EvaluationResult:
-    return EvaluationResult(1, 1, {"reward": reward, **own}, 1, 0, {"main": {"reward": 1 - reward}})
+def result(reward: float, update: int = 1, **own: float) -> EvaluationResult:
+    return EvaluationResult(update, 1, {"reward": reward, **own}, 1, 0, {"main": {"reward": 1 - reward}})
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,12 @@ def test_a_run_ends_at_its_goal_or_once_its_patience_is_at_an_end(settings, rewa
     evaluation = {key: settings[key] for key in settings.keys() - {"best"}}
     config = config_of(BASE | {"evaluation": evaluation, "checkpoint": best}, "x")
     state = CheckpointState(policy_version=0)
-    for reward in rewards:  # each in a trainer that continues from the checkpoint of the one before
+    for update, reward in enumerate(rewards):  # each in a trainer that continues from the checkpoint of the one before
         early_end = EarlyEnd(config, progress := RunProgress(0, state))
-        early_end.consider(result(reward))
+        early_end.consider(result(reward, update))
         if early_end.reason:
             break
+        early_end.consider(result(0.0, update))  # where it continues it evaluates what was evaluated
         saved = msgspec.json.encode(CheckpointState(policy_version=0, best=progress.best))
         state = msgspec.json.decode(saved, type=CheckpointState)
     assert early_end.reason == reason
