@@ -21,13 +21,28 @@ from penstock.schemas.config import (
     ConfigError,
     EnvironmentConfig,
     LoraConfig,
+    ModelConfig,
+    Plug,
     RedisConfig,
+    SamplingConfig,
     TeacherConfig,
     TrainerConfig,
 )
 from training_groups import configuration, tiny_model
 
 ARITHMETIC = EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
+
+
+SGD = Plug(path="torch.optim:SGD")
+
+
+def _save_state(run: Path) -> None:
+    """Saves what these checks read of a checkpoint of update 100."""
+    state = {"policy_version": 100, "num_batches": 100, "learner": {"num_steps": 100}}
+    (checkpoint := run / "checkpoints" / "100-a").mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    digest = hashlib.blake2b((checkpoint / "state.json").read_bytes(), digest_size=16).hexdigest()
+    (checkpoint / "checksums.json").write_text(json.dumps({"state.json": digest}))
 
 
 def test_a_resumed_adapter_of_another_base_or_scale_is_refused_before_anything_starts(capsys, tmp_path, monkeypatch):
@@ -67,14 +82,35 @@ def test_a_run_that_began_without_a_teachers_server_is_not_continued_with_one(tm
     check_resumed(held, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"group_size": 4}, r"group_size = 4: the run had 8 so far, and groups that wait to be trained have no other"),
+        ({"group_size": 16}, ""),
+        ({"sampling": SamplingConfig(top_logprobs=20)}, r"sampling\.top_logprobs = 20: the run had 0 so far"),
+        (
+            {"model": ModelConfig(path="m", replay_routes=True)},
+            r"model\.replay_routes = True: the run had False so far",
+        ),
+        (
+            {"trainer": TrainerConfig(optimizer=SGD)},
+            r"trainer\.optimizer: torch\.optim:SGD, and the checkpoint has .*AdamW",
+        ),
+        ({"trainer": TrainerConfig(optimizer=Plug(path="torch.optim:AdamW"))}, ""),
+    ],
+)
+def test_settings_that_the_groups_and_the_state_so_far_do_not_fit_are_refused(tmp_path, changes, problem):
+    config = configuration("m", name="r", environment=ARITHMETIC, group_size=8)
+    _save_state(tmp_path / "r")
+    save_run_file(config, tmp_path / "r")
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        check_resumed(msgspec.structs.replace(config, **changes), tmp_path)
+
+
 def test_a_decay_of_another_length_says_how_the_rate_jumps(tmp_path, monkeypatch, capsys):
     trainer = TrainerConfig(learning_rate=1e-4, decay="cosine")
     config = configuration("m", name="r", environment=ARITHMETIC, trainer=trainer, num_updates=100)
-    state = {"policy_version": 100, "num_batches": 100, "learner": {"num_steps": 100}}
-    (checkpoint := tmp_path / "r" / "checkpoints" / "100-a").mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    digest = hashlib.blake2b((checkpoint / "state.json").read_bytes(), digest_size=16).hexdigest()
-    (checkpoint / "checksums.json").write_text(json.dumps({"state.json": digest}))
+    _save_state(tmp_path / "r")
     save_run_file(config, tmp_path / "r")
 
     def warned(**changes) -> list[str]:
