@@ -272,7 +272,7 @@ BUDGET = {
     "consumers": 20_800,
     "deploy": 15_500,
     "bench": 7_000,
-    "tests": 59_620,
+    "tests": 59_800,
 }
 """The most lines of Python in each folder. A commit that goes beyond raises the number here and says what went out for
 it."""
