@@ -3,16 +3,14 @@
 import functools
 import logging
 import math
-import multiprocessing
 import re
-import signal
-import threading
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 
 from penstock.producers.environments.answers import same_answer
 from penstock.producers.environments.dataset import Dataset, task_of, unlike
 from penstock.producers.environments.quantities import as_latex, quantities, visible
 from penstock.producers.environments.rows import Row
+from penstock.producers.environments.scoring_process import ScoringProcess
 from penstock.schemas.prompt import Prompt, Reward
 
 logger = logging.getLogger(__name__)
@@ -28,8 +26,6 @@ _MOST_WORDS = 3
 """Of an answer, as in `60 miles per hour`. math-verify accepts more words too, as a product of letters."""
 _SIGNS = ("\u221e", "\u2205", "\\{")
 """In answers without a letter or a digit: infinity, the empty set."""
-_STARTUP_TIMEOUT_S = 120.0
-"""For a scoring process to import math-verify on a busy machine."""
 
 
 class MathJsonl(Dataset):
@@ -91,7 +87,7 @@ class MathJsonl(Dataset):
         if num_left_out := len(problems) - len(self._numbers):
             logger.warning("%d of %d problems in %s are held out", num_left_out, len(problems), prompts_file)
         self._require_boxed = require_boxed
-        self._scorer = _Scorer(scoring_timeout_s)
+        self._scorer = _scorer(scoring_timeout_s)
         for prompts in ([problems[n] for n in self._numbers], held_out):
             self._check_answers(prompts)
         self._scorer.stop()  # the first reward starts it again: not everyone who opens the files asks for one
@@ -132,7 +128,7 @@ def math_verified(
 math_verified.reward_threads = 1  # type: ignore[attr-defined]
 
 
-def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed: bool) -> float:
+def _is_right(scorer: ScoringProcess, prompt: Prompt, completion: str, require_boxed: bool) -> float:
     gold = prompt.answer.rpartition("####")[2].strip()
     gold = _box(gold) or gold
     box = _box(completion)
@@ -145,9 +141,9 @@ def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed:
     return float(decided)
 
 
-def _verified(scorer: "_Scorer", gold: str, guess: str, is_boxed: bool = True) -> bool:
+def _verified(scorer: ScoringProcess, gold: str, guess: str, is_boxed: bool = True) -> bool:
     text = as_latex(guess)
-    return scorer.is_correct(as_latex(gold), _boxed(text) if is_boxed else text)
+    return scorer.value(as_latex(gold), _boxed(text) if is_boxed else text) == 1.0
 
 
 def _box(text: str) -> str:
@@ -165,9 +161,7 @@ def _box(text: str) -> str:
     return ""
 
 
-@functools.cache
-def _shared_scorer(timeout_s: float) -> "_Scorer":
-    return _Scorer(timeout_s)
+_shared_scorer = functools.cache(lambda timeout_s: _scorer(timeout_s))
 
 
 def _final(answer: str, field: str) -> str:
@@ -191,72 +185,21 @@ def _boxed(answer: str) -> str:
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
 
 
-class _Scorer:
-    """math-verify in a process of its own.
-
-    Its own timeout is a signal, which works only in a main thread and cannot interrupt one long multiplication such as
-    `9^{9^{9^9}}`. Here the process is killed, and the next call starts another. Calls from several threads take turns.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._turn = threading.Lock()
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
-
-    def is_correct(self, answer: str, completion: str) -> bool:
-        with self._turn:
-            if self._process is None or not self._process.is_alive():
-                self._start()
-            assert self._pipe is not None
-            try:
-                self._pipe.send((answer, completion))
-                if self._pipe.poll(self._timeout_s):
-                    return self._pipe.recv()
-                logger.warning("scoring an answer took more than %s s, counted as wrong: %r", self._timeout_s, answer)
-            except (EOFError, OSError):
-                logger.warning("the scoring process ended over an answer, counted as wrong: %r", answer)
-            self.stop()
-            return False
-
-    def _start(self) -> None:
-        # Spawned, not forked: a fork would copy the producer's running threads and engine.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, far_end = context.Pipe()
-        self._process = context.Process(target=_score_forever, args=(far_end,), name="math-verify", daemon=True)
-        self._process.start()
-        far_end.close()
-        if not self._pipe.poll(_STARTUP_TIMEOUT_S):
-            self.stop()
-            raise RuntimeError(f"MathJsonl: the scoring process did not start within {_STARTUP_TIMEOUT_S} s")
-        self._pipe.recv()
-
-    def stop(self) -> None:
-        """Ends the process, if there is one."""
-        if self._process is None or self._pipe is None:
-            return
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
-        self._process = None
+def _scorer(timeout_s: float) -> ScoringProcess:
+    return ScoringProcess("MathJsonl", _math_verify, timeout_s=timeout_s)
 
 
-def _score_forever(pipe: Connection) -> None:
-    """Receives (answer, completion) and sends whether they agree, until the other end closes."""
+def _math_verify() -> Callable[[str, str], float]:
+    """Returns what says whether an answer and a completion agree."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # A terminal's signals reach the whole process group; the producer's shutdown ends this process.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     boxed_first = LatexExtractionConfig(boxed_match_priority=0)
-    pipe.send("ready")
-    while True:
-        try:
-            answer, completion = pipe.recv()
-        except EOFError:
-            return
-        # math-verify's own alarms are off: the parent keeps the time.
+
+    def agree(answer: str, completion: str) -> float:
+        # math-verify's own alarms are off: the scoring process is timed from outside.
         gold = parse(_boxed(answer), [boxed_first], parsing_timeout=None)
         guess = parse(completion, [boxed_first, ExprExtractionConfig()], parsing_timeout=None)
-        pipe.send(bool(verify(gold, guess, timeout_seconds=None)))
+        return float(bool(verify(gold, guess, timeout_seconds=None)))
+
+    return agree

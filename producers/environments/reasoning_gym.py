@@ -1,12 +1,14 @@
 """Tasks of the library reasoning-gym: generated questions of a hundred kinds, scored by the library itself."""
 
 import functools
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from penstock.producers.environments.dataset import permuted
+from penstock.producers.environments.scoring_process import ScoringProcess
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 MOST_ITEMS = 1_000_000
@@ -41,7 +43,9 @@ class ReasoningGym:
     """Tasks by their names in the library, posed in turn. Needs `pip install 'penstock[reasoning-gym]'`.
 
     The reward is that of the library's `score_answer`, 0 for an answer that it cannot read; its part `solved` is 1 for
-    a reward of 1.
+    a reward of 1. Some of these scorers evaluate the answer as Python (countdown, n_queens and others): they run in a
+    process of their own that can start no program, but can read and write files as the producer can. Producers of such
+    tasks should run in a container, or as a user with few rights.
 
     Held-out items have seeds that no training set has, different questions, and are the same for every run. A training
     item whose question is held out gives way to another.
@@ -51,11 +55,15 @@ class ReasoningGym:
     num_evaluation_prompts: held-out items of all tasks together.
     answer: what of a completion is the answer: `tag`, in `<answer></answer>`; `last_number`; `whole`, all of it.
     system_prompt: a message before every question. By default the library's own for `tag`, none for the others.
+    scoring_timeout_s: an answer that takes longer to score is worth 0.
 
     Raises:
         ValueError: no such task, settings that the task refuses, or too few different questions.
         ImportError: the library is not installed.
     """
+
+    reward_threads = 1
+    """The scoring process takes one answer at a time."""
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class ReasoningGym:
         num_evaluation_prompts: int = 64,
         answer: str = "tag",
         system_prompt: str | None = None,
+        scoring_timeout_s: float = 5.0,
     ) -> None:
         for name, value, least in (("size", size, 1), ("num_evaluation_prompts", num_evaluation_prompts, 0)):
             if not least <= value <= MOST_ITEMS:
@@ -77,10 +86,10 @@ class ReasoningGym:
         # Item k is drawn from its data set's seed + k: sets with neighbouring seeds would share nearly all items.
         first = MOST_ITEMS * (1 + seed % _MOST_SEEDS) * _DRAWS
         num_draws = max(1, num_evaluation_prompts * _DRAWS)
-        self._sets = {
-            "training": {name: _open(name, settings, first, size) for name, settings in tasks.items()},
-            "held out": {name: _open(name, settings, 0, num_draws) for name, settings in tasks.items()},
-        }
+        self._sets = _opened(tasks, first, size, num_draws)
+        modules = {type(each).__module__ for each in self._sets["training"].values()}  # a user's own registers itself
+        how = (modules, tasks, first, size, num_draws)
+        self._scorer = ScoringProcess("ReasoningGym", _scores, *how, timeout_s=scoring_timeout_s)
         self._find, self._system = ANSWERS[answer], _system(answer, system_prompt)
         self._names, self._size = tuple(tasks), size
         self.num_tasks = size * len(tasks)
@@ -108,10 +117,7 @@ class ReasoningGym:
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         task, which, number = (prompt.metadata[name] for name in ("task", "set", "item"))
         item, answer = self._item((task, which, int(number))), self._find(completion)
-        try:
-            value = float(self._sets[which][task].score_answer(answer, item))
-        except Exception:  # the scorers of some tasks raise for an answer that is no number, or no move
-            value = 0.0
+        value = self._scorer.value(which, task, answer, item)
         return Reward(value=value, parts={"solved": float(value >= 1.0)})
 
     def _pose(self, key: ItemKey) -> Prompt:
@@ -145,6 +151,22 @@ def _system(answer: str, system_prompt: str | None) -> tuple[Message, ...]:
 
     content = SYSTEM_PROMPTS["default"] if system_prompt is None and answer == "tag" else system_prompt
     return () if content is None else (Message(role="system", content=content),)
+
+
+def _opened(tasks: Mapping[str, Any], first: int, size: int, num_draws: int) -> dict[str, dict[str, Any]]:
+    """Returns the two data sets of each task."""
+    return {
+        "training": {name: _open(name, settings, first, size) for name, settings in tasks.items()},
+        "held out": {name: _open(name, settings, 0, num_draws) for name, settings in tasks.items()},
+    }
+
+
+def _scores(modules: set[str], *how: Any) -> Callable[[str, str, str, dict[str, Any]], float]:
+    """Returns what scores answers in the scoring process, whose data sets are opened as the producer's are."""
+    for module in modules:
+        importlib.import_module(module)
+    sets = _opened(*how)
+    return lambda which, task, answer, item: sets[which][task].score_answer(answer, item)
 
 
 def _open(name: str, settings: Mapping[str, Any], seed: int, size: int) -> Any:

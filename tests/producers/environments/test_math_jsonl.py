@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.producers.environments.math_jsonl import MOST_CHECKED, MathJsonl, _Scorer
+from penstock.producers.environments.math_jsonl import MOST_CHECKED, MathJsonl
+from penstock.producers.environments.scoring_process import ScoringProcess
 from penstock.schemas.prompt import Prompt
 
 EMPTY_BOXES = (
@@ -171,7 +172,7 @@ def test_answers_as_data_sets_have_them_are_taken(tmp_path: Path):
 def test_of_many_answers_some_from_all_over_the_file_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(
-        _Scorer, "is_correct", lambda self, answer, completion: bool(asked.append((answer, completion))) or True
+        ScoringProcess, "value", lambda self, answer, completion: float(not asked.append((answer, completion)))
     )
     records = [{"problem": str(n), "answer": f"x^{n}" if n % 2 else str(n)} for n in range(2000)]
     MathJsonl(seed=0, prompts_file=write(tmp_path / "train.jsonl", records))

@@ -1,5 +1,6 @@
 """Tasks of reasoning-gym: what is held out stays so, the library's own scorers decide, and settings are checked."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,16 @@ def test_the_librarys_own_scorer_is_asked_and_an_answer_that_it_cannot_read_is_w
         for prompt in (environment.prompt(3), environment.evaluation_prompt(2)):
             reward = environment.reward(prompt, completion.format(answer=prompt.answer))
             assert (reward.value, reward.parts) == (expected, {"solved": expected}), (prompt, completion)
+
+
+def test_an_answer_that_is_evaluated_neither_holds_up_the_producer_nor_starts_a_program(tmp_path: Path):
+    environment = opened(tasks={"countdown": {}}, answer="whole", num_evaluation_prompts=2, scoring_timeout_s=60.0)
+    prompt, made = environment.prompt(1), tmp_path / "made"
+    for answer in (f"__import__('os').system('touch {made}')", "__import__('os')._exit(1)", "[].fork"):
+        assert environment.reward(prompt, answer).value < 0.1 and not made.exists()
+    assert environment.reward(prompt, prompt.answer).value == 1.0
+    environment._scorer._timeout_s = 0.5
+    assert environment.reward(prompt, "9**9**9").value == 0.0
 
 
 def test_answers_are_found_where_the_setting_says():
