@@ -43,12 +43,24 @@ _PACK = """
 import gzip, os, sys, tarfile
 root = sys.argv[1]
 device = os.lstat(root).st_dev
+hidden = []
 def kept(member):
-    return member if os.lstat(os.path.join(root, member.name)).st_dev == device and member.name != "dev" else None
-with gzip.GzipFile(fileobj=sys.stdout.buffer, mode="wb", compresslevel=1, mtime=0) as packed:
-    with tarfile.open(fileobj=packed, mode="w|") as archive:
-        for name in sorted(os.listdir(root)):
-            archive.add(os.path.join(root, name), name, filter=kept)
+    path = os.path.join(root, member.name)
+    if os.lstat(path).st_dev != device or member.name == "dev":
+        return None
+    needed = 0o500 if member.isdir() else 0o400 if member.isfile() else 0
+    if member.mode & needed != needed:
+        hidden.append((path, member.mode))
+        os.chmod(path, member.mode | needed)
+    return member
+try:
+    with gzip.GzipFile(fileobj=sys.stdout.buffer, mode="wb", compresslevel=1, mtime=0) as packed:
+        with tarfile.open(fileobj=packed, mode="w|") as archive:
+            for name in sorted(os.listdir(root)):
+                archive.add(os.path.join(root, name), name, filter=kept)
+finally:
+    for path, mode in reversed(hidden):
+        os.chmod(path, mode)
 """
 _UNPACK = """
 import sys, tarfile

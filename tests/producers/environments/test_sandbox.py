@@ -217,6 +217,17 @@ async def test_files_are_saved_and_restored_and_are_the_same_bytes_for_the_same_
             await other.restore(b"nothing of the kind")
 
 
+async def test_files_that_their_owner_cannot_read_are_saved_and_stay_so(box: LocalSandbox) -> None:
+    await box.run(["sh", "-c", "echo one > key; mkdir d; echo two > d/file; chmod 200 key; chmod 0 d/file d"])
+    state = await box.save(MB)
+    assert state is not None and state == await box.save(MB)
+    async with sandboxes(box.isolation).open() as other:
+        await other.restore(state)
+        for each in (box, other):
+            found = await each.run(["sh", "-c", "stat -c %a key d; chmod 700 d d/file key; cat key d/file"])
+            assert found.stdout.decode().split() == ["200", "0", "one", "two"]
+
+
 async def test_files_that_are_restored_go_nowhere_through_a_link_that_code_has_left(tmp_path: Path) -> None:
     async with sandboxes("namespaces").open() as box:
         await box.run(["ln", "-s", str(tmp_path), "/tests"])
