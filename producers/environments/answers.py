@@ -119,7 +119,10 @@ def _same_parts(gold: str, guess: str) -> bool | None:
     found = [_PARTS.fullmatch(plain(text)) for text in (gold, guess)]
     if not all(each and (each["half"] or ":" in each["numbers"] or "to" in each["numbers"]) for each in found):
         return None
-    (one, half), (other, other_half) = (_numbers(each) for each in found if each)
+    try:
+        (one, half), (other, other_half) = (_numbers(each) for each in found if each)
+    except ValueError:
+        return None
     if half != other_half:  # 15:30 is 3:30 pm, 3:30 may be
         return one == other and not 1 <= (other if half else one)[0] < 13
     if one == other or len(one) != len(other) or half or min(*one, *other) == 0:
@@ -130,7 +133,8 @@ def _same_parts(gold: str, guess: str) -> bool | None:
 
 
 def _numbers(parts: re.Match[str]) -> tuple[list[Fraction], str | None]:
-    """Returns the numbers of a ratio or a time, with hours from 0 to 23, and its half of the day."""
+    """Returns the numbers of a ratio or a time, with hours from 0 to 23, and its half of the day. Raises ValueError for
+    what is no number, as `3.1.4`."""
     numbers = [decimal(number) for number in re.findall(r"\d[\d.]*", parts["numbers"])]
     if parts["half"]:
         numbers = [numbers[0] % 12 + 12 * (parts["half"] == "pm"), *(numbers[1:] or [Fraction(0)])]

@@ -140,7 +140,9 @@ def _lowered(text: str) -> str:
 
 
 def _as_ratio(number: re.Match[str]) -> str:
-    """Returns `1/6` of `0.1\\overline{6}`."""
+    """Returns `1/6` of `0.1\\overline{6}`; one of very many digits as it is."""
+    if len(number[0]) > MOST_CHARACTERS:
+        return number[0]
     whole, before, repeated = number[1], number[2], number[3]
     rest = int(whole + before + repeated) - int(whole + before or "0")
     return f"{rest}/{(10 ** len(repeated) - 1) * 10 ** len(before)}"

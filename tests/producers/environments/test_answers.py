@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.producers.environments.answers import words
+from penstock.producers.environments.answers import same_answer, words
 from penstock.producers.environments.math_jsonl import math_verified
 from penstock.schemas.prompt import Prompt
 
@@ -21,6 +21,19 @@ def test_an_answer_is_right_however_it_is_written_and_no_other_is():
             if reward != (line[2] == "="):
                 wrong.append((gold, answer, reward))
     assert wrong == [] and num_pairs > 500
+
+
+def test_what_only_looks_like_numbers_is_left_to_algebra() -> None:
+    many = "0.\\overline{" + "3" * 4400 + "}"
+    for gold, guess in (
+        ("3:2", "3.1.4:2"),
+        ("3:30 pm", "3.30.00 pm"),
+        ("7 to 9", "7...9 to 9"),
+        ("2", many),
+        (many, "2"),
+    ):
+        assert same_answer(gold, guess) is None, guess
+    assert same_answer("3:2", "6:4") and same_answer("3:30 pm", "15:30")
 
 
 def test_words_are_compared_as_words() -> None:
