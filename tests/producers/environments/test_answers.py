@@ -1,5 +1,6 @@
 """Final answers as GSM8K, MATH and AIME write them, and as models do."""
 
+import time
 from pathlib import Path
 
 from penstock.producers.environments.answers import same_answer, words
@@ -34,6 +35,12 @@ def test_what_only_looks_like_numbers_is_left_to_algebra() -> None:
     ):
         assert same_answer(gold, guess) is None, guess
     assert same_answer("3:2", "6:4") and same_answer("3:30 pm", "15:30")
+
+
+def test_a_guess_of_very_many_characters_is_not_compared() -> None:
+    began = time.process_time()
+    assert same_answer("5", "1" * 100_000) is same_answer("5", "1" + " " * 100_000 + "x") is None
+    assert time.process_time() - began < 1.0
 
 
 def test_words_are_compared_as_words() -> None:
