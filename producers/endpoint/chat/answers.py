@@ -102,7 +102,7 @@ class Answers:
                 {
                     "id": "".join(secrets.choice(_ID_CHARACTERS) for _ in range(CALL_ID_LENGTH)),
                     "type": "function",
-                    "function": {"name": name, "arguments": arguments},
+                    "function": {"name": _encodable(name), "arguments": _encodable(arguments)},
                 }
                 for name, arguments in calls
             ]
@@ -179,6 +179,11 @@ class Answers:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=self._parser.skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def _encodable(text: str) -> str:
+    """Returns a text with half of a surrogate pair, which no reply can hold, as JSON's escape of it: the same JSON."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _before_marks(text: str) -> str:

@@ -14,6 +14,8 @@ CALL_ID_LENGTH = 9
 """Letters and digits of a call's id: Mistral's templates refuse any other form."""
 CALL_ID = re.compile(rf"\b[A-Za-z0-9]{{{CALL_ID_LENGTH}}}\b")
 
+_SURROGATE = re.compile(r"\\u[dD]|[\ud800-\udfff]")
+
 
 def extend_chain(key: bytes, canonical: bytes) -> bytes:
     """Returns the key of a conversation that one message extends. key: of the conversation before; empty at first."""
@@ -76,10 +78,18 @@ def _for_template(message: Json) -> Json:
 
 
 def _call_for_template(call: Json) -> Json:
-    arguments = _arguments(call["function"].get("arguments"))
+    arguments = _arguments(_encodable(call["function"].get("arguments")))
     # An answer with invalid JSON stays in the history: refusing it here would end the conversation for good.
     function = call["function"] | {"arguments": arguments if isinstance(arguments, dict) else {}}
     return {"type": "function", **call, "function": function}
+
+
+def _encodable(arguments: Any) -> Any:
+    """Returns JSON text with question marks for halves of surrogate pairs, which no tokenizer takes."""
+    if not isinstance(arguments, str) or not _SURROGATE.search(arguments):
+        return arguments
+    text = json.dumps(_arguments(arguments), ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()
 
 
 def _arguments(arguments: Any) -> Any:

@@ -7,13 +7,14 @@ import json
 import openai
 import pytest
 
-from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
+from agent_client import ADD, ANSWER, AgentClient, as_plain_client, spelled, tool_user
 from chat_templates import decode, encode
 from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN
 from penstock.schemas.config import EndpointConfig, SamplingConfig
 from penstock.schemas.rollout import unpack_ids
 from producer_run import KEYS
 from scripted_engine import ScriptedEngine
+from tag_parser import TagParser
 from waiting import until
 
 pytestmark = pytest.mark.redis
@@ -242,3 +243,25 @@ async def test_parallel_tool_calls_can_be_switched_off(opened) -> None:
     assert len((await one.client.chat(rollout, ASKED, tools=[ADD], parallel_tool_calls=False))["tool_calls"]) == 1
     without = await one.client.chat(rollout, ASKED, tools=[ADD], tool_choice="none")
     assert "tool_calls" not in without and "<tool_call>" in without["content"]
+
+
+async def test_half_of_a_surrogate_pair_in_a_call_ends_neither_the_conversation_nor_the_splice(serve, monkeypatch):
+    parse = TagParser.parse
+
+    def parse_as_vllm(*given):
+        found = parse(*given)
+        calls = ((name, json.dumps(json.loads(text), ensure_ascii=False)) for name, text in found.tool_calls)
+        return found._replace(tool_calls=tuple(calls))
+
+    monkeypatch.setattr(TagParser, "parse", parse_as_vllm)
+    call = spelled('<tool_call>{"name": "add", "arguments": {"a": "\\ud83d", "b": "\\ud83d\\ude00"}}</tool_call>')
+    one = await serve(ScriptedEngine(script=lambda *_: call, max_model_len=4096), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    messages = await one.client.converse(rollout, 3)
+    assert {each["tool_calls"][0]["function"]["arguments"] for each in messages[1::2]} == {
+        '{"a": "\\ud83d", "b": "\U0001f600"}'
+    }
+    await one.client.finish(rollout, 1.0)
+    ((segment,),) = [each.segments for each in (await one.groups(1))[0].rollouts]
+    assert len(segment.loss_mask) == 3
