@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gzip
 import hashlib
@@ -116,7 +117,13 @@ class Container:
         options += ["-w", where] if where else []
         wall_s = self._limits.wall_s if wall_s is None else wall_s
         most = self._limits.output_bytes if output_bytes is None else output_bytes
-        result = await _done([self._command, "exec", "-i", *options, self._name, *argv], wall_s, stdin, most)
+        try:
+            result = await _done([self._command, "exec", "-i", *options, self._name, *argv], wall_s, stdin, most)
+        except (ValueError, OSError) as error:  # a NUL byte, half of a surrogate pair; too many characters
+            if isinstance(error, OSError) and error.errno != errno.E2BIG:
+                raise
+            said = f"{argv[0][:80]}: {error}\n".encode(errors="replace")
+            return CommandResult(127, b"", said, "", False, 0.0)  # as the local sandbox says it
         if result.ended_by:
             await _done([self._command, "exec", self._name, "sh", "-c", "kill -9 -1"], ANSWER_S)
         alive = [self._command, "exec", self._name, "true"]

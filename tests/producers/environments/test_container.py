@@ -73,6 +73,15 @@ async def test_a_container_that_cannot_start_or_ends_is_an_error(command: str) -
             await box.run(["true"])
 
 
+async def test_a_command_that_no_program_can_be_given_is_answered_as_the_local_sandbox_does() -> None:
+    box = Container("true", "name", "/", LIMITS)
+    for command, why in (("a\0b", "null byte"), ("\ud83d", "surrogates not"), ("x" * 140_000, "too long")):
+        result = await box.run(["bash", "-c", command])
+        assert result.exit_code == 127 and result.text.startswith("bash: ") and why in result.text
+    with pytest.raises(FileNotFoundError):
+        await Container("nowhere", "name", "/", LIMITS).run(["true"])
+
+
 PRODUCER = """
 import asyncio, sys
 from penstock.producers.environments.container import Container
