@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -9,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import tarfile
 import tomllib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 
 from penstock.producers.environments import container
 from penstock.producers.environments.dataset import task_of
-from penstock.producers.environments.sandbox import MB, Limits, Sandbox, Sandboxes, packed
+from penstock.producers.environments.sandbox import MB, Limits, Sandbox, SandboxError, Sandboxes, packed
 from penstock.producers.environments.stepping import TOO_LONG, OneAnswer, as_dicts
 from penstock.producers.interfaces import Conversation
 from penstock.schemas.prompt import Message, Prompt, Reward
@@ -78,6 +80,8 @@ _KEPT = [
     "STOPSIGNAL",
 ]
 """Instructions of a Dockerfile that the local sandbox follows or may leave out."""
+_EXPANDED = ("WORKDIR", "COPY", "ADD", "ENV")
+"""Those of them in which docker puts values for `$NAME`."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ class HarborTask:
         lines = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*$", "", file.read_text("utf-8"), flags=re.MULTILINE)).splitlines()
         for line in filter(None, map(str.strip, lines)):
             word, _, rest = line.partition(" ")
-            if word.upper() not in _KEPT or (word.upper() in ("COPY", "ADD") and rest.strip()[:2] in ("--", '["')):
+            is_copy, has_variable = word.upper() in ("COPY", "ADD"), word.upper() in _EXPANDED and "$" in rest
+            if word.upper() not in _KEPT or has_variable or (is_copy and rest.strip()[:2] in ("--", '["')):
                 return f"its Dockerfile has {line[:60]!r}"
             words = shlex.split(rest)
             if word.upper() == "WORKDIR":
@@ -189,21 +194,25 @@ class HarborTask:
             elif word.upper() == "ENV":
                 pairs = words if "=" in words[0] else [f"{words[0]}={' '.join(words[1:])}"]
                 env |= dict(pair.partition("=")[::2] for pair in pairs)
-            elif word.upper() in ("COPY", "ADD"):
+            elif is_copy:
                 target = os.path.join(workdir, words[-1])
                 if len(words) > 2 or target.endswith(("/", ".")) or os.path.normpath(target) == workdir:
                     target = os.path.join(target, "")
                 for source in words[:-1]:
-                    if (copied := self._copied(source, target)) is None:
+                    copied = self._copied(source, target, unpacks=word.upper() == "ADD")
+                    if copied is None:
                         return f"its Dockerfile has {line[:60]!r}"
                     files |= copied
         return Image(self.workdir or workdir, env, files)
 
-    def _copied(self, source: str, target: str) -> dict[str, bytes] | None:
-        """Returns the files that `COPY source target` makes; None for what is not a path of the folder."""
+    def _copied(self, source: str, target: str, *, unpacks: bool) -> dict[str, bytes] | None:
+        """Returns the files that `COPY source target` makes; None for what is not a path of the folder, or would be
+        unpacked."""
         root = (self.folder / "environment").resolve()
         path = (root / source.lstrip("/")).resolve()
         if not path.is_relative_to(root) or not path.exists():
+            return None
+        if path.is_file() and unpacks and tarfile.is_tarfile(path):
             return None
         if path.is_file():
             return {target + path.name if target.endswith("/") else target: path.read_bytes()}
@@ -380,7 +389,12 @@ async def _verified(task: HarborTask, sandbox: Sandbox, env: Mapping[str, str]) 
     """
     await sandbox.run(["sh", "-c", f"rm -rf /tests {REWARDS}; mkdir -p {REWARDS} {sandbox.work}"], cwd="/")
     tests = {f"tests/{name}": data for name, data in _files(task.folder / "tests").items()}
-    await sandbox.restore(packed(tests))
+    try:
+        await sandbox.restore(packed(tests))
+    except SandboxError as error:
+        if os.strerror(errno.ENOSPC) not in str(error):  # of the local sandbox; a container's disk is the machine's
+            raise
+        return 0.0, {"disk_full": 1.0}
     result = await sandbox.run(
         ["bash", "-c", "exec /tests/test.sh"], env={**env, **task.verifier_env}, wall_s=task.verifier_timeout_s
     )

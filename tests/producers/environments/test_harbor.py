@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,8 @@ async def test_rewards_are_read_as_harbor_writes_them(tmp_path: Path, script: st
             "has 'RUN apt-get install git', and neither",
         ),
         ({"environment__Dockerfile": "FROM debian\nCOPY ../x /app/"}, "has 'COPY ../x /app/', and neither"),
+        ({"environment__Dockerfile": "FROM debian\nENV PATH=/opt:$PATH"}, "has 'ENV PATH=/opt:$PATH', and neither"),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR $ROOT"}, "has 'WORKDIR $ROOT', and neither"),
         ({"environment__docker-compose_yaml": "services: {}"}, "several containers are not carried over"),
     ],
 )
@@ -131,6 +134,19 @@ def test_a_folder_that_cannot_be_run_is_refused_by_name(tmp_path: Path, files: d
     with pytest.raises(ValueError) as refused:
         HarborTasks(seed=0, training=str(tmp_path))
     assert message in str(refused.value) and str(refused.value).startswith(str(folder))
+
+
+def test_an_archive_that_docker_would_unpack_is_refused(tmp_path: Path) -> None:
+    folder = make_task(tmp_path / "hello", environment__Dockerfile="FROM debian\nADD data.tar.gz /app/\n")
+    with tarfile.open(folder / "environment" / "data.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(ValueError, match=r"has 'ADD data.tar.gz /app/', and neither"):
+        HarborTasks(seed=0, training=str(folder))
+
+
+async def test_a_disk_that_the_agent_has_filled_is_worth_nothing(tmp_path: Path) -> None:
+    reward, _ = await played(make_task(tmp_path / "hello"), calls("cat /dev/zero > big"), "Done.")
+    assert (reward.value, reward.parts) == (0.0, {"disk_full": 1.0, "finished": 1.0})
 
 
 @pytest.mark.parametrize(("made", "message"), [(False, "no such folder"), (True, "no folder in it")])
