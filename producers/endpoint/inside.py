@@ -31,6 +31,8 @@ Json = dict[str, Any]
 T = TypeVar("T")
 Save = Callable[[AgentGroup], Awaitable[None]]
 
+ENDING_S = 10.0
+"""For an overdue conversation to give back what it holds, before another takes its place."""
 CREDIT_S = 0.2
 """Pause after an opening that found no prompt."""
 
@@ -159,13 +161,15 @@ class Conversations:
                 await asyncio.wait({holding}, timeout=deadline_s)
             finally:
                 holding.cancel()
-            outcome = (
-                holding.result() if holding.done() else f"{NOT_FINISHED} {deadline_s:g} s (endpoint.group_deadline_s)"
-            )
+            if not holding.done():  # an environment that ignores its cancellation gets no more answers
+                rollout.die(f"{NOT_FINISHED} {deadline_s:g} s (endpoint.group_deadline_s)")
+                await asyncio.wait({holding}, timeout=ENDING_S)
+                return
+        outcome = holding.result()
         if isinstance(outcome, Reward):
             rollout.finish(outcome)
         else:
-            rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
+            rollout.die(outcome)
 
     async def hold(self, rollout: AgentRollout, save: Save | None = None) -> Reward | str:
         """Holds one conversation; returns its reward, or the reason for having none. save: see `RolloutConversation`.

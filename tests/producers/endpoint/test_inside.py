@@ -349,6 +349,27 @@ async def test_an_environment_holds_no_more_conversations_at_once_than_it_can(se
     assert results == [Kind.GROUP] * 3
 
 
+async def test_an_overdue_evaluation_has_given_back_what_it_holds_before_another_begins(serve) -> None:
+    class OneSession(ToolCaller):
+        num_evaluation_prompts = 2
+        num_open = most_open = 0
+
+        async def converse(self, prompt, conversation):
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+            try:
+                await asyncio.sleep(600.0)
+            finally:
+                await asyncio.sleep(0.3)
+                self.num_open -= 1
+
+    environment, endpoint = OneSession(), EndpointConfig(port=0, group_deadline_s=0.5)
+    one = await serve(environment={"a": environment}, max_conversations={"a": 1}, endpoint=endpoint)
+    one.trainer.evaluate(0, 2, environment="a")
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 2)
+    assert environment.most_open == 1
+
+
 async def test_a_limit_of_conversations_is_for_environments_that_hold_some(serve) -> None:
     with pytest.raises(ConfigError, match=r"max_conversations = 1 of .*: it does not converse"):
         await serve(environment={"ask": Numbers()}, max_conversations={"ask": 1})
