@@ -105,6 +105,14 @@ def test_texts_are_taught_with_the_end_of_sequence(tmp_path):
     assert unpack_ids(found.token_ids).tolist()[:-2] == encode("chatml", "three plus")
 
 
+def test_texts_need_an_end_of_sequence(tmp_path):
+    config = _config(tmp_path, "chatml", {"prompt": "three plus", "completion": " four"}, "")
+    file = Path(config.model.path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
+    with pytest.raises(ConfigError, match="line 1: the model's tokenizer has no end of sequence to end a completion"):
+        read_demonstrations(config, 10_000)
+
+
 BAD = {
     "not JSON": ('{"messages": [', "line 1: not JSON"),
     "no object": ("[1]", r"line 1: \[1\]; expected an object with `messages`"),
